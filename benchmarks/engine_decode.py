@@ -123,7 +123,7 @@ def adopt(bench: Bench, cell: Cell, num_steps: int, params: SamplingParams) -> l
     for i in range(batch):
         prompt = bench.prompt(context + i % block_size)
         seq = bench.sequence(prompt, params)
-        seq.block_table = engine.allocate(len(prompt) // block_size + 1)
+        seq.block_table = engine.allocate((len(prompt) // block_size + 1) * engine.tables.shape.width)
         running += engine.adopt(seq, {0: (prompt[-1],)}, [])
     return running
 

@@ -101,7 +101,8 @@ def _adopt(
         seq = bench.sequence(prompt, params)
         if i < constrained:
             seq.matcher, seq.runs_ahead = grammars.matcher(wanted), False
-        seq.block_table = engine.allocate(len(prompt) // engine.config.block_size + 1)
+        num_columns = len(prompt) // engine.config.block_size + 1
+        seq.block_table = engine.allocate(num_columns * engine.tables.shape.width)
         first = opening if i < constrained else prompt[-1]  # as a prefill node would have chosen it
         running += engine.adopt(seq, {0: (first,)}, [])
     return running

@@ -110,7 +110,7 @@ def _reference(family: str, tokens: Seq[list[int]], dtype: torch.dtype, device: 
 
 def _paged(model: PreTrainedModel, layers: list[torch.nn.Module], pool: KvPool, tokens: Seq[list[int]]) -> Tensor:
     """Logits as a node computes them: [sum of lengths, vocab_size], fp32."""
-    device, step = model.device, attach(layers, pool)
+    device, (step,) = model.device, attach(layers, pool)
     order = torch.randperm(pool.num_blocks - 1, generator=torch.Generator().manual_seed(0)) + 1
     width = MAX_MODEL_LEN // pool.block_size
     tables = [order[i * width : (i + 1) * width].tolist() for i in range(len(tokens))]

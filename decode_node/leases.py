@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from baton.messages import Adopted, Commit, Reserve
@@ -55,10 +56,11 @@ class Extras:
 
 @dataclass(slots=True)
 class Lease:
-    """Room for one request's KV. `table` holds the prefix found here, the blocks to fill, and the one that the first
-    step writes to; `spares` those of further samples. The lease owns them until adoption or its end. `parts`: what the
-    prefill node sends; `marks`: each rank's earlier work, some of which may still use these blocks. `since_s`: see
-    Waiting."""
+    """Room for one request's KV. `table` holds the prefix found here, the blocks to fill, and the ones that the first
+    step writes to; `spares` those of further samples. The lease owns them until adoption or its end. `held`: for each
+    KV group, the columns of the table that need not travel. `num_cached_tokens`: of the prompt, whose KV was here
+    already. `parts`: what the prefill node sends, of the table's `entries`; `marks`: each rank's earlier work, some of
+    which may still use these blocks. `since_s`: see Waiting."""
 
     serial: int
     reserve: Reserve
@@ -67,10 +69,11 @@ class Lease:
     granted: float
     table: list[int]
     spares: list[int]
-    num_held: int
+    held: tuple[int, ...]
+    num_cached_tokens: int
+    entries: Seq[int]
     parts: tuple[Piece, ...]
     marks: list[Mark]
-    block_size: int
     since_s: float = 0.0
     state: LeaseState = LeaseState.GRANTED
     credits: int = 0
@@ -106,11 +109,6 @@ class Lease:
         assert self.commit is not None
         return len(self.commit.prompt_tokens) + len(self.commit.samples[0].output_tokens) - 1
 
-    @property
-    def num_cached_tokens(self) -> int:
-        """Prompt tokens whose KV was here already."""
-        return self.num_held * self.block_size
-
     def adopted(self, begun: float) -> Adopted:
         """The update for the router when the first step with the request begins, at `begun`. Transfers before the
         Commit arrived were hidden behind the prompt's computation and count as no time."""
@@ -128,7 +126,7 @@ class Lease:
     @property
     def written(self) -> list[int]:
         """The blocks that the parts fill."""
-        return self.table[self.num_held : max((part.first + part.num_blocks for part in self.parts), default=0)]
+        return [self.table[entry] for entry in self.entries]
 
     def is_last_of_rank(self, part: int) -> bool:
         """Whether no later part goes to the same rank."""
@@ -137,7 +135,7 @@ class Lease:
 
     def blocks_of(self, part: Piece) -> list[int]:
         """The pool blocks of which a part fills all or some layers."""
-        return self.table[part.first : part.first + part.num_blocks]
+        return [self.table[entry] for entry in self.entries[part.first : part.first + part.num_blocks]]
 
     def fits(self, commit: Commit) -> bool:
         """Whether the commit matches the Reserve: same attempt, as many computed tokens, no more samples. Spare tokens

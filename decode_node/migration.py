@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from baton.messages import Commit, HandedOff, Reserve, Sample
+from baton.table_shape import TableShape
 from engine.config import EngineConfig
 from engine.sequence import Sequence, SequenceState
 from kv_transfer.parts import Piece
@@ -42,20 +43,21 @@ class Migration(KvSending):
     stopped: float = 0.0
 
     def blocks_of(self, part: Piece) -> Seq[int]:
-        """Where spare tokens have no block yet, their part carries the last one instead: nobody reads it."""
+        """Where spare tokens have no block yet, their part carries the last one instead, and where one has fallen
+        behind its window, the null block: nobody reads either."""
         table = self.sequence.block_table
-        return [table[min(index, len(table) - 1)] for index in range(part.first, part.first + part.num_blocks)]
+        return [table[min(entry, len(table) - 1)] for entry in self.entries_of(part)]
 
-    def _is_computed(self, part: Piece, block_size: int) -> bool:
+    def _is_computed(self, part: Piece, shape: TableShape) -> bool:
         """Whether what the part carries is there and stays as it is."""
         if self.sequence.state is SequenceState.PARKED:
             return True
-        is_full = self.sequence.num_computed_tokens >= (part.first + part.num_blocks) * block_size
+        is_full = self.sequence.num_computed_tokens >= self._end_token(part, shape)
         return self.sequence.state is SequenceState.RUNNING and is_full
 
-    def only_rest_is_left(self, block_size: int) -> bool:
+    def only_rest_is_left(self, shape: TableShape) -> bool:
         """Whether a part could leave, but for tokens that are not computed yet."""
-        return self.next_part < min(self.credits, len(self.parts)) and self.ready_part(block_size, 0) is None
+        return self.next_part < min(self.credits, len(self.parts)) and self.ready_part(shape, 0) is None
 
     @property
     def is_outrun(self) -> bool:

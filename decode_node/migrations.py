@@ -105,7 +105,7 @@ class Migrations(KvSenderCore[Migration]):
                 self._running.moved(sending.attempt_id, sending.handed_off())
 
     def _stop_if_copied(self, migration: Migration) -> None:
-        if migration.only_rest_is_left(self._engine.config.block_size):
+        if migration.only_rest_is_left(self._engine.tables.shape):
             self._engine.sequences.stop(migration.sequence)
             migration.state, migration.stopped = MigrationState.STOPPING, self._engine.clock()
         elif migration.is_outrun:

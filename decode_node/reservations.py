@@ -7,6 +7,10 @@ failed. During a lease, blocks that parts go into are marked as loading: the rec
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Sequence as Seq
+from itertools import chain
+
 from baton.audit import KvUse
 from baton.deadlines import Deadlines
 from baton.errors import (
@@ -21,7 +25,7 @@ from baton.errors import (
     TransferError,
     TransferTimeout,
 )
-from baton.layout import KvLayout, num_blocks_for
+from baton.layout import KvLayout
 from baton.messages import AttemptId, Commit, CommitReply, Credit, End, Grant, Landed, Refuse, Release, Reserve
 from baton.waiting_queue import WaitingQueue
 from decode_node.leases import Extras, Lease, LeaseState, Waiting
@@ -53,6 +57,7 @@ class Reservations:
     ) -> None:
         self._engine = engine
         self._blocks = engine.blocks
+        self._shape = engine.tables.shape
         self._receiver = receiver
         self._outbox = outbox
         self._max_waiting = max_waiting
@@ -161,32 +166,42 @@ class Reservations:
         self._may_post, self._num_free_slots = False, self._receiver.num_free_slots
 
     def _num_blocks(self, reserve: Reserve) -> int:
-        """All full blocks, and one per sample to write to."""
-        return reserve.num_tokens // self._blocks.block_size + reserve.num_samples
+        """All full blocks, and one per sample to write to, in each group those that are still read."""
+        return len(self._lacking(reserve, (0,) * self._shape.width)) + self._num_spares(reserve)
 
-    def _room(self, waiting: Waiting) -> list[int] | None:
-        """The prefix blocks that are cached here, if the rest fits. None: there is no room."""
+    def _lacking(self, reserve: Reserve, held: Seq[int]) -> Seq[int]:
+        """The entries of the request's table that need new blocks: to fill, or for the first step to write to."""
+        return self._shape.lacking(reserve.num_tokens // self._shape.block_size + 1, reserve.num_least_tokens, held)
+
+    def _num_spares(self, reserve: Reserve) -> int:
+        return (reserve.num_samples - 1) * self._shape.width
+
+    def _room(self, waiting: Waiting) -> list[list[int]] | None:
+        """The blocks of each group that are cached here, if the rest fits. None: there is no room."""
         engine, reserve = self._engine, waiting.reserve
         before = engine.waiting.num_up_to(waiting.due_s)
         seqs = engine.num_running + before + engine.scheduler.num_reserved_seqs + reserve.num_samples
         if seqs > engine.config.max_num_seqs:
             return None
-        held = self._blocks.match(reserve.block_hashes[: reserve.num_tokens // self._blocks.block_size])
-        fresh = self._num_blocks(reserve) - len(held)
+        tables, least = engine.tables, reserve.num_least_tokens
+        found = tables.match_from(reserve.block_hashes[: least // self._shape.block_size], least)
+        fresh = len(self._lacking(reserve, tables.ends_of(found, least))) + self._num_spares(reserve)
         # Running sequences need new blocks soon: a grant that took the last ones would only cause a preemption.
-        spare = engine.num_running if engine.num_running or self._leases else 0
-        return held if self._blocks.can_allocate(fresh + spare, keep=held) else None
+        spare = engine.num_running * self._shape.width if engine.num_running or self._leases else 0
+        return found if self._blocks.can_allocate(fresh + spare, keep=list(chain.from_iterable(found))) else None
 
     def _grant(self, waiting: Waiting, now: float) -> bool:
-        held = self._room(waiting)
-        if held is None:
+        found = self._room(waiting)
+        if found is None:
             return False
-        reserve = waiting.reserve
-        self._blocks.acquire(held)
-        taken = held + self._engine.allocate(self._num_blocks(reserve) - len(held))
-        cut = len(taken) - (reserve.num_samples - 1)
-        end = num_blocks_for(reserve.num_tokens, self._blocks.block_size)
-        tail = reserve.grouped_from_block, reserve.layer_groups
+        reserve, tables, least = waiting.reserve, self._engine.tables, waiting.reserve.num_least_tokens
+        held = tables.ends_of(found, least)
+        lacking = self._lacking(reserve, held)
+        self._blocks.acquire(list(chain.from_iterable(found)))
+        fresh = self._engine.allocate(len(lacking) + self._num_spares(reserve))
+        end = self._shape.num_columns(reserve.num_tokens) * self._shape.width
+        entries = lacking[: bisect.bisect_left(lacking, end)]
+        tail = reserve.grouped_from_block * self._shape.width, reserve.layer_groups
         self._last_serial += 1
         lease = Lease(
             serial=self._last_serial,
@@ -195,18 +210,19 @@ class Reservations:
             deadline=waiting.deadline,
             granted=now,
             since_s=waiting.since_s,
-            table=taken[:cut],
-            spares=taken[cut:],
-            num_held=len(held),
-            parts=self._planners[waiting.peer].plan(len(held), end, *tail),
+            table=tables.table_of(found, least, lacking, fresh[: len(lacking)]),
+            spares=fresh[len(lacking) :],
+            held=held,
+            num_cached_tokens=held[0] * self._shape.block_size if found[0] else 0,
+            entries=entries,
+            parts=self._planners[waiting.peer].of_entries(entries, *tail),
             marks=self._receiver.mark(),
-            block_size=self._blocks.block_size,
         )
         self._leases[lease.serial] = self._lease_of[reserve.attempt_id] = self._short[lease.serial] = lease
         self._blocks.begin_load(lease.written)
         self._engine.scheduler.reserve_seqs(reserve.num_samples)
         self._post_receives(lease)
-        told = lease.num_held, lease.num_parts, lease.credits, self._receiver.verify
+        told = held[0], lease.num_parts, lease.credits, self._receiver.verify, held[1:]
         self._outbox.to_prefill(lease.peer, Grant(reserve.attempt_id, lease.serial, *told))
         return True
 

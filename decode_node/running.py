@@ -104,9 +104,11 @@ class RunningRequests:
         samples, beams = tuple(outputs), lease.extras.beams
         if beams is not None and outputs:
             outputs = {0: ()}
-        needed, num_tokens = max(0, len(outputs) - 1), lease.num_tokens
+        shape, num_tokens = self._engine.tables.shape, lease.num_tokens
+        needed = max(0, len(outputs) - 1) * shape.width
         self._engine.blocks.release(lease.spares[needed:])
-        num_kept = num_tokens // lease.block_size + 1
+        num_full = num_tokens // shape.block_size
+        num_kept = (num_full + 1) * shape.width
         self._engine.blocks.release(lease.table[num_kept:])
         del lease.table[num_kept:]
         if not outputs:
@@ -129,7 +131,7 @@ class RunningRequests:
             processors=lease.extras.processors,
             beams=beams,
         )
-        sequence.set_block_hashes(lease.reserve.block_hashes[: num_tokens // lease.block_size])
+        sequence.set_block_hashes(lease.reserve.block_hashes[:num_full])
         adopted = self._engine.adopt(sequence, outputs, lease.spares[:needed])
         own = {s.samples[0]: s for s in adopted}
         running = Running(attempt_id, now, lease.deadline, own, move=lease.reserve.move)

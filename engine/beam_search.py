@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from baton.errors import InvalidRequest
-from baton.layout import num_blocks_for
 from engine.beams import CANDIDATES_PER_BEAM, Beam, BeamGroup
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig
@@ -36,7 +35,7 @@ class BeamSearch:
             raise InvalidRequest(f"beam_width {width} is more than --max-num-seqs {config.max_num_seqs}", "beam_width")
         if CANDIDATES_PER_BEAM * width > config.vocab_size:
             raise InvalidRequest(f"beam_width {width} is more than half of the vocabulary", "beam_width")
-        most_blocks = width * num_blocks_for(min(num_tokens, config.max_model_len), config.block_size)
+        most_blocks = width * config.most_blocks(min(num_tokens, config.max_model_len))
         if most_blocks > self._blocks.num_total:
             text = f"{width} beams of {num_tokens} tokens may need {most_blocks} KV blocks of {self._blocks.num_total}"
             raise InvalidRequest(text, "max_tokens")

@@ -6,9 +6,12 @@
     CACHED      else it has a hash         evictable, least recently used first
     FREE        else
 
-Block 0 is the null block: graph padding may write to it, it never has an owner, and no count includes it. The prefix
-cache keeps the hashes (`engine.prefix_cache`). Every operation is O(1) per block named. Misuse is a bug and fails an
-assertion.
+Block 0 is the null block: graph padding may write to it, it never has an owner, and no count includes it. Tables have
+it where they need no block. The prefix cache keeps the hashes (`engine.prefix_cache`). Every operation is O(1) per
+block named. Misuse is a bug and fails an assertion.
+
+Blocks may be claimed: as many stay free or evictable for those who need them later. Which ones is open until they
+allocate.
 """
 
 from __future__ import annotations
@@ -58,6 +61,8 @@ class BlockManager:
         self._free = deque(range(1, num_blocks))
         self._in_flight: set[int] = set()  # those with readers
         self._loading: set[int] = set()  # those with a writer
+        self.num_claimed = 0
+        """How many blocks, free or cached, are promised to somebody who will allocate them."""
 
     # ---- counts ----
 
@@ -72,6 +77,11 @@ class BlockManager:
     @property
     def num_cached(self) -> int:
         return self._cache.num_evictable
+
+    @property
+    def num_unclaimed(self) -> int:
+        """How many blocks can be allocated without a claim."""
+        return len(self._free) + self._cache.num_evictable - self.num_claimed
 
     def counts_by_state(self) -> dict[BlockState, int]:
         counts = {
@@ -125,8 +135,16 @@ class BlockManager:
 
     def can_allocate(self, n: int, keep: Sequence[int] = ()) -> bool:
         """Whether `allocate(n)` succeeds, even after `acquire(keep)`."""
-        num_evictable = self.num_cached - sum(map(self._cache.is_evictable, keep))
-        return n <= len(self._free) + num_evictable
+        return n <= self.num_unclaimed - sum(map(self._cache.is_evictable, keep))
+
+    def claim(self, n: int) -> None:
+        """Keep `n` blocks for the caller, who allocates them later or gives the claim up with `unclaim`."""
+        assert 0 <= n <= self.num_unclaimed, f"{n} blocks claimed of {self.num_unclaimed}"
+        self.num_claimed += n
+
+    def unclaim(self, n: int) -> None:
+        assert 0 <= n <= self.num_claimed, f"{n} claims given up of {self.num_claimed}"
+        self.num_claimed -= n
 
     def allocate(self, n: int) -> Allocation:
         """`n` blocks with one reference and no hash, evicting cached ones once the free ones are used up.
@@ -134,7 +152,8 @@ class BlockManager:
         All or nothing: raises CacheExhausted. The caller gives them back with `release`.
         """
         if not self.can_allocate(n):
-            raise CacheExhausted(f"{n} KV blocks asked for, {self.num_free} free and {self.num_cached} cached")
+            held = f"{self.num_free} free and {self.num_cached} cached, {self.num_claimed} of them claimed"
+            raise CacheExhausted(f"{n} KV blocks asked for, {held}")
         blocks = [self._free.popleft() for _ in range(min(n, len(self._free)))]
         evicted = [self._cache.evict() for _ in range(n - len(blocks))]
         blocks += [block for block, _ in evicted]
@@ -165,6 +184,8 @@ class BlockManager:
     def acquire(self, blocks: Sequence[int]) -> None:
         """Add a reference to each of these sealed blocks, as returned by `match`."""
         for block in blocks:
+            if block == NULL_BLOCK:
+                continue
             assert self._cache.hash_of(block) is not None, f"block {block} is not sealed"
             assert block not in self._in_flight, f"block {block} is in flight"
             assert block not in self._loading, f"block {block} is loading"
@@ -179,28 +200,34 @@ class BlockManager:
         A block that is still pinned or loading becomes free or cached when that ends.
         """
         for block in reversed(blocks):
+            if block == NULL_BLOCK:
+                continue
             assert self._ref[block] > 0, f"block {block} has no owner"
             self._ref[block] -= 1
             if not self._ref[block]:
                 self._settle(block)
 
     def fork(
-        self, table: Sequence[int], num_computed_tokens: int, spare_blocks: Sequence[int]
+        self, table: Sequence[int], num_computed_tokens: int, spare_blocks: Sequence[int], width: int = 1
     ) -> tuple[list[list[int]], list[tuple[int, int]]]:
-        """Split one table into 1 + len(spare_blocks) tables, and say which blocks to copy, as (source, destination).
+        """Split one table into as many as there are spares, and one more, and say which blocks to copy, as (source,
+        destination).
 
-        `table` covers the computed tokens and the next one: `num_computed_tokens // block_size` full blocks, which all
-        forks share, and one more, which the next step of each fork writes. The first fork keeps that one, and each
-        other fork takes a spare; if it is partly filled, its content must be copied. The caller has allocated `table`
-        and the spares; they become the forks'.
+        `table` has columns of `width` blocks, which cover the computed tokens and the next one:
+        `num_computed_tokens // block_size` full columns, which all forks share, and one more, which the next step of
+        each fork writes. The first fork keeps that one, and each other fork takes `width` spares; if it is partly
+        filled, its content must be copied. The caller has allocated `table` and the spares; they become the forks'.
         """
-        num_full = num_computed_tokens // self.block_size
-        assert len(table) == num_full + 1, f"{len(table)} blocks for {num_computed_tokens} tokens and the next"
-        for block in table[:num_full]:
-            self._ref[block] += len(spare_blocks)
-        tables = [[*table[:num_full], own] for own in (table[num_full], *spare_blocks)]
+        end = num_computed_tokens // self.block_size * width
+        shared, last = table[:end], table[end:]
+        assert len(last) == width, f"{len(table)} blocks for {num_computed_tokens} tokens and the next"
+        others = [spare_blocks[first : first + width] for first in range(0, len(spare_blocks), width)]
+        for block in shared:
+            if block != NULL_BLOCK:
+                self._ref[block] += len(others)
+        tables = [[*shared, *own] for own in (last, *others)]
         partial = num_computed_tokens % self.block_size > 0
-        return tables, [(table[num_full], spare) for spare in spare_blocks] if partial else []
+        return tables, [pair for own in others for pair in zip(last, own, strict=True)] if partial else []
 
     def seal(self, block: int, block_hash: BlockHash) -> bool:
         """Put a full block whose KV is complete into the prefix cache. False: another block has the hash, and this one
@@ -286,7 +313,7 @@ class BlockManager:
         written: Iterable[Sequence[int]] = (),
     ) -> None:
         """Assert that every counter equals a recount from all block tables, leases and open pins (each block as often
-        as it is pinned), and that every block is filed in exactly one place."""
+        as it is pinned), and that every block is filed in exactly one place. Null blocks in tables do not count."""
         owners, pins_r, pins_w = (Counter(itertools.chain.from_iterable(all_)) for all_ in (owned, read, written))
         num_free = Counter(self._free)
         self._cache.check_integrity()
@@ -294,7 +321,8 @@ class BlockManager:
             held = self.counters(block)
             assert held == (owners[block], pins_r[block], pins_w[block]), f"block {block}: {held} is not the recount"
             self._check_block(block, num_free[block])
-        assert not owners[NULL_BLOCK], "the null block is owned"
+        assert not any(self.counters(NULL_BLOCK)), "the null block is owned"
+        assert 0 <= self.num_claimed <= self.num_free + self.num_cached, f"{self.num_claimed} blocks are claimed"
         assert self._cache.hash_of(NULL_BLOCK) is None, "the null block is sealed"
         assert not num_free[NULL_BLOCK], "the null block is free"
         assert sum(self.counts_by_state().values()) == self.num_total

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.layout import num_blocks_for
+from baton.table_shape import NO_WINDOW, TableShape
 from engine.step_padding import UNPADDED, StepPadding
 
 
@@ -22,7 +23,8 @@ class EngineConfig:
     4.3). None: only the budget bounds a step. `target_itl_s`: the time that a step with decodes should take at most;
     its prompts get chunks for which that is predicted, see `engine.prompt_budget`. None: only the budget bounds it.
     `padding`: to how many tokens the device pads a step with prompts and decodes. `num_speculative_tokens`: the most
-    draft tokens of a sequence that a step verifies after its last token.
+    draft tokens of a sequence that a step verifies after its last token. `windows`: of each KV group of the model's
+    layers, see `baton.table_shape`.
     """
 
     num_blocks: int
@@ -38,6 +40,7 @@ class EngineConfig:
     num_speculative_tokens: int = 0
     target_itl_s: float | None = None
     padding: StepPadding = UNPADDED
+    windows: tuple[int | None, ...] = NO_WINDOW
 
     def __post_init__(self) -> None:
         _check(self.block_size >= 1, "block-size", self.block_size, "must be 1 or more")
@@ -49,7 +52,7 @@ class EngineConfig:
         drafts = self.num_speculative_tokens
         _check(drafts >= 0, "num-speculative-tokens", drafts, "must be 0 or more")
         _check(self.vocab_size >= 1, "model", self.vocab_size, "must have a vocabulary of 1 or more tokens")
-        needed = num_blocks_for(self.max_model_len, self.block_size)
+        needed = self.most_blocks(self.max_model_len)
         _check(
             self.num_blocks - 1 >= needed,
             "num-gpu-blocks-override",
@@ -57,6 +60,22 @@ class EngineConfig:
             f"must be at least {needed}: one request of --max-model-len {self.max_model_len} fills so many blocks of "
             f"{self.block_size} tokens (give the pool more memory, or lower --max-model-len)",
         )
+
+    @property
+    def table_shape(self) -> TableShape:
+        return TableShape(self.block_size, self.windows)
+
+    @property
+    def num_in_flight_tokens(self) -> int:
+        """The most tokens of a sequence that the launched steps and the next one compute."""
+        return (1 + self.async_scheduling) * max(self.max_num_batched_tokens, 1 + self.num_speculative_tokens)
+
+    def most_blocks(self, num_tokens: int) -> int:
+        """The most blocks that a sequence of so many tokens needs at a time."""
+        if self.windows == NO_WINDOW:
+            return num_blocks_for(num_tokens, self.block_size)
+        shape = self.table_shape
+        return shape.most_held(shape.num_columns(num_tokens), self.num_in_flight_tokens)
 
 
 def _check(holds: bool, flag: str, value: int, rule: str) -> None:

@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
 from baton.errors import InvalidRequest
-from baton.layout import num_blocks_for
 from engine.beam_search import BeamSearch
 from engine.block_manager import BlockManager
+from engine.block_tables import BlockTables
 from engine.config import EngineConfig
 from engine.forks import Forks
 from engine.holdings import Holding, recount
@@ -66,15 +66,16 @@ class Engine:
         self._runner = runner
         self._tier = tier
         self._timing = StepTiming(config, clock)
-        self.scheduler = Scheduler(config, self.blocks, self._timing.step_time)
+        self.tables = BlockTables(config, self.blocks)
+        self.scheduler = Scheduler(config, self.blocks, self.tables, self._timing.step_time)
         self.waiting = self.scheduler.waiting
         self._in_flight: deque[InFlight] = deque()
         self._num_ahead = max(1, config.num_stages - 1) if config.async_scheduling else 0
         self._decided = 0.0  # when the turn of the last plan began
-        self.sequences = LiveSequences(config, self.blocks, self.scheduler, runner, self._in_flight)
+        self.sequences = LiveSequences(config, self.blocks, self.tables, self.scheduler, runner, self._in_flight)
         self._forks = Forks(config, self.blocks, self.scheduler, runner, self.sequences, tier)
         self.beam_search = BeamSearch(config, self.blocks, self.scheduler, self.sequences, self._forks)
-        self._output = StepOutput(config, self.sequences, self._forks)
+        self._output = StepOutput(config, self.tables, self.sequences, self._forks)
         self.counters = StepCounters()
         """Where the time of the steps goes."""
         self.num_preemptions = 0
@@ -157,14 +158,16 @@ class Engine:
 
         outputs: the output tokens of each unfinished sample, all of one length; the last token has no KV yet, so KV of
             N = len(prompt) + len(output) - 1 tokens is in the blocks.
-        seq.block_table: N // block_size + 1 blocks, the last with room for the next token; spare_blocks: one for each
-            sample but the first. All become the engine's. Hashes set by `set_block_hashes` are used for its blocks.
+        seq.block_table: N // block_size + 1 columns, the last with room for the next token; spare_blocks: a column for
+            each sample but the first. All become the engine's. Hashes set by `set_block_hashes` are used for its
+            blocks.
         Returns one running sequence per sample, in the order of `outputs`; `seq` itself is finished.
         """
         num_computed = len(seq.prompt_tokens) + len(next(iter(outputs.values()))) - 1
         assert all(len(seq.prompt_tokens) + len(output) - 1 == num_computed for output in outputs.values())
-        assert len(spare_blocks) == len(outputs) - 1
-        table, seq.block_table = seq.block_table, []
+        assert len(spare_blocks) == (len(outputs) - 1) * self.tables.shape.width
+        table = self.tables.take(seq)
+        self.tables.give_back_behind(table, num_computed)  # what is there may be nothing
         seq.move_to(SequenceState.FINISHED)
         seq.started_s = seq.arrived_s
         num_full = num_computed // self.config.block_size
@@ -282,7 +285,7 @@ class Engine:
                 f"the prompt has {seq.num_tokens} tokens, which leaves no room for an answer in a context of {limit}",
                 "prompt",
             )
-        needed = num_blocks_for(seq.num_tokens, self.config.block_size)
+        needed = self.config.most_blocks(seq.num_tokens)
         if needed > self.blocks.num_total:
             raise InvalidRequest(f"the prompt needs {needed} KV blocks of {self.blocks.num_total}", "prompt")
 

@@ -27,6 +27,7 @@ class Forks:
         tier: KvTier | None,
     ) -> None:
         self._config = config
+        self._width = config.table_shape.width
         self._blocks = blocks
         self._scheduler = scheduler
         self._runner = runner
@@ -38,7 +39,7 @@ class Forks:
         table, seq.block_table = seq.block_table, []
         self._sequences.release(seq)
         num_computed = seq.num_computed_tokens
-        num_full = num_computed // self._config.block_size
+        num_full = num_computed // self._config.block_size  # columns
         owned = [
             replace(token, sequence=seq.child(token.sample, (*seq.output_tokens, token.token), num_full))
             for token in sampled
@@ -62,21 +63,22 @@ class Forks:
             self._sequences.requeue(child)
 
     def num_new_blocks(self, num_children: int, num_computed: int) -> int:
-        """How many blocks `run` allocates: one for each child but the first, and one for that too if the table of so
-        many tokens has no room for the next."""
-        return num_children if num_computed % self._config.block_size == 0 else num_children - 1
+        """How many blocks `run` allocates: a column for each child but the first, and one for that too if the table of
+        so many tokens has no room for the next."""
+        num_columns = num_children if num_computed % self._config.block_size == 0 else num_children - 1
+        return num_columns * self._width
 
     def run(self, children: list[Sequence], table: list[int], num_computed: int) -> None:
         """Run the children from the KV of `num_computed` tokens in `table`, which becomes theirs, in new blocks beside
         it. There must be blocks and places for all."""
         fresh = allocate(self._blocks, self._tier, self.num_new_blocks(len(children), num_computed))
-        room = len(fresh) - len(children) + 1
+        room = len(fresh) - (len(children) - 1) * self._width
         self.start(children, table + fresh[:room], num_computed, fresh[room:])
 
     def start(self, children: list[Sequence], table: list[int], num_computed: int, spares: list[int]) -> None:
-        """The same where the blocks are there: `table` has room for the next token, and there is a spare for each child
-        but the first."""
-        tables, copies = self._blocks.fork(table, num_computed, spares)
+        """The same where the blocks are there: `table` has room for the next token, and there is a spare column for
+        each child but the first."""
+        tables, copies = self._blocks.fork(table, num_computed, spares, self._width)
         if copies:
             self._runner.copy_blocks(copies)
         for child, own in zip(children, tables, strict=True):

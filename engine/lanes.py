@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Container, Hashable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterator
 
-from baton.layout import num_blocks_for
 from baton.waiting_queue import Rank, WaitingQueue
 from engine.sequence import Sequence
 
@@ -25,11 +24,11 @@ Lane = Hashable
 class Lanes:
     """The sequences that have not run yet, in the order in which they are due, and the blocks that each lane holds.
     Every call costs at most O(lanes), what `WaitingQueue` costs, and for `first` the sequences that it skips; `None` is
-    the lane of sequences that wait for no other node."""
+    the lane of sequences that wait for no other node. most_blocks: how many a sequence of so many tokens needs."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, most_blocks: Callable[[int], int]) -> None:
         self._num_blocks = num_blocks
-        self._block_size = block_size
+        self._most_blocks = most_blocks
         self._queues: dict[Lane, WaitingQueue[Sequence]] = {}  # no queue is empty
         self._serials = itertools.count()
         self._num_waiting = 0
@@ -82,8 +81,8 @@ class Lanes:
     def hold(self, seq: Sequence) -> None:
         """Count its blocks against its lane's share: it is admitted, and has blocks for all of its tokens."""
         if seq.lane is not None:
-            self._holders[seq] = len(seq.block_table)
-            self._num_held[seq.lane] += len(seq.block_table)
+            self._holders[seq] = num_blocks = self._most_blocks(seq.num_tokens)
+            self._num_held[seq.lane] += num_blocks
 
     def leave(self, seq: Sequence) -> None:
         """Stop counting its blocks: the other node has room for it, or it has ended. Idempotent."""
@@ -95,7 +94,7 @@ class Lanes:
         held = self._num_held[seq.lane]
         if not held or len(self._last_arrival) < 2:
             return True
-        return held + num_blocks_for(seq.num_tokens, self._block_size) <= self._num_blocks // len(self._last_arrival)
+        return held + self._most_blocks(seq.num_tokens) <= self._num_blocks // len(self._last_arrival)
 
     def _forget_old(self, now: float) -> None:
         while True:

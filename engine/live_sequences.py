@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from baton.block_hash import BlockHash
-from engine.block_manager import BlockManager
+from engine.block_manager import NULL_BLOCK, BlockManager
+from engine.block_tables import BlockTables
 from engine.config import EngineConfig
 from engine.holdings import Holding
 from engine.in_flight import InFlight
@@ -24,12 +25,14 @@ class LiveSequences:
         self,
         config: EngineConfig,
         blocks: BlockManager,
+        tables: BlockTables,
         scheduler: Scheduler,
         runner: ModelRunner,
         in_flight: deque[InFlight],
     ) -> None:
         self._config = config
         self._blocks = blocks
+        self._tables = tables
         self._scheduler = scheduler
         self._runner = runner
         self._in_flight = in_flight
@@ -70,7 +73,7 @@ class LiveSequences:
         self._scheduler.waiting.leave_lane(seq)
         self._runner.forget(seq)
         self._live.pop(seq, None)
-        table, seq.block_table = seq.block_table, []
+        table = self._tables.take(seq)
         if seq.in_flight:
             self._in_flight[-1].released.append((seq, table))
         else:
@@ -78,12 +81,11 @@ class LiveSequences:
         seq.move_to(SequenceState.FINISHED)
 
     def seal(self, seq: Sequence, table: list[int], first: int, end: int) -> None:
-        """Seal blocks [first, end) of the table, which are full of the sequence's KV."""
+        """Seal columns [first, end) of the table, which are full of the sequence's KV."""
         if first == end:
             return
         names = seq.block_hashes(end, self._config.block_size)
-        for i in range(first, end):
-            self._blocks.seal(table[i], names[i])
+        self._tables.seal(table, names, first)
         if self.on_sealed is not None:
             self.on_sealed(seq, names, first)
 
@@ -140,6 +142,8 @@ class LiveSequences:
     def _check_writable(self, seq: Sequence) -> None:
         """Assert that the blocks which the sequence's next step may write are neither sealed nor shared."""
         if seq.state is SequenceState.RUNNING:
-            for block in seq.block_table[seq.num_computed_tokens // self._config.block_size :]:
+            first = seq.num_computed_tokens // self._config.block_size * self._tables.shape.width
+            for block in seq.block_table[first:]:
+                assert block != NULL_BLOCK, f"{seq.attempt_id} would write the null block"
                 assert self._blocks.hash_of(block) is None, f"{seq.attempt_id} would write the sealed block {block}"
                 assert self._blocks.num_owners(block) == 1, f"{seq.attempt_id} would write the shared block {block}"

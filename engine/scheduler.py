@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from baton.block_hash import BlockHash
-from baton.layout import num_blocks_for
 from engine.block_manager import BlockManager
+from engine.block_tables import BlockTables
 from engine.config import EngineConfig
 from engine.pace import NO_PROMPTS, StepSize
 from engine.prefix_cache import Evicted
@@ -41,8 +41,8 @@ class Scheduler:
     """Owns the running set, and has the others in `waiting`; allocates blocks for what it schedules.
 
     - A waiting sequence is admitted when its lane has room and blocks for all of its tokens after the prefix hit can be
-      allocated. If there are too few blocks, all sequences behind it wait too, so that none starves; if its lane has
-      used up its share, only that lane waits.
+      allocated, or claimed (`engine.block_tables`). If there are too few blocks, all sequences behind it wait too, so
+      that none starves; if its lane has used up its share, only that lane waits.
     - The sequence that is due first is admitted first: priorities count as waiting time (`baton.priority`).
     - The prompts of a step share a `PromptBudget`, of tokens and, with a target for the time between tokens, of time.
     - A sequence waits if the block after its prefix hit is being loaded, until that block is a hit or the load has
@@ -55,14 +55,19 @@ class Scheduler:
       some have come back gives way to what is before it in the queue.
     """
 
-    def __init__(self, config: EngineConfig, blocks: BlockManager, step_time: StepTime | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, blocks: BlockManager, tables: BlockTables, step_time: StepTime | None = None
+    ) -> None:
         self.num_reserved_seqs = 0
         """Places in the batch reserved for leases; waiting sequences are admitted only to the others."""
         self._config = config
         self._step_time = step_time or StepTime(config.padding)
         self._blocks = blocks
+        self._tables = tables
+        self._width, self._block_size = tables.shape.width, config.block_size
+        self._has_windows = tables.has_windows
         self._running: dict[Sequence, None] = {}
-        self.waiting = WaitingSequences(blocks, config.block_size)
+        self.waiting = WaitingSequences(blocks, config.most_blocks)
 
     @property
     def num_running(self) -> int:
@@ -104,7 +109,7 @@ class Scheduler:
             for seq in lacking:
                 seq.draft_tokens = ()  # not worth a preemption
             lacking = self._lacking()
-            if not may_preempt and not self._blocks.can_allocate(len(lacking)):
+            if not may_preempt and not self._blocks.can_allocate(sum(lacking.values())):
                 return plan
         self._extend_tables(plan, lacking)
         budget = self._schedule_running(plan)
@@ -120,15 +125,18 @@ class Scheduler:
         """Give each sequence the blocks that its next tokens need, in order of rank."""
         for seq in sorted(lacking, key=rank_of):
             while seq.state is SequenceState.RUNNING and self._num_lacking_blocks(seq) > 0:
-                if self._blocks.can_allocate(1):
-                    self._allocate(plan, seq, 1)
+                if self._blocks.can_allocate(self._width):
+                    self._allocate(plan, seq, self._width)
                 else:
                     self._preempt_last(plan)
 
     def _num_lacking_blocks(self, seq: Sequence) -> int:
-        block_size, needed = self._config.block_size, len(seq.tokens) + seq.num_pending_tokens + len(seq.draft_tokens)
-        lacking = needed - len(seq.block_table) * block_size
-        return -(-lacking // block_size) if lacking > 0 and self._to_go(seq) > 0 else 0
+        width, block_size = self._width, self._block_size
+        needed = len(seq.tokens) + seq.num_pending_tokens + len(seq.draft_tokens)
+        lacking = needed * width - len(seq.block_table) * block_size
+        if lacking <= 0 or self._to_go(seq) <= 0 or (self._has_windows and self._tables.is_growing(seq)):
+            return 0
+        return -(-lacking // (width * block_size)) * width
 
     def _to_go(self, seq: Sequence) -> int:
         return seq.num_tokens_to_go(self._config.max_model_len)
@@ -144,8 +152,7 @@ class Scheduler:
     def _preempt(self, plan: Plan, victim: Sequence) -> None:
         del self._running[victim]
         victim.move_to(SequenceState.WAITING)
-        self._blocks.release(victim.block_table)
-        victim.block_table = []
+        self._tables.release(victim)
         self.waiting.add_preempted(victim)
         plan.preempted.append(victim)
 
@@ -164,11 +171,11 @@ class Scheduler:
         """Add chunks of the running sequences: first those with only their last token to go, which use no budget.
         Returns the budget left."""
         prompts = list[tuple[Sequence, int]]()
-        has_streams = False
+        has_streams, has_windows = False, self._has_windows
         max_model_len = self._config.max_model_len
         for seq in self._running:
             to_go = seq.num_tokens_to_go(max_model_len)
-            if to_go == 1 + len(seq.draft_tokens):
+            if to_go == 1 + len(seq.draft_tokens) and not (has_windows and self._tables.is_growing(seq)):
                 self._take_chunk(plan, seq, to_go)
                 has_streams = True
             elif to_go > 0:
@@ -205,7 +212,7 @@ class Scheduler:
             if wanted is not None:
                 waiting.defer(seq, wanted)
                 continue
-            start = len(hits) * self._config.block_size
+            start = self._tables.num_columns(hits) * self._config.block_size
             if not budget.fitting(start, seq.num_tokens - start):
                 return
             if not self._allocate_all(plan, seq, hits):
@@ -221,37 +228,36 @@ class Scheduler:
             self._take_prompt(plan, seq, budget, self._to_go(seq))
 
     def _match(self, seq: Sequence) -> tuple[list[int], BlockHash | None]:
-        """Its blocks in the prefix cache, and the hash of the next block if that is being loaded."""
+        """The table of its prefix hit, and the name of the block that ends it if that is being loaded."""
         if seq.lacks_prompt_logprobs:
             return [], None
         block_size = self._config.block_size
         # At least one token is computed, for its logits, and never into a shared block.
         hashes = seq.block_hashes((seq.num_tokens - 1) // block_size, block_size)
-        hits = self._blocks.match(hashes)
-        wanted = hashes[len(hits)] if len(hits) < len(hashes) else None
-        return hits, wanted if wanted is not None and self._blocks.is_loading(wanted) else None
+        return self._tables.match(hashes)
 
     def _allocate_all(self, plan: Plan, seq: Sequence, hits: list[int]) -> bool:
-        """Give it blocks for all of its tokens: the hits, then fresh ones. False: too few are left."""
-        block_size = self._config.block_size
-        num_fresh = num_blocks_for(seq.num_tokens, block_size) - len(hits)
-        if not self._blocks.can_allocate(num_fresh, keep=hits):
+        """Give it blocks for all of its tokens: the hits, then fresh ones, or claims to these. False: too few are
+        left."""
+        if not self._tables.admit(seq, hits):
             return False
-        self._blocks.acquire(hits)
-        seq.block_table = hits
-        seq.rewind(len(hits) * block_size)
-        self._allocate(plan, seq, num_fresh)
+        if not self._has_windows:
+            plan.evicted += self._tables.cover(seq, seq.num_tokens)
         return True
 
     def _allocate(self, plan: Plan, seq: Sequence, n: int) -> None:
-        """Append `n` blocks to its table."""
+        """Append `n` blocks to its table, whole columns."""
         blocks, evicted = self._blocks.allocate(n)
         seq.block_table += blocks
         plan.evicted += evicted
 
     def _take_prompt(self, plan: Plan, seq: Sequence, budget: PromptBudget, to_go: int) -> None:
         start = seq.num_launched_tokens
-        if length := budget.fitting(start, to_go):
+        length = budget.fitting(start, to_go)
+        if self._has_windows and length:
+            plan.evicted += self._tables.cover(seq, start + length)
+            length = min(length, self._tables.num_covered_tokens(seq) - start)
+        if length:
             self._take_chunk(plan, seq, length)
             budget.spend(start, length, to_go)
 
@@ -264,17 +270,19 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert that each sequence is in the one queue for its state, and that the running tables fit."""
-        block_size = self._config.block_size
         for seq in self._running:
             assert seq.state is SequenceState.RUNNING
             total = seq.num_tokens + seq.num_pending_tokens + len(seq.draft_tokens)
             if seq.beams is None:
                 assert seq.num_computed_tokens < seq.num_tokens, f"{seq.attempt_id} has nothing to compute"
             assert seq.num_computed_tokens <= seq.num_launched_tokens <= total, f"{seq.attempt_id} ran past its tokens"
-            covered = len(seq.block_table) * block_size
+            covered = self._tables.num_covered_tokens(seq)
             assert seq.num_launched_tokens <= covered, f"{seq.attempt_id}: KV outside its table"
             most = total + self._config.num_speculative_tokens  # blocks of rejected draft tokens stay
-            assert covered < most + block_size, f"{seq.attempt_id}: its table is too long"
+            assert covered < most + self._config.block_size, f"{seq.attempt_id}: its table is too long"
+            self._tables.check_integrity(seq)
+        num_claimed = sum(seq.num_claimed_blocks for seq in self._running)
+        assert num_claimed == self._blocks.num_claimed, "claimed blocks are miscounted"
         self.waiting.check_integrity()
         assert len({*self._running, *self.waiting}) == self.num_running + len(self.waiting)
 

@@ -81,7 +81,9 @@ class Sequence:
     beams: BeamGroup[Sequence] | None = None
 
     # Written by the engine only; others may read them (Engine.adopt has the exception, block_table).
-    block_table: list[int] = field(default_factory=list)
+    block_table: list[int] = field(default_factory=list)  # see `baton.table_shape`
+    num_claimed_blocks: int = 0  # that it will get with its next columns
+    num_promised_columns: int = 0  # that it was admitted for: while it has fewer, it gets those of its next chunk
     num_computed_tokens: int = 0  # tokens whose KV exists
     num_launched_tokens: int = 0  # tokens whose KV exists or is being computed
     num_pending_tokens: int = 0  # being sampled: not yet in `tokens`, but a later step may continue from them

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from baton.sampling import FinishReason
+from engine.block_tables import BlockTables
 from engine.config import EngineConfig
 from engine.forks import Forks
 from engine.live_sequences import LiveSequences
@@ -16,8 +17,10 @@ from engine.token_matcher import TokenMatcher
 class StepOutput:
     """Applies the output of a step, chunk by chunk, and notes in the step's result what happened."""
 
-    def __init__(self, config: EngineConfig, sequences: LiveSequences, forks: Forks) -> None:
+    def __init__(self, config: EngineConfig, tables: BlockTables, sequences: LiveSequences, forks: Forks) -> None:
         self._config = config
+        self._tables = tables
+        self._has_windows = tables.has_windows
         self._sequences = sequences
         self._forks = forks
 
@@ -82,10 +85,13 @@ class StepOutput:
 
     def _settle(self, chunk: Chunk, num_computed: int) -> None:
         """Count the sequence's first `num_computed` tokens as computed, and seal its full blocks. Its last token counts
-        only once its logits have chosen. Any KV of the chunk beyond that will be overwritten."""
+        only once its logits have chosen. Any KV of the chunk beyond that will be overwritten. What is behind a window
+        now is given back: no launched step reads it, since a step that is launched ahead begins where this one ends."""
         seq, block_size = chunk.sequence, self._config.block_size
         self._sequences.seal(seq, seq.block_table, chunk.start // block_size, num_computed // block_size)
         seq.num_computed_tokens = num_computed
+        if self._has_windows:
+            self._tables.give_back_read(seq, before=chunk.start)
         if num_computed != chunk.end == seq.num_launched_tokens:
             seq.rewind(num_computed)
 

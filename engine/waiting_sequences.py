@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from baton.block_hash import BlockHash
 from engine.block_manager import BlockManager
@@ -16,9 +16,9 @@ class WaitingSequences:
     """In the order in which they are due. One that waits for more than room, for a block that is being loaded or for
     its matcher, is deferred: others go ahead of it."""
 
-    def __init__(self, blocks: BlockManager, block_size: int) -> None:
+    def __init__(self, blocks: BlockManager, most_blocks: Callable[[int], int]) -> None:
         self._blocks = blocks
-        self._lanes = Lanes(blocks.num_total, block_size)  # those that have not run yet
+        self._lanes = Lanes(blocks.num_total, most_blocks)  # those that have not run yet
         self._preempted: list[Sequence] = []  # in order of rank; of those due at once, before those in the lanes
         # Of both: sequences that wait for a load -> the block's hash; for their matchers -> None.
         self._deferred: dict[Sequence, BlockHash | None] = {}
@@ -108,6 +108,7 @@ class WaitingSequences:
             assert seq.state is SequenceState.WAITING
             assert not seq.in_flight
             assert not seq.block_table, f"{seq.attempt_id} waits and holds blocks"
+            assert not seq.num_claimed_blocks, f"{seq.attempt_id} waits and claims blocks"
         assert self._deferred.keys() <= {*self}, "a sequence is deferred that does not wait"
         assert self.num_tokens == sum(seq.num_tokens for seq in self._lanes), "waiting tokens are miscounted"
 

@@ -12,8 +12,10 @@ and plan, since transports match by tag alone and check nothing.
 
 from __future__ import annotations
 
+import bisect
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -70,8 +72,8 @@ def part_blocks_for(slot_bytes: int, block_bytes: int) -> int:
 @dataclass(frozen=True, slots=True)
 class Piece:
     """The contents of a part: from rank `source` to rank `target`, the slice `what` (`num_bytes` per block) of each of
-    the blocks [first, first + num_blocks) of a request's table. layers: of the model as they are sent, which say what a
-    byte means."""
+    the blocks [first, first + num_blocks) of those that travel for a request. layers: of the model as they are sent,
+    which say what a byte means."""
 
     first: int
     num_blocks: int
@@ -112,12 +114,17 @@ class PartPlanner:
         return self.pairs[part % len(self.pairs)]
 
     def plan(self, first: int, end: int, grouped_from: int = 0, num_groups: int = 1) -> tuple[Piece, ...]:
-        """The parts of blocks [first, end) of a request's table, in sending order: all layers, as many blocks at a time
-        as fit; from `grouped_from` on by layer groups, all blocks of one group before any of the next."""
+        """The parts of blocks [first, end) of those of a request, in sending order: all layers, as many blocks at a
+        time as fit; from `grouped_from` on by layer groups, all blocks of one group before any of the next."""
         if num_groups == 1:
             grouped_from = end
         cut = min(max(first, grouped_from), end)
         return tuple(self._pieces(first, cut, 1) + self._pieces(cut, end, num_groups))
+
+    def of_entries(self, entries: Sequence[int], grouped_from: int = 0, num_groups: int = 1) -> tuple[Piece, ...]:
+        """The parts of these entries of a request's block table, which are sorted; by layer groups from the entry
+        `grouped_from` on. A part's blocks are counted along `entries`."""
+        return self.plan(0, len(entries), bisect.bisect_left(entries, grouped_from), num_groups)
 
     def _pieces(self, first: int, end: int, num_groups: int) -> list[Piece]:
         return [

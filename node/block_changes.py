@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from baton.block_hash import BlockHash
+from baton.block_hash import BlockHash, is_of_first_group
 from engine.engine import Engine
 from engine.sequence import Sequence
 from node.events import BlocksChanged, BlocksHeld
@@ -22,7 +22,11 @@ class BlockFollower(Protocol):
 
 
 class BlockChanges:
-    """Has the engine record changes while a router is subscribed or somebody follows. Engine's thread only."""
+    """Has the engine record changes while a router is subscribed or somebody follows. Engine's thread only.
+
+    Of a model with several KV groups, the blocks of the first stand for all: they have the hashes that others know, and
+    of layers without a window all blocks.
+    """
 
     def __init__(self, engine: Engine, outbox: Outbox) -> None:
         self._engine = engine
@@ -51,6 +55,8 @@ class BlockChanges:
     def tell(self) -> None:
         """Tell routers of the changes since the last call."""
         changes = self._engine.blocks.take_changes()
+        if self._engine.tables.shape.width > 1:
+            changes = {name: is_here for name, is_here in changes.items() if is_of_first_group(name)}
         if self._follower is not None:
             for block_hash, is_held in changes.items():
                 self._untold.pop(block_hash, None)  # in the order of the last changes
@@ -67,4 +73,5 @@ class BlockChanges:
     def tell_held(self, epoch: int) -> None:
         """A snapshot for one router. Changes until now are for the others."""
         self.tell()
-        self._outbox.add(BlocksHeld(epoch, self._engine.blocks.hashes()))
+        held = self._engine.blocks.hashes()
+        self._outbox.add(BlocksHeld(epoch, [name for name in held if is_of_first_group(name)]))

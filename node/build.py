@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
+from baton.kv_groups import group_layers
 from baton.layout import QUANTIZED_TOKENS, KvLayout, LayerKv, as_quantized, num_blocks_for
 from baton.messages import GenerationDefaults
 from engine.checkpoint import EMBEDDED, has_tokenizer
@@ -127,7 +128,7 @@ def _build(settings: NodeSettings, wake: Callable[[], None] | None, ranks: Ranks
         runner = TorchModelRunner(
             part.model, config, part.probed, wake=wake, layer_groups=layer_groups, pipeline=pipeline, others=others
         )
-    layout = _layout(settings, checkpoint, config, part.kv)
+    layout = _layout(settings, checkpoint, part)
     pools = [runner.pool.as_bytes()]
     if ranks is not None:
         pools += ranks.pools([layout.num_bytes(held) for held in layout.ranks[1:]])
@@ -173,20 +174,37 @@ def load_part(settings: NodeSettings, checkpoint: Checkpoint, pipeline: Pipeline
     limits = _limits(settings, checkpoint, device)
     model, probed = _load(settings, checkpoint, device, limits.max_model_len, pipeline)
     kv = pipeline.kv_of_all(probed.kv)
+    if not settings.disable_hybrid_kv_cache_manager:
+        probed = dataclasses.replace(probed, groups=_groups(kv, pipeline.stage))
+        limits = _with_windows(limits, probed.layout(limits.block_size).windows)
     return Part(model, probed, _with_pool(settings, limits, model, probed, pipeline), kv)
 
 
-def _layout(settings: NodeSettings, checkpoint: Checkpoint, config: EngineConfig, kv: tuple[LayerKv, ...]) -> KvLayout:
+def _groups(kv: tuple[LayerKv, ...], stage: Stage) -> tuple[tuple[int, ...], ...]:
+    """kv: of the layers of all stages."""
+    groups = group_layers(kv)
+    if groups and stage.size > 1:
+        raise ValueError(
+            "--pipeline-parallel-size: the model has layers with sliding windows, whose blocks cannot be divided among "
+            "stages so far; give --disable-hybrid-kv-cache-manager to all of its nodes, which keeps what is behind them"
+        )
+    return groups
+
+
+def _layout(settings: NodeSettings, checkpoint: Checkpoint, part: Part) -> KvLayout:
     """Of the whole model's blocks, and of what each rank has of them."""
-    fingerprint = _fingerprint(settings, checkpoint, config.max_model_len)
+    fingerprint = _fingerprint(settings, checkpoint, part.config.max_model_len)
+    groups = part.probed.groups
     if settings.num_ranks == 1:
-        return KvLayout(kv, settings.block_size, fingerprint)
+        return KvLayout(part.kv, settings.block_size, fingerprint, groups=groups)
     text = checkpoint.config.get_text_config()
     size, num_stages = settings.tensor_parallel_size, settings.pipeline_parallel_size
     held = tuple(kv_slice(text, i, size, Stage(stage, num_stages)) for stage in range(num_stages) for i in range(size))
-    num_heads = max(part.head_end for part in held)
-    layers = tuple(dataclasses.replace(layer, num_kv_heads=num_heads) for layer in kv)
-    return KvLayout(layers, settings.block_size, fingerprint, held)
+    if groups:  # a block has the layers of one
+        held = tuple(rank._replace(layer_end=max(map(len, groups))) for rank in held)
+    num_heads = max(rank.head_end for rank in held)
+    layers = tuple(dataclasses.replace(layer, num_kv_heads=num_heads) for layer in part.kv)
+    return KvLayout(layers, settings.block_size, fingerprint, held, groups)
 
 
 def _fingerprint(settings: NodeSettings, checkpoint: Checkpoint, max_model_len: int) -> str:
@@ -232,9 +250,18 @@ def _limits(settings: NodeSettings, checkpoint: Checkpoint, device: torch.device
     if on_gpu and not settings.enforce_eager:
         padding = step_padding(limits, settings.captured_prompt_tokens, settings.captured_mixed_tokens)
         limits = dataclasses.replace(limits, padding=padding)
-    if settings.num_gpu_blocks_override is not None:  # report too few now, not after the weights are loaded
+    has_windows = getattr(checkpoint.config.get_text_config(), "sliding_window", None) is not None
+    if settings.num_gpu_blocks_override is not None and not has_windows:
+        # Report too few now, not after the weights are loaded: only then it is known which layers have a window.
         dataclasses.replace(limits, num_blocks=settings.num_gpu_blocks_override + _NULL_BLOCK)
     return limits
+
+
+def _with_windows(limits: EngineConfig, windows: tuple[int | None, ...]) -> EngineConfig:
+    """The smallest pool that works for tables of such groups. Nothing falls behind a window as long as the context."""
+    shorter = tuple(window if window and window < limits.max_model_len else None for window in windows)
+    limits = dataclasses.replace(limits, num_blocks=sys.maxsize, windows=shorter)
+    return dataclasses.replace(limits, num_blocks=limits.most_blocks(limits.max_model_len) + _NULL_BLOCK)
 
 
 def _load(
@@ -285,11 +312,12 @@ def _with_pool(
     began = time.monotonic()
     num_blocks = pipeline.everyone.minimum(pool_size.num_blocks(settings, limits, model, probed))
     log.info(
-        "kv pool kv_blocks=%d kv_gib=%.2f dtype=%s max_model_len=%d max_num_seqs=%d max_num_batched_tokens=%d "
-        "seconds=%.2f",
+        "kv pool kv_blocks=%d kv_gib=%.2f dtype=%s windows=%s max_model_len=%d max_num_seqs=%d "
+        "max_num_batched_tokens=%d seconds=%.2f",
         num_blocks,
-        num_blocks * KvLayout(probed.kv, settings.block_size, "").block_bytes / GIB,
+        num_blocks * probed.layout(settings.block_size).block_bytes / GIB,
         probed.kv[0].dtype,
+        ",".join(str(window or "none") for window in limits.windows),
         limits.max_model_len,
         limits.max_num_seqs,
         limits.max_num_batched_tokens,

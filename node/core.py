@@ -201,7 +201,7 @@ class RoleCore(ABC):
         return Load(
             num_waiting,
             num_running,
-            blocks.num_free + blocks.num_cached,
+            max(0, blocks.num_unclaimed),
             blocks.num_total,
             self._stopping,
             self.engine.waiting.num_tokens,

@@ -72,9 +72,9 @@ class KvSenderCore(ABC, Generic[S]):
 
     def _check_nothing_is_missed(self, sending: S) -> None:
         """Everything that could send a part will be visited by `move_on`."""
-        block_size = self._engine.config.block_size
+        shape = self._engine.tables.shape
         if sending.attempt_id not in self._touched.keys() | self._starved.keys():
-            assert not sending.ready_part(block_size, 0), f"{sending.attempt_id} could go on, and does not"
+            assert not sending.ready_part(shape, 0), f"{sending.attempt_id} could go on, and does not"
 
     # ---- reserve, grant ----
 
@@ -83,7 +83,7 @@ class KvSenderCore(ABC, Generic[S]):
         assert sending.target is not None
         self._peers.setdefault(sending.target.incarnation, DecodePeer(sending.target))
         sending.reserved, sending.num_tokens = True, reserve.num_tokens
-        sending.num_named_blocks = len(reserve.block_hashes)
+        sending.num_spare_tokens, sending.num_named_blocks = reserve.num_spare_tokens, len(reserve.block_hashes)
         self._outbox.to_decode(sending.target, reserve)
 
     def hear(self, incarnation: str, message: object) -> None:
@@ -135,13 +135,15 @@ class KvSenderCore(ABC, Generic[S]):
             return
         sending.grant, sending.credits = grant, grant.credits
         sending.granted = self._engine.clock()
-        sending.parts = self._parts.plan(sending, grant)
+        sending.entries, sending.parts = self._parts.plan(sending, grant)
         peer.leases[grant.lease] = sending
         self._engine.waiting.leave_lane(sending.sequence)
         self._touch(grant.attempt_id)
         num_parts, num_full = len(sending.parts), sending.num_named_blocks
-        if num_parts != grant.num_parts or grant.num_held_blocks > num_full:
-            told = f"{grant.num_held_blocks} blocks there and {grant.num_parts} parts to come"
+        is_of_groups = len(grant.held) == self._engine.tables.shape.width
+        if num_parts != grant.num_parts or max(grant.held) > num_full or not is_of_groups:
+            there = "+".join(map(str, grant.held))
+            told = f"{there} blocks there and {grant.num_parts} parts to come"
             text = f"decode node {peer.target.address} told of {told}, and they are {num_full} at most and {num_parts}"
             self._refused(sending, TransferError(text))
 

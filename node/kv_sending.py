@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from baton.messages import AttemptId, DecodeTarget, Grant
+from baton.table_shape import TableShape
 from engine.sequence import Sequence
 from kv_transfer.parts import Piece
 
@@ -13,8 +14,9 @@ from kv_transfer.parts import Piece
 @dataclass(slots=True, kw_only=True, eq=False)
 class KvSending:
     """`parts` are known from the grant on; the decode node derives them from the same numbers. The blocks from
-    `grouped_from_block` on travel by `layer_groups`. The Reserve asked for room for `num_tokens`, and named the first
-    `num_named_blocks` full blocks by hash."""
+    `grouped_from_block` on travel by `layer_groups`. The Reserve asked for room for `num_tokens`, of which the last
+    `num_spare_tokens` need not come, and named the first `num_named_blocks` full blocks by hash. `entries`: those of
+    the block table that the parts carry, in their order."""
 
     attempt_id: AttemptId
     sequence: Sequence
@@ -22,11 +24,13 @@ class KvSending:
     deadline: float
     reserved: bool = False  # a Reserve was sent, so an end without handoff needs a Release
     num_tokens: int = 0
+    num_spare_tokens: int = 0
     num_named_blocks: int = 0
     grouped_from_block: int = 0
     layer_groups: int = 1
     grant: Grant | None = None
     parts: tuple[Piece, ...] = ()
+    entries: Seq[int] = ()
     credits: int = 0
     next_part: int = 0  # parts below it are on their way: gathered, or their gather is queued
     num_sent: int = 0  # parts that have left
@@ -56,23 +60,31 @@ class KvSending:
         self.first_ready = min(self.first_ready, ready) if self.num_sent > 1 else ready
         self.gathered, self.sent = max(self.gathered, ready), now
 
-    def ready_part(self, block_size: int, num_layers: int) -> Piece | None:
+    def ready_part(self, shape: TableShape, num_layers: int) -> Piece | None:
         """The next part, if D has a slot for it and its KV is computed: in all layers of its blocks, or because the
-        first `num_layers` layers of all blocks are."""
+        first `num_layers` layers of all blocks are. shape: of the block table."""
         if self.next_part >= min(self.credits, len(self.parts)):
             return None
         part = self.parts[self.next_part]
-        return part if self._is_computed(part, block_size) or part.end_layer <= num_layers else None
+        return part if self._is_computed(part, shape) or part.end_layer <= num_layers else None
+
+    def entries_of(self, part: Piece) -> Seq[int]:
+        """The entries of the block table that the part carries."""
+        return self.entries[part.first : part.first + part.num_blocks]
 
     def blocks_of(self, part: Piece) -> Seq[int]:
         """The blocks here that the part carries."""
-        return self.sequence.block_table[part.first : part.first + part.num_blocks]
+        table = self.sequence.block_table
+        return [table[entry] for entry in self.entries_of(part)]
 
-    def _is_computed(self, part: Piece, block_size: int) -> bool:
+    def _is_computed(self, part: Piece, shape: TableShape) -> bool:
         """Whether the KV of all tokens in the part's blocks exists."""
         sequence = self.sequence
-        last_token = min((part.first + part.num_blocks) * block_size, sequence.num_tokens)
-        return sequence.num_computed_tokens >= last_token
+        return sequence.num_computed_tokens >= min(self._end_token(part, shape), sequence.num_tokens)
+
+    def _end_token(self, part: Piece, shape: TableShape) -> int:
+        """Where its last block ends: parts carry columns in order."""
+        return (self.entries_of(part)[-1] // shape.width + 1) * shape.block_size
 
 
 @dataclass(slots=True)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from baton.layout import KvLayout, num_blocks_for
+from collections.abc import Sequence as Seq
+
+from baton.layout import KvLayout
 from baton.messages import Grant
+from engine.block_manager import NULL_BLOCK
 from engine.engine import Engine
 from engine.sequence import Sequence
 from kv_transfer.parts import PartPlanner, Piece
@@ -42,12 +45,15 @@ class PartsOut:
             return last_chunk // self._engine.config.block_size, self._layer_groups
         return 0, 1
 
-    def plan(self, sending: KvSending, grant: Grant) -> tuple[Piece, ...]:
-        """Its parts, as the decode node that granted should expect them."""
+    def plan(self, sending: KvSending, grant: Grant) -> tuple[Seq[int], tuple[Piece, ...]]:
+        """Its entries and parts, as the decode node that granted should expect them."""
         assert sending.target is not None
-        end = num_blocks_for(sending.num_tokens, self._engine.config.block_size)
-        tail = sending.grouped_from_block, sending.layer_groups
-        return self.planners[sending.target.incarnation].plan(grant.num_held_blocks, end, *tail)
+        shape = self._engine.tables.shape
+        held = (*grant.held, *[0] * shape.width)[: shape.width]  # a grant may say anything
+        least = sending.num_tokens - sending.num_spare_tokens
+        entries = shape.lacking(shape.num_columns(sending.num_tokens), least, held)
+        tail = sending.grouped_from_block * shape.width, sending.layer_groups
+        return entries, self.planners[sending.target.incarnation].of_entries(entries, *tail)
 
     @property
     def has_slot(self) -> bool:
@@ -56,17 +62,18 @@ class PartsOut:
 
     def send(self, sending: KvSending, num_layers: int) -> bool:
         """Gather and push the parts that are computed and have a slot at both ends. num_layers: how many layers of the
-        prompt's last chunk are computed. False: no slot is free here for the next part."""
+        model have the KV of the prompt's last chunk. False: no slot is free here for the next part."""
         if sending.grant is None or sending.target is None:
             return True
         blocks, grant, peer = self._engine.blocks, sending.grant, sending.target.incarnation
-        checked = grant.checksums or self._sender.verify
+        checked, layers = grant.checksums or self._sender.verify, self._sender.layout.num_layers_done(num_layers)
         with self._sender.batched():
-            while part := sending.ready_part(blocks.block_size, num_layers):
+            while part := sending.ready_part(self._engine.tables.shape, layers):
                 named = sending.blocks_of(part)
-                blocks.pin_read(named)
+                pinned = [block for block in named if block != NULL_BLOCK]
+                blocks.pin_read(pinned)
                 sent = self._sender.send(peer, grant.lease, sending.next_part, part, named, checked)
-                blocks.unpin_read(named)
+                blocks.unpin_read(pinned)
                 if not sent:
                     return False
                 sending.next_part += 1

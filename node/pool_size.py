@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from baton.layout import KvLayout, num_blocks_for
 from engine.config import EngineConfig
 from engine.model.attention import Probe
 from engine.model.memory import ProfiledMemory, kv_pool_bytes, num_kv_blocks, out_of_memory, profile
@@ -24,9 +23,9 @@ def num_blocks(settings: NodeSettings, limits: EngineConfig, model: PreTrainedMo
     memory = _profile(model, probed, limits) if model.device.type == "cuda" else None
     if settings.num_gpu_blocks_override is not None:
         return settings.num_gpu_blocks_override  # EngineConfig checks it
-    block_bytes = KvLayout(probed.kv, limits.block_size, "").block_bytes
+    block_bytes = probed.layout(limits.block_size).block_bytes
     pool_bytes, more_by = _pool_bytes(settings, limits, block_bytes, memory)
-    return num_kv_blocks(pool_bytes, block_bytes, limits.block_size, limits.max_model_len, more_by)
+    return num_kv_blocks(pool_bytes, block_bytes, limits, more_by)
 
 
 def _pool_bytes(
@@ -43,7 +42,7 @@ def _pool_bytes(
         num_slots = slots.num_slots + settings.num_outward_slots
         kept = graphs_bytes + num_slots * slots.part_blocks * block_bytes
         return kv_pool_bytes(memory, share, kept), f"--gpu-memory-utilization ({share:g})"
-    fillable = limits.max_num_seqs * num_blocks_for(limits.max_model_len, limits.block_size)
+    fillable = limits.max_num_seqs * limits.most_blocks(limits.max_model_len)
     return min(_CPU_POOL_BYTES, fillable * block_bytes), "--kv-cache-memory-bytes (unset: at most 1 GiB)"
 
 

@@ -70,6 +70,11 @@ class NodeSettings(ClusterSettings):
         description="of the KV cache; auto: that of --dtype; fp8: 8 bits, with a scale for each token and head, which "
         "halves what is stored and sent",
     )
+    disable_hybrid_kv_cache_manager: bool = Field(
+        False,
+        description="keep and send the KV of all tokens in all layers, also of layers with a sliding window, which do "
+        "not read it any more; the same on all nodes of a model",
+    )
     quantization: Literal["awq", "compressed-tensors", "fp8", "gptq", "int8", "mxfp4"] | None = Field(
         None,
         description="fp8, int8: quantize a 16-bit checkpoint's linear layers while it loads, with a scale per row; "

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from baton.layout import num_blocks_for
 from baton.messages import Load, NodeInfo, NodeRole
+from baton.table_shape import TableShape
 from baton.telemetry.pools import PoolState
 from router.policies import Candidate
 from router.rates import Mean, PrefillTime
@@ -48,12 +48,19 @@ class Node:
     """Tokens of prompts that it has computed for this router, and tokens that it has generated."""
     drains: bool = False
     """It takes no new work, since an operator or its discovery wants it gone."""
+    tables: TableShape = field(init=False)
+    """Of its requests' blocks."""
+    num_next: int = field(init=False)
+    """Blocks of the next tokens of a request."""
     capacity: int = field(init=False)
-    """Tokens that its KV pool holds."""
+    """Tokens that its KV pool holds, of long prompts."""
     version: ModelVersion = field(init=False)
 
     def __post_init__(self) -> None:
-        self.capacity = self.info.num_blocks * self.info.layout.block_size
+        layout = self.info.layout
+        self.tables = TableShape(layout.block_size, layout.windows)
+        self.num_next = self.tables.width
+        self.capacity = self.info.num_blocks * layout.block_size // max(1, self.tables.num_full)
         self.version = version_of(self.info)
 
     @property
@@ -82,13 +89,14 @@ class Node:
         return self.to_prefill, self.last_placed if self.to_prefill else 0
 
     def has_room(self, num_blocks: int) -> bool:
-        """Whether it has so many blocks free beside those promised, and one more for each request that generates, as
-        its own rule for granting has it. A node that is idle gets anything: whether that fits it says itself."""
+        """Whether it has so many blocks free beside those promised, and room for the next block of each request that
+        generates, as its own rule for granting has it. A node that is idle gets anything: whether that fits it says
+        itself."""
         load = self.load
         taken = self.num_promised + self.num_settling
         if not load.num_blocks_total or not (taken or load.num_running or load.num_waiting):
             return True
-        return taken + num_blocks + load.num_running <= load.num_blocks_free
+        return taken + num_blocks + load.num_running * self.num_next <= load.num_blocks_free
 
     def queue_s(self, now: float) -> float:
         """Until it would start one more prompt. It is in the midst of the first that it has."""
@@ -142,5 +150,5 @@ def pool_state(nodes: Iterable[Node], num_withheld: int) -> PoolState:
 
 
 def num_blocks(node: Node, num_tokens: int, n: int) -> int:
-    """That so many tokens of a prompt take there, with one for each of `n` answers."""
-    return num_blocks_for(num_tokens, node.info.layout.block_size) + n
+    """That so many tokens of a prompt take there, with those for the next token of each of `n` answers."""
+    return node.tables.num_held(num_tokens) + n * node.num_next

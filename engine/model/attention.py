@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from baton.layout import LayerKv
+from baton.layout import KvLayout, LayerKv
 from baton_kernels.kv_write import HeadNorm, kv_write, rope_kv_write
 from baton_kernels.paged_attention import PagedBatch, paged_attention
 from engine.model import rope
@@ -112,7 +112,7 @@ class FusedRotary:
 
 @dataclass(slots=True)
 class StepContext:
-    """The batch that the model is computing; one per runner, set before each forward."""
+    """The batch that the model is computing, as layers of one KV group see it; set before each forward."""
 
     batch: PagedBatch | None = None
     slot_mapping: Tensor | None = None
@@ -168,13 +168,14 @@ class LayerSite:
         )
 
 
-def attach(layers: list[nn.Module], pool: KvPool) -> StepContext:
-    """Bind the attention modules, in the order of their layers, to the pool; after `fast.apply`, if that is used."""
-    step = StepContext()
+def attach(layers: list[nn.Module], pool: KvPool) -> list[StepContext]:
+    """Bind the attention modules, in the order of their layers, to the pool; after `fast.apply`, if that is used.
+    Returns the context of each KV group."""
+    steps = [StepContext() for _ in range(pool.num_groups)]
     for index, module in enumerate(layers):
         keys, values = pool.layer(index)
-        bind(module, LayerSite(step, keys, values, FusedRotary.of(module), index))
-    return step
+        bind(module, LayerSite(steps[pool.group_of(index)], keys, values, FusedRotary.of(module), index))
+    return steps
 
 
 def padding_slots(layer: nn.Module, x: Tensor) -> Tensor | None:
@@ -198,10 +199,16 @@ def bind(module: nn.Module, site: AttentionSite | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What a first forward showed: the attention modules in the order in which they run, and the KV that each keeps."""
+    """What a first forward showed: the attention modules in the order in which they run, and the KV that each keeps.
+    groups: of these layers, see `KvLayout`; empty: one."""
 
     layers: list[nn.Module]
     kv: tuple[LayerKv, ...]
+    groups: tuple[tuple[int, ...], ...] = ()
+
+    def layout(self, block_size: int, fingerprint: str = "") -> KvLayout:
+        """Of a node's blocks, if one rank has this model."""
+        return KvLayout(self.kv, block_size, fingerprint, groups=self.groups)
 
 
 class _ProbeSite:

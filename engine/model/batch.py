@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +25,17 @@ _ON_DEVICE = -1
 """Stands for a token that the host does not know, because a launched step samples it."""
 
 
+class GroupInputs(NamedTuple):
+    """What the layers of a KV group read: the batch with the group's block tables, and where they write. slot_mapping:
+    [num_tokens] int64."""
+
+    paged: PagedBatch
+    slot_mapping: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class ModelInputs:
-    """What a forward reads. input_ids, slot_mapping: [num_tokens] int64. positions: [num_tokens] int32.
+    """What a forward reads. input_ids: [num_tokens] int64. positions: [num_tokens] int32. groups: for each KV group.
 
     keep: [num_rows] int64, the tokens whose logits are wanted; None: those of all.
     extensions: arguments of the model's forward, by name.
@@ -34,16 +43,15 @@ class ModelInputs:
 
     input_ids: Tensor
     positions: Tensor
-    slot_mapping: Tensor
-    paged: PagedBatch
+    groups: list[GroupInputs]
     keep: Tensor | None
     extensions: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceState:
-    """The state on the device that all steps share, and what they carry besides tokens. block_tables: [num_rows,
-    max_blocks] int32. last_tokens: [num_rows] int32."""
+    """The state on the device that all steps share, and what they carry besides tokens. block_tables: [num_groups,
+    num_rows, max_blocks] int32. last_tokens: [num_rows] int32."""
 
     block_tables: Tensor
     last_tokens: Tensor
@@ -148,25 +156,27 @@ def unpack(
 ) -> ModelInputs:
     """The inputs from the array of `pack`, once it is on the device. query_lens, context_lens: as in PagedBatch."""
     row, start, context, token_rows, positions, host_tokens, keep, *carried = _cut(packed, size)
-    ids, slots = step_inputs(
-        token_rows, positions, host_tokens, state.last_tokens, state.block_tables, state.block_size
-    )
-    paged = PagedBatch(
-        state.block_size,
-        state.block_tables,
-        row,
-        start,
-        context,
-        size.num_tokens,
-        num_decodes=sum(1 for _ in itertools.takewhile(lambda length: length == 1, query_lens)),
-        query_lens=query_lens,
-        host_context_lens=context_lens,
-    )
+    num_decodes = sum(1 for _ in itertools.takewhile(lambda length: length == 1, query_lens))
+    groups = list[GroupInputs]()
+    for tables in state.block_tables:
+        ids, slots = step_inputs(token_rows, positions, host_tokens, state.last_tokens, tables, state.block_size)
+        paged = PagedBatch(
+            state.block_size,
+            tables,
+            row,
+            start,
+            context,
+            size.num_tokens,
+            num_decodes=num_decodes,
+            query_lens=query_lens,
+            host_context_lens=context_lens,
+        )
+        groups.append(GroupInputs(paged, slots))
     extensions = {
         extension.name: extension.argument(array.view(torch_dtype(extension)).view(-1, extension.width))
         for extension, array in zip(size.extensions, carried, strict=True)
     }
-    return ModelInputs(ids, positions, slots, paged, None if size.num_rows is None else keep.long(), extensions)
+    return ModelInputs(ids, positions, groups, None if size.num_rows is None else keep.long(), extensions)
 
 
 def sample_batch(chunks: Seq[Chunk], rows: list[int]) -> SampleBatch:

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from baton.layout import num_blocks_for
+from engine.block_manager import NULL_BLOCK
 from engine.config import EngineConfig
 from engine.model.rank_step import Int32Array
 from engine.model.sampler import Sampler
@@ -15,14 +15,18 @@ from engine.step import Chunk
 
 
 class InputBatch:
-    """Assigns rows to sequences, and knows what of their block tables each rank has on its device.
+    """Assigns rows to sequences, and knows what of their block tables each rank has on its device: for each KV group a
+    table of all rows.
 
-    Tables only grow while a sequence runs, so a step copies only what is new. A row may go to another sequence while a
-    launched step still reads it, because the device runs the copy after that step.
+    Tables only grow while a sequence runs, so a step copies only what is new. What a sequence gives back behind a
+    window stays named there: no key of it counts any more, and it holds KV, of whomever. A row may go to another
+    sequence while a launched step still reads it, because the device runs the copy after that step.
     """
 
     def __init__(self, config: EngineConfig, sampler: Sampler) -> None:
-        self._max_blocks = num_blocks_for(config.max_model_len, config.block_size)
+        shape = config.table_shape
+        self._width, self._max_blocks = shape.width, shape.num_columns(config.max_model_len)
+        self._num_rows = config.max_num_seqs
         self._sampler = sampler
         self._row_of: dict[Sequence, int] = {}
         self._free = list(range(config.max_num_seqs))
@@ -40,8 +44,11 @@ class InputBatch:
             rows.append(row)
             table, written = seq.block_table, self._num_written[row]
             if len(table) > written:
-                index += range(row * self._max_blocks + written, row * self._max_blocks + len(table))
-                blocks += table[written:]
+                first, end = written // self._width, len(table) // self._width
+                for group in range(self._width):
+                    start = (group * self._num_rows + row) * self._max_blocks
+                    index += range(start + first, start + end)
+                    blocks += _named(table[written + group :: self._width])
                 self._num_written[row] = len(table)
         return rows, np.array([index, blocks], dtype=np.int32)
 
@@ -57,3 +64,12 @@ class InputBatch:
         self._num_written[row] = 0
         self._sampler.begin(row, seq.sampling, seq.prompt_tokens, seq.output_tokens)
         return row
+
+
+def _named(blocks: list[int]) -> list[int]:
+    """With the first block that is read in the place of those behind the window: some kernels load whole tiles of keys
+    and give those before the window a weight of zero, which a NaN survives; the null block may hold one."""
+    if blocks[0] != NULL_BLOCK:
+        return blocks
+    first = next(block for block in blocks if block != NULL_BLOCK)
+    return [block or first for block in blocks]

@@ -32,13 +32,13 @@ def require_served(layers: Sequence[LayerKv], model: str) -> None:
 class KvPool:
     """All KV blocks of a node's rank, in one tensor that this object owns.
 
-    layers: the KV of each layer that the rank holds; `require_served` must accept them. tensor: [num_blocks,
-    num_layers, 2, num_kv_heads, block_size, head_dim]; of quantized layers [num_blocks, num_layers, 2, num_kv_heads,
-    bytes of a head's elements and scales], uint8. Block-major: a block is one contiguous piece to copy, send or
-    checksum. Heads come before slots, so that a rank's heads are one slice. It starts as zeros. Reused blocks keep old
-    KV in slots not yet written; on a CPU the runner clears a block before a chunk fills a part of it, since the
-    reference attention needs finite values there. memory: gives so many zero bytes, uint8, on the device; None: those
-    of a new tensor.
+    layers: the KV of each layer of the model, as the rank holds it; `require_served` must accept them. groups: of these
+    layers, see `KvLayout`; empty: one. tensor: [num_blocks, num_layers of a block, 2, num_kv_heads, block_size,
+    head_dim]; of quantized layers [num_blocks, num_layers of a block, 2, num_kv_heads, bytes of a head's elements and
+    scales], uint8. Block-major: a block is one contiguous piece to copy, send or checksum. Heads come before slots, so
+    that a rank's heads are one slice. It starts as zeros. Reused blocks keep old KV in slots not yet written; on a CPU
+    the runner clears a block before a chunk fills a part of it, since the reference attention needs finite values
+    there. memory: gives so many zero bytes, uint8, on the device; None: those of a new tensor.
     """
 
     def __init__(
@@ -48,12 +48,19 @@ class KvPool:
         block_size: int,
         device: torch.device,
         memory: Callable[[int], Tensor] | None = None,
+        groups: tuple[tuple[int, ...], ...] = (),
     ) -> None:
         self.layers = layers
+        self._groups = groups
+        of_groups = KvLayout(layers, block_size, "", groups=groups).layers_of_groups
+        self.num_groups = len(of_groups)
+        self._places = {  # of each layer: its group, and which of a block's layers it is
+            layer: (group, index) for group, members in enumerate(of_groups) for index, layer in enumerate(members)
+        }
         self.num_blocks = num_blocks
         self.block_size = block_size
         one = layers[0]
-        dims: tuple[int, ...] = (num_blocks, len(layers), 2, one.num_kv_heads)
+        dims: tuple[int, ...] = (num_blocks, max(map(len, of_groups)), 2, one.num_kv_heads)
         dtype: torch.dtype = getattr(torch, one.dtype)
         if one.scale_dtype:
             dims, dtype = (*dims, head_bytes(block_size, one.head_dim_k)), torch.uint8
@@ -66,12 +73,16 @@ class KvPool:
         assert self.as_bytes().shape[1] == self.layout("").block_bytes
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer: views [num_blocks, num_kv_heads, block_size, head_dim]."""
-        keys, values = self.tensor[:, index].unbind(1)
+        """Keys and values of one layer of the model: views [num_blocks, num_kv_heads, block_size, head_dim]."""
+        keys, values = self.tensor[:, self._places[index][1]].unbind(1)
         one = self.layers[0]
         if one.scale_dtype:
             keys, values = (elements_of(x, self.block_size, one.head_dim_k) for x in (keys, values))
         return keys, values
+
+    def group_of(self, index: int) -> int:
+        """In whose blocks the layer's KV is."""
+        return self._places[index][0]
 
     def as_bytes(self) -> Tensor:
         """The same memory as [num_blocks, block_bytes], uint8."""
@@ -87,4 +98,4 @@ class KvPool:
 
     def layout(self, fingerprint: str) -> KvLayout:
         """The layout that describes the blocks to another node, for the model with that fingerprint."""
-        return KvLayout(self.layers, self.block_size, fingerprint)
+        return KvLayout(self.layers, self.block_size, fingerprint, groups=self._groups)

@@ -8,6 +8,7 @@ The share is this process's. What other processes hold on the same GPU matters o
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.layout import num_blocks_for
+from engine.config import EngineConfig
 
 GIB = 1024**3
 _CONTEXT_BYTES = GIB
@@ -97,17 +98,18 @@ def kv_pool_bytes(memory: ProfiledMemory, utilization: float, kept_bytes: int) -
     return min(pool, available)
 
 
-def num_kv_blocks(pool_bytes: int, block_bytes: int, block_size: int, max_model_len: int, more_by: str) -> int:
+def num_kv_blocks(pool_bytes: int, block_bytes: int, limits: EngineConfig, more_by: str) -> int:
     """How many KV blocks fit in `pool_bytes`. more_by: the flag that would give more, with its value.
 
     Raises ValueError when they cannot hold one request of max_model_len tokens.
     """
-    num_blocks = pool_bytes // block_bytes
-    needed = num_blocks_for(max_model_len, block_size)
+    num_blocks, max_model_len = pool_bytes // block_bytes, limits.max_model_len
+    needed = limits.most_blocks(max_model_len)
     if num_blocks < needed:
+        fitting = bisect.bisect_right(range(max_model_len), num_blocks, key=limits.most_blocks) - 1
         raise ValueError(
             f"--max-model-len: a request of {max_model_len} tokens takes {_size(needed * block_bytes)} of KV blocks, "
-            f"and there are {_size(pool_bytes)}: lower it to {num_blocks * block_size} or less, or raise {more_by}"
+            f"and there are {_size(pool_bytes)}: lower it to {fitting} or less, or raise {more_by}"
         )
     return num_blocks
 

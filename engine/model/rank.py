@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from baton.layout import layer_groups_of, num_blocks_for
+from baton.layout import layer_groups_of
 from baton_kernels.paged_attention import warm_up
 from baton_kernels.step_inputs import update_block_tables
 from engine.config import EngineConfig
@@ -56,10 +56,12 @@ class RankModel:
         self.model, self.pipeline = model, pipeline
         self.group = pipeline.peers
         self._config = config
-        self.pool = KvPool(probed.kv, config.num_blocks, config.block_size, model.device, memory)
-        self._step = attach(probed.layers, self.pool)
-        max_blocks = num_blocks_for(config.max_model_len, config.block_size)
-        tables = torch.zeros(config.max_num_seqs, max_blocks, dtype=torch.int32, device=model.device)
+        self.pool = KvPool(probed.kv, config.num_blocks, config.block_size, model.device, memory, probed.groups)
+        self._steps = attach(probed.layers, self.pool)
+        shape = config.table_shape
+        assert shape.width == len(self._steps), f"tables of {shape.width} groups for {len(self._steps)}"
+        dims = shape.width, config.max_num_seqs, shape.num_columns(config.max_model_len)
+        tables = torch.zeros(dims, dtype=torch.int32, device=model.device)
         self._state = DeviceState(tables, last_tokens, config.block_size, extensions)
         self._hidden_states = HiddenStates(model)
         self._received = received_by(model)
@@ -155,7 +157,8 @@ class RankModel:
 
     def _forward(self, inputs: ModelInputs, marks: SeesLayers | None) -> Tensor:
         """Logits; of a stage before the last hidden states, [num_tokens, hidden_size]."""
-        self._step.batch, self._step.slot_mapping, self._step.marks = inputs.paged, inputs.slot_mapping, marks
+        for step, group in zip(self._steps, inputs.groups, strict=True):
+            step.batch, step.slot_mapping, step.marks = group.paged, group.slot_mapping, marks
         arguments = _arguments(inputs)
         if self.pipeline.stage.is_last:
             logits: Tensor = self.model(**arguments).logits[0]

@@ -187,11 +187,12 @@ class TorchModelRunner:
         and the reference attention requires finite values there. The kernels read no slot past a sequence's end."""
         if self.model.device.type != "cpu":
             return []
-        size = self._config.block_size
+        size, width = self._config.block_size, self._config.table_shape.width
         return [
-            chunk.sequence.block_table[chunk.end // size]
+            block
             for chunk in chunks
             if chunk.end % size and chunk.end // size * size >= chunk.start
+            for block in chunk.sequence.block_table[chunk.end // size * width :][:width]
         ]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from baton.layout import num_blocks_for
 from baton.messages import AttemptId
 from baton.sampling import SamplingParams
 from engine.config import EngineConfig
@@ -29,7 +28,7 @@ _CONTEXT = 10_000
 def profile_config(config: EngineConfig) -> EngineConfig:
     """The same limits with as few KV blocks as one long chunk of `largest_steps` fills."""
     length = min(config.max_num_batched_tokens, config.max_model_len - 1) + 1
-    num_blocks = num_blocks_for(length, config.block_size) + 1  # plus the null block
+    num_blocks = config.most_blocks(length) + 1  # plus the null block
     return dataclasses.replace(config, num_blocks=num_blocks, max_model_len=length)
 
 
@@ -44,11 +43,11 @@ def largest_steps(config: EngineConfig) -> list[list[Chunk]]:
     few = min(config.max_num_batched_tokens // longest, num_seqs)
 
     def decodes(num: int) -> list[Chunk]:
-        seqs = _prompts(num, longest, config.block_size, num_drafts=num_drafts)
+        seqs = _prompts(num, longest, config, num_drafts=num_drafts)
         return [Chunk.of(seq, seq.num_tokens - 1, 1 + num_drafts) for seq in seqs]
 
     def prompts(num: int, start: int, end: int) -> list[Chunk]:
-        return [Chunk.of(prompt, start, end - start) for prompt in _prompts(num, end, config.block_size)]
+        return [Chunk.of(prompt, start, end - start) for prompt in _prompts(num, end, config)]
 
     return [
         decodes(config.max_num_seqs - few) + prompts(few, 0, longest),
@@ -65,21 +64,24 @@ def first_steps(config: EngineConfig) -> list[list[Chunk]]:
     for start in sorted({0, min(_CONTEXT, config.max_model_len // 2)}):
         room = min(config.max_num_batched_tokens, config.max_model_len - 1 - start)
         if room > 0:
-            steps.append([Chunk.of(seq, start, 1) for seq in _prompts(1, start + 1, config.block_size)])
+            steps.append([Chunk.of(seq, start, 1) for seq in _prompts(1, start + 1, config)])
         for length in sorted({min(length, room) for length in _LENGTHS if room > 0}):
             kind = _KINDS[len(steps) % len(_KINDS)]
-            chunks = [Chunk.of(seq, start, 1) for seq in _prompts(num_decodes, start + 1, config.block_size, kind)]
-            chunks += [Chunk.of(seq, start, length) for seq in _prompts(1, start + length, config.block_size, kind)]
+            chunks = [Chunk.of(seq, start, 1) for seq in _prompts(num_decodes, start + 1, config, kind)]
+            chunks += [Chunk.of(seq, start, length) for seq in _prompts(1, start + length, config, kind)]
             steps.append(chunks)
     return steps
 
 
 def _prompts(
-    num_seqs: int, length: int, block_size: int, sampling: SamplingParams = _SAMPLING, num_drafts: int = 0
+    num_seqs: int, length: int, config: EngineConfig, sampling: SamplingParams = _SAMPLING, num_drafts: int = 0
 ) -> list[Sequence]:
-    """Sequences of `length` tokens, of which the last `num_drafts` are draft tokens."""
+    """Sequences of `length` tokens, of which the last `num_drafts` are draft tokens, in the same blocks. A pool for
+    layers with windows may have fewer blocks than a table has columns."""
     tokens, drafts = (0,) * (length - num_drafts), (0,) * num_drafts
-    blocks = list(range(1, num_blocks_for(length, block_size) + 1))
+    shape = config.table_shape
+    entries = range(shape.num_columns(length) * shape.width)
+    blocks = [1 + entry // shape.width % (config.num_blocks - 1) for entry in entries]
     return [
         Sequence(AttemptId(0, f"profile-{index}", 0), [0], tokens, sampling, block_table=blocks, draft_tokens=drafts)
         for index in range(num_seqs)

@@ -25,6 +25,16 @@ def next_hash(parent: BlockHash, tokens: Sequence[int]) -> BlockHash:
     return hashlib.sha256(parent + _pack(tokens)).digest()
 
 
+def of_group(block_hash: BlockHash, group: int) -> BlockHash:
+    """The name of the block with those tokens' KV in a group of the model's layers (`baton.kv_groups`)."""
+    return block_hash + bytes((group,)) if group else block_hash
+
+
+def is_of_first_group(name: BlockHash) -> bool:
+    """Whether it is a block of group 0, whose name is the hash."""
+    return len(name) == HASH_BYTES
+
+
 def chain(tokens: Sequence[int], block_size: int, cache_salt: str = "") -> list[BlockHash]:
     """The hashes of all full blocks of `tokens`, in order."""
     hashes: list[BlockHash] = []

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import itertools
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from baton.errors import LayoutMismatch
@@ -57,7 +58,8 @@ class LayerKv:
 
 
 class KvSlice(NamedTuple):
-    """The KV heads [head_start, head_end) of the layers [layer_start, layer_end), both counted in the whole model."""
+    """The KV heads [head_start, head_end) of a block's layers [layer_start, layer_end): with one group of layers, those
+    of the whole model."""
 
     layer_start: int
     layer_end: int
@@ -89,24 +91,43 @@ class KvLayout:
     head's `[block_size, head_dim]` is followed by the scales of its `block_size` tokens. Any two ranks hold the same
     slice or disjoint ones, and together they hold everything; empty: one rank holds everything.
 
-    Raises ValueError for layers and ranks that violate this.
+    groups: the layers of each group (`baton.kv_groups`), which gives back what is behind its window. A block has the
+    layers of one group, and what it has beyond these, if others have more, means nothing. Layers of several groups
+    differ in nothing but their windows, which are the same within a group. Empty: one group of all layers, which keeps
+    everything.
+
+    Raises ValueError for layers, groups and ranks that violate this.
     """
 
     layers: tuple[LayerKv, ...]
     block_size: int
     fingerprint: str
     ranks: tuple[KvSlice, ...] = ()
+    groups: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 < len(self.layers) <= MAX_LAYERS or not 0 < self.num_kv_heads <= MAX_KV_HEADS or self.block_size < 1:
             raise ValueError(f"{len(self.layers)} layers, {self.num_kv_heads} KV heads, block_size {self.block_size}")
+        if self.groups:
+            _require_groups(self.layers, self.groups)
         if not self.ranks:
             object.__setattr__(self, "ranks", (self.whole,))
         _require_division(self.whole, self.ranks)
 
     @property
     def num_layers(self) -> int:
-        return len(self.layers)
+        """Of a block."""
+        return max(map(len, self.layers_of_groups))
+
+    @property
+    def layers_of_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Of the one group, too."""
+        return self.groups or (tuple(range(len(self.layers))),)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each group, how many tokens' KV is kept; None: that of all."""
+        return tuple(self.layers[group[0]].sliding_window for group in self.groups) or (None,)
 
     @property
     def num_kv_heads(self) -> int:
@@ -115,7 +136,7 @@ class KvLayout:
 
     @property
     def whole(self) -> KvSlice:
-        return KvSlice(0, len(self.layers), 0, self.num_kv_heads)
+        return KvSlice(0, self.num_layers, 0, self.num_kv_heads)
 
     @property
     def block_bytes(self) -> int:
@@ -149,7 +170,8 @@ class KvLayout:
             if mine != theirs:
                 raise LayoutMismatch(f"{field}{where} {mine} != {theirs} of {who}", field)
 
-        for field in ("num_layers", "block_size", "fingerprint"):
+        require("num_layers", len(self.layers), len(other.layers))
+        for field in ("block_size", "fingerprint", "windows", "groups"):
             require(field, getattr(self, field), getattr(other, field))
         for index, (mine, layer) in enumerate(zip(self.layers, other.layers, strict=True)):
             theirs = layer
@@ -176,7 +198,26 @@ class KvLayout:
 
     def digest(self) -> bytes:
         """16 bytes for the header of every part; equal for compatible layouts as they are sent."""
-        return hashlib.sha256(repr((self.layers, self.block_size, self.fingerprint)).encode()).digest()[:16]
+        groups = (self.groups,) if self.groups else ()
+        return hashlib.sha256(repr((self.layers, self.block_size, self.fingerprint, *groups)).encode()).digest()[:16]
+
+    def num_layers_done(self, num_done: int) -> int:
+        """How many layers of blocks of every group are computed when so many of the model's are."""
+        if not self.groups:
+            return num_done
+        done = [sum(layer < num_done for layer in group) for group in self.groups]
+        return min(
+            self.num_layers if some == len(group) else some for some, group in zip(done, self.groups, strict=True)
+        )
+
+
+def _require_groups(layers: Sequence[LayerKv], groups: Sequence[Sequence[int]]) -> None:
+    if sorted(itertools.chain.from_iterable(groups)) != list(range(len(layers))) or not all(groups):
+        raise ValueError(f"{len(layers)} layers are not divided by the groups {groups}")
+    if len({dataclasses.replace(layer, sliding_window=None) for layer in layers}) > 1:
+        raise ValueError(f"layers of {len(groups)} KV groups differ in more than their windows")
+    if any(len({layers[index].sliding_window for index in group}) > 1 for group in groups):
+        raise ValueError("layers of a group have different windows")
 
 
 def _require_division(whole: KvSlice, ranks: tuple[KvSlice, ...]) -> None:

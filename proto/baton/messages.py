@@ -302,6 +302,11 @@ class Reserve:
     num_spare_tokens: int = 0
     age_s: float = 0.0
 
+    @property
+    def num_least_tokens(self) -> int:
+        """How many of the tokens will be computed for certain."""
+        return self.num_tokens - self.num_spare_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Commit:
@@ -337,7 +342,8 @@ PrefillToDecode = Reserve | Commit | Release
 class Grant:
     """Room is reserved. Of `ceil(num_tokens / block_size)` blocks the decode node already has the first
     `num_held_blocks`; the rest is sent in `num_parts` parts, as planned by `kv_transfer.parts.PartPlanner`.
-    `checksums`: each part must carry checksums."""
+    `checksums`: each part must carry checksums. `num_held_in_groups`: the same for each further KV group of the layout.
+    What is behind the window of a group counts as held, since it is not needed."""
 
     attempt_id: AttemptId
     lease: int
@@ -345,6 +351,12 @@ class Grant:
     num_parts: int
     credits: int
     checksums: bool = False
+    num_held_in_groups: tuple[int, ...] = ()
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """For each group, how many columns of the block table need not travel."""
+        return self.num_held_blocks, *self.num_held_in_groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ ALL_NAMES = frozenset(
         "enable_expert_parallel",
         "enable_tokenizer_info_endpoint",
         "endpoint",
+        "disable_hybrid_kv_cache_manager",
         "enforce_eager",
         "engine",
         "first_token",

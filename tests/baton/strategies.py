@@ -6,6 +6,7 @@ import dataclasses
 from hypothesis import strategies as st
 
 from baton import errors, messages
+from baton.kv_groups import group_layers
 from baton.layout import KvLayout, LayerKv
 from baton.logits_processors import LogitsProcessor
 from baton.priority import MAX_PRIORITY, MIN_PRIORITY
@@ -149,9 +150,15 @@ layer_kv = st.builds(
 )
 
 
+window = st.sampled_from([None, 8])
+
+
 @st.composite
 def layouts(draw: st.DrawFn) -> KvLayout:
-    layout = KvLayout(draw(st.lists(layer_kv, min_size=1, max_size=3).map(tuple)), draw(some32), draw(text))
+    layers = draw(st.lists(layer_kv, min_size=1, max_size=3).map(tuple))
+    if draw(st.booleans()):  # layers that differ only in their windows, in several groups
+        layers = tuple(dataclasses.replace(layers[0], sliding_window=draw(window)) for _ in range(4))
+    layout = KvLayout(layers, draw(some32), draw(text), groups=group_layers(layers))
     by_layer = tuple(layout.whole._replace(layer_start=at, layer_end=at + 1) for at in range(layout.num_layers))
     return dataclasses.replace(layout, ranks=draw(st.sampled_from([(), by_layer, by_layer * 2])))
 
@@ -184,7 +191,8 @@ prefill_message = st.one_of(
 @st.composite
 def grant(draw: st.DrawFn) -> messages.Grant:
     parts = draw(num_parts)
-    return messages.Grant(draw(attempt_id), draw(lease), draw(int31), parts, draw(st.integers(0, parts)))
+    others = draw(st.lists(int31, max_size=3).map(tuple))
+    return messages.Grant(draw(attempt_id), draw(lease), draw(int31), parts, draw(st.integers(0, parts)), False, others)
 
 
 decode_message = st.one_of(

@@ -54,6 +54,55 @@ def test_a_difference_in_a_layer_is_named(field: str, value: object) -> None:
     assert LAYOUT.digest() != other.digest()
 
 
+SPLIT = KvLayout(
+    tuple(dataclasses.replace(LAYER, sliding_window=window) for window in (None, 8, None, 8)),
+    16,
+    "fingerprint",
+    groups=((0, 2), (1, 3)),
+)
+"""Two groups, whose blocks have two layers each."""
+
+
+def test_blocks_of_other_groups_are_other_blocks() -> None:
+    together = dataclasses.replace(SPLIT, groups=(), ranks=())
+    with pytest.raises(LayoutMismatch, match=r"^windows \(None, 8\) != \(None,\) of the node$"):
+        SPLIT.require_compatible(together, "the node")
+    crossed = dataclasses.replace(
+        SPLIT, layers=(SPLIT.layers[0],) * 2 + (SPLIT.layers[1],) * 2, groups=((0, 1), (2, 3))
+    )
+    with pytest.raises(LayoutMismatch, match=r"^groups "):
+        SPLIT.require_compatible(crossed, "the node")
+    assert SPLIT.digest() != together.digest()
+    assert (SPLIT.whole, SPLIT.windows) == (KvSlice(0, 2, 0, 2), (None, 8))
+    assert 2 * SPLIT.block_bytes == together.block_bytes
+    assert together.windows == (None,)
+
+
+def test_whether_what_is_behind_the_only_window_is_kept_is_compared() -> None:
+    kv = (dataclasses.replace(LAYER, sliding_window=8),) * 4
+    kept, given_back = KvLayout(kv, 16, ""), KvLayout(kv, 16, "", groups=((0, 1, 2, 3),))
+    with pytest.raises(LayoutMismatch, match=r"^windows \(None,\) != \(8,\) of the node$"):
+        kept.require_compatible(given_back, "the node")
+    assert kept.digest() != given_back.digest()
+
+
+@pytest.mark.parametrize(
+    ("groups", "text"),
+    [
+        (((0, 2), (1,)), "not divided"),
+        (((0, 2), (1, 3), ()), "not divided"),
+        (((0, 2), (1, 3, 3)), "not divided"),
+        (((0, 1), (2, 3)), "different windows"),
+    ],
+)
+def test_groups_must_divide_the_layers(groups: tuple[tuple[int, ...], ...], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        dataclasses.replace(SPLIT, groups=groups, ranks=())
+    wide = dataclasses.replace(LAYER, num_kv_heads=1)
+    with pytest.raises(ValueError, match="more than their windows"):
+        KvLayout((LAYER, wide), 16, "", groups=((0,), (1,)))
+
+
 QUANTIZED = dataclasses.replace(LAYOUT, layers=tuple(map(as_quantized, LAYOUT.layers)))
 
 

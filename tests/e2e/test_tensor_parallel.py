@@ -16,7 +16,8 @@ pytestmark = pytest.mark.timeout(300)
 
 CI = {(2, 4), (4, 1), (1, 2)}
 DEGREES = [pytest.param(*pair, marks=[] if pair in CI else pytest.mark.full) for pair in product((1, 2, 4), repeat=2)]
-NUM_PROMPTS = 24
+PROMPTS = slice(0, 76, 4)
+"""From one token to some 200: within a block, and over several."""
 MAX_TOKENS = 24
 
 
@@ -27,14 +28,17 @@ async def test_answers_are_those_of_transformers(tmp_path: Path, prefill: int, d
         nodes = [ranked(cluster, "prefill", prefill), ranked(cluster, "decode", decode)]
         router = cluster.router(nodes[:1], nodes[1:], "--policy=least-loaded")
         await asyncio.to_thread(router.wait_ready)
-        cases = reference_file.load().of_kind("ids")[:NUM_PROMPTS]
+        cases = reference_file.load().of_kind("ids")[PROMPTS]
         async with Client(router) as client:
-            for _ in range(2):  # again, with the prompts' KV in both prefix caches
+            for turn in range(2):  # again, with the prompts' KV in both prefix caches
                 asked = (client.complete(list(c.prompt), max_tokens=length(c), ignore_eos=True) for c in cases)
                 answers = await asyncio.gather(*asked)
                 assert [a.error for a in answers] == [None] * len(cases)
                 wrong = [c for c, a in zip(cases, answers, strict=True) if tuple(a.tokens[0]) != c.output[: length(c)]]
                 assert not wrong
+                hits = [answer.timings["decode_cached_tokens"] for answer in answers]
+                assert any(hits) == bool(turn)
+                assert bool(nodes[0].metric("baton:prefix_cache_hits_total")) == bool(turn)
         for node in nodes:
             await asyncio.to_thread(node.wait_whole)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from baton.audit import KvUse
-from baton.block_hash import BlockHash
+from baton.block_hash import BlockHash, of_group
 from baton.messages import AttemptId
 from engine.engine import Engine
 from engine.holdings import Holding
@@ -52,10 +52,13 @@ class FakeTier:
         blocks, block_size = self.engine.blocks, self.engine.config.block_size
         hashes = seq.block_hashes((seq.num_tokens - 1) // block_size, block_size)
         wanted: list[BlockHash] = []
-        for block_hash in hashes[len(blocks.match(hashes)) :]:
-            if block_hash not in self._kept or blocks.find(block_hash) is not None:
+        tables = self.engine.tables
+        missing = hashes[tables.num_columns(tables.match(hashes)[0]) :]
+        for name in [of_group(block_hash, group) for block_hash in missing for group in range(tables.shape.width)]:
+            if name not in self._kept or (blocks.find(name) is not None and tables.shape.width == 1):
                 break
-            wanted.append(block_hash)
+            if blocks.find(name) is None:
+                wanted.append(name)
         if not wanted or not blocks.can_allocate(len(wanted)):
             return None
         load = Load(self.engine.allocate(len(wanted)), wanted)

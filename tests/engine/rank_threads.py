@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 from transformers import PreTrainedModel
 
+from baton.kv_groups import group_layers
 from engine.config import EngineConfig
 from engine.model import fast
 from engine.model.attention import Probe, probe
@@ -32,8 +34,9 @@ Inbox = SimpleQueue[tuple[int, Int32Array]]
 
 
 class Load:
-    """What each rank does first, on its own thread. reports: of all ranks, in no order, if `fused`. num_stages: among
-    which the layers are divided."""
+    """What each rank does first, on its own thread. reports: of all ranks, in no order, if `fused`. config: with the
+    windows of the model's KV groups, or with one that keeps everything. num_stages: among which the layers are
+    divided."""
 
     def __init__(
         self,
@@ -58,6 +61,8 @@ class Load:
         probed = probe(model, self.config.max_model_len)
         if self._fused:
             self.reports.append(fast.apply(model, probed, self.config.max_model_len))
+        if self.config.table_shape.has_windows:
+            probed = dataclasses.replace(probed, groups=group_layers(probed.kv))
         return model, probed
 
 

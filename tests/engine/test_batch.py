@@ -8,7 +8,10 @@ from hypothesis import strategies as st
 
 from baton.messages import AttemptId
 from baton.sampling import SamplingParams
+from engine.config import EngineConfig
 from engine.model.batch import BatchSize, _cut, pack, sample_batch
+from engine.model.input_batch import InputBatch
+from engine.model.sampler import Sampler
 from engine.sequence import Sequence
 from engine.step import Chunk
 
@@ -112,3 +115,26 @@ def test_draft_tokens_follow_the_sequences_own_and_each_has_logits_for_its_posit
     assert drawn.logits_rows == [0, 1, 2, 3]
     assert drawn.rows == [10, 11, 11, 11]
     assert drawn.positions == [5, 6, 7, 8]
+
+
+def test_tables_of_groups_lie_one_behind_the_other_and_name_no_null_block() -> None:
+    """Two groups, the second with a window of 6: of two columns the first one is behind it."""
+    config = EngineConfig(
+        num_blocks=20,
+        max_model_len=16,
+        vocab_size=1000,
+        block_size=4,
+        max_num_seqs=3,
+        max_num_batched_tokens=4,
+        windows=(None, 6),
+    )
+    batch = InputBatch(config, Sampler(3, 1000, (), torch.device("cpu")))
+    step = chunk(0, 9, 1, 3)
+    step.sequence.block_table = [5, 0, 6, 7, 8, 9]
+    (row,), tables = batch.place([step])
+    starts = [(group * 3 + row) * 4 for group in range(2)]  # of rows with four columns
+    assert tables.tolist() == [[*range(starts[0], starts[0] + 3), *range(starts[1], starts[1] + 3)], [5, 6, 8, 7, 7, 9]]
+    step.sequence.block_table += [10, 11]
+    step.sequence.block_table[3] = 0  # given back: the device need not know
+    _, tables = batch.place([step])
+    assert tables.tolist() == [[starts[0] + 3, starts[1] + 3], [10, 11]]

@@ -19,7 +19,13 @@ from tests.protocol.fake_model import EOS, VOCAB_SIZE, FakeModel, expected_outpu
 BLOCK_SIZE = 4
 
 
-def make(num_blocks: int, max_num_seqs: int = 16, ahead: bool = False, budget: int = 64) -> Engine:
+def make(
+    num_blocks: int,
+    max_num_seqs: int = 16,
+    ahead: bool = False,
+    budget: int = 64,
+    windows: tuple[int | None, ...] = (None, None),
+) -> Engine:
     config = EngineConfig(
         num_blocks=num_blocks,
         max_model_len=40,
@@ -29,8 +35,9 @@ def make(num_blocks: int, max_num_seqs: int = 16, ahead: bool = False, budget: i
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         async_scheduling=ahead,
+        windows=tuple(dict.fromkeys(windows)),
     )
-    model = FakeModel(num_blocks, BLOCK_SIZE)
+    model = FakeModel(num_blocks, BLOCK_SIZE, windows=windows)
     engine = Engine(config, model)
     model.blocks = engine.blocks
     return engine
@@ -140,14 +147,21 @@ def test_logprobs_are_those_of_its_tokens() -> None:
     max_num_seqs=st.sampled_from([4, 5, 8]),
     budget=st.sampled_from([64, 5]),
     ahead=st.booleans(),
+    windows=st.sampled_from([(None, None), (None, 3), (6, 6)]),
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     others=st.integers(0, 4),
 )
 def test_however_little_room_there_is(
-    num_blocks: int, max_num_seqs: int, budget: int, ahead: bool, lengths: list[int], others: int
+    num_blocks: int,
+    max_num_seqs: int,
+    budget: int,
+    ahead: bool,
+    windows: tuple[int | None, ...],
+    lengths: list[int],
+    others: int,
 ) -> None:
     """Groups and other sequences compete for blocks and places, and none waits for ever."""
-    engine = make(num_blocks, max_num_seqs, ahead, budget)
+    engine = make(num_blocks * len(set(windows)), max_num_seqs, ahead, budget, windows)
     groups = [search(engine, f"beams {number}", length, 4, 12) for number, length in enumerate(lengths)]
     sampling = SamplingParams(max_tokens=20, seed=7)
     seqs = [

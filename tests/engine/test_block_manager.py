@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.errors import CacheExhausted
-from engine.block_manager import BlockManager, BlockState
+from engine.block_manager import NULL_BLOCK, BlockManager, BlockState
 from engine.prefix_cache import Evicted
 from tests.machines import machine
 
@@ -25,6 +25,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def start(self, num_blocks: int) -> None:
         self.blocks = BlockManager(num_blocks, BLOCK_SIZE)
         self.tables: list[list[int]] = []
+        self.num_claimed = 0
         self.readers: list[int] = []
         self.loads: dict[int, bytes | None] = {}  # what each block is being loaded as, if anybody may know
         self.cached: dict[bytes, int] = {}  # all hashes
@@ -36,7 +37,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @rule(n=st.integers(0, 5))
     def allocate(self, n: int) -> None:
-        room = self.blocks.num_free + self.blocks.num_cached
+        room = self.blocks.num_free + self.blocks.num_cached - self.num_claimed
         if n > room:
             with pytest.raises(CacheExhausted):
                 self.blocks.allocate(n)
@@ -44,6 +45,19 @@ class BlockManagerMachine(RuleBasedStateMachine):
             before = self.blocks.num_free
             self.tables.append(self.take(n))
             assert self.blocks.num_free == max(0, before - n), "free blocks go before cached ones"
+
+    @rule(n=st.integers(0, 3))
+    def claim(self, n: int) -> None:
+        if n <= self.blocks.num_free + self.blocks.num_cached - self.num_claimed:
+            self.blocks.claim(n)
+            self.num_claimed += n
+
+    @precondition(lambda self: self.num_claimed)
+    @rule(data=st.data())
+    def unclaim(self, data: st.DataObject) -> None:
+        n = data.draw(st.integers(1, self.num_claimed))
+        self.blocks.unclaim(n)
+        self.num_claimed -= n
 
     def take(self, n: int) -> list[int]:
         got, evicted = self.blocks.allocate(n)
@@ -58,10 +72,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def release(self, data: st.DataObject) -> None:
         self.blocks.release(self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1))))
 
-    @precondition(lambda self: any(self.tables))
+    @precondition(lambda self: any(map(any, self.tables)))
     @rule(data=st.data(), number=st.integers(0, 5))
     def seal(self, data: st.DataObject, number: int) -> None:
-        block = data.draw(st.sampled_from([b for table in self.tables for b in table]))
+        block = data.draw(st.sampled_from([b for table in self.tables for b in table if b]))
         if block in self.loads or self.blocks.hash_of(block) is not None:
             return
         assert self.blocks.seal(block, hash_of(number)) is (hash_of(number) not in self.cached)
@@ -73,13 +87,15 @@ class BlockManagerMachine(RuleBasedStateMachine):
         for block, number in zip(hits, numbers, strict=False):
             assert self.blocks.hash_of(block) == hash_of(number)
             assert self.blocks.state(block) in (BlockState.OWNED, BlockState.CACHED)
+        if not self.blocks.can_allocate(0, keep=hits):
+            return  # somebody has claimed them
         self.blocks.acquire(hits)
         self.tables.append(hits)
 
-    @precondition(lambda self: any(self.tables))
+    @precondition(lambda self: any(map(any, self.tables)))
     @rule(data=st.data())
     def pin_read(self, data: st.DataObject) -> None:
-        block = data.draw(st.sampled_from([b for table in self.tables for b in table]))
+        block = data.draw(st.sampled_from([b for table in self.tables for b in table if b]))
         if block not in self.loads:
             self.blocks.pin_read([block])
             self.readers.append(block)
@@ -90,10 +106,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
         block = self.readers.pop(data.draw(st.integers(0, len(self.readers) - 1)))
         self.blocks.unpin_read([block])
 
-    @precondition(lambda self: any(self.tables))
+    @precondition(lambda self: any(map(any, self.tables)))
     @rule(data=st.data(), number=st.none() | st.integers(0, 5))
     def begin_load(self, data: st.DataObject, number: int | None) -> None:
-        block = data.draw(st.sampled_from([b for table in self.tables for b in table]))
+        block = data.draw(st.sampled_from([b for table in self.tables for b in table if b]))
         sole = self.holders(block) == 1 and self.blocks.hash_of(block) is None
         if not sole or block in self.readers or block in self.loads:
             return
@@ -118,16 +134,24 @@ class BlockManagerMachine(RuleBasedStateMachine):
         if block_hash is not None:
             assert self.blocks.match([block_hash]) == ([] if fails else [block])
 
-    @rule(num_forks=st.integers(1, 3), num_full=st.integers(0, 2), partial=st.integers(0, BLOCK_SIZE - 1))
-    def fork(self, num_forks: int, num_full: int, partial: int) -> None:
-        if not self.blocks.can_allocate(num_full + num_forks):
+    @rule(
+        num_forks=st.integers(1, 3),
+        num_full=st.integers(0, 2),
+        partial=st.integers(0, BLOCK_SIZE - 1),
+        width=st.sampled_from([1, 1, 2]),
+    )
+    def fork(self, num_forks: int, num_full: int, partial: int, width: int) -> None:
+        if not self.blocks.can_allocate((num_full + num_forks) * width):
             return
-        table, spares = self.take(num_full + 1), self.take(num_forks - 1)
-        tables, copies = self.blocks.fork(table, num_full * BLOCK_SIZE + partial, spares)
+        table, spares = self.take((num_full + 1) * width), self.take((num_forks - 1) * width)
+        if width > 1 and num_full:  # behind a window
+            self.blocks.release([table[1]])
+            table[1] = NULL_BLOCK
+        tables, copies = self.blocks.fork(table, num_full * BLOCK_SIZE + partial, spares, width)
         assert len(tables) == num_forks
-        assert {own[-1] for own in tables} == {table[-1], *spares}
-        assert all(own[:-1] == table[:-1] for own in tables)
-        assert copies == ([(table[-1], spare) for spare in spares] if partial else [])
+        assert [block for own in tables for block in own[-width:]] == [*table[-width:], *spares]
+        assert all(own[:-width] == table[:-width] for own in tables)
+        assert copies == (list(zip(table[-width:] * (num_forks - 1), spares, strict=True)) if partial else [])
         self.tables += tables
 
     @rule()

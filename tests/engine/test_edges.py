@@ -6,6 +6,7 @@ import pytest
 
 from baton.block_hash import chain
 from engine.block_manager import BlockManager
+from engine.block_tables import BlockTables
 from engine.pace import Pace, StepSize
 from engine.scheduler import Scheduler
 from tests.engine.counting import SIZES, make, run, sequence
@@ -28,7 +29,8 @@ def test_a_step_ahead_computes_no_token_beyond_the_context() -> None:
 
 
 def test_who_lost_their_blocks_come_back_in_order_of_arrival() -> None:
-    scheduler = Scheduler(SIZES, BlockManager(SIZES.num_blocks, SIZES.block_size))
+    blocks = BlockManager(SIZES.num_blocks, SIZES.block_size)
+    scheduler = Scheduler(SIZES, blocks, BlockTables(SIZES, blocks))
     old, young, newcomer = (sequence(4, first=10 * number) for number in range(3))
     scheduler.waiting.add(newcomer)
     scheduler.waiting.add_preempted(young)

@@ -6,6 +6,7 @@ tokens are compared, one by one, with those of an undisturbed run.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import dataclass, field
 
@@ -17,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from baton.layout import num_blocks_for
 from baton.messages import AttemptId
 from baton.sampling import FinishReason, SamplingParams
+from engine.block_manager import NULL_BLOCK
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.holdings import Holding
@@ -59,26 +61,28 @@ class Lease:
 
 class EngineMachine(RuleBasedStateMachine):
     @initialize(
-        num_blocks=st.integers(11, 16),
+        num_more_blocks=st.integers(0, 5),  # than one sequence may need
         budget=st.sampled_from([64, 16, 7, 3, 1]),
         max_num_seqs=st.sampled_from([8, 4, 2]),
         ahead=st.booleans(),
         num_speculative_tokens=st.sampled_from([0, 2, 5]),
         target_itl_s=st.sampled_from([None, 1e-9]),
+        windows=st.sampled_from([(None, None), (None, None), (None, 6), (7, 7), (None, 1), (9, 3)]),
         seed=st.integers(0, 1000),
     )
     def start(
         self,
-        num_blocks: int,
+        num_more_blocks: int,
         budget: int,
         max_num_seqs: int,
         ahead: bool,
         num_speculative_tokens: int,
         target_itl_s: float | None,
+        windows: tuple[int | None, ...],
         seed: int,
     ) -> None:
         config = EngineConfig(
-            num_blocks=num_blocks,
+            num_blocks=100,
             max_model_len=MAX_MODEL_LEN,
             vocab_size=VOCAB_SIZE,
             eos_token_ids=(EOS,),
@@ -89,9 +93,12 @@ class EngineMachine(RuleBasedStateMachine):
             num_speculative_tokens=num_speculative_tokens,
             target_itl_s=target_itl_s,  # so short that every chunk is the least one
             padding=StepPadding(((2, (2, 5)), (8, (3, 6)))),
+            windows=tuple(dict.fromkeys(windows)),  # layers that differ are in different groups
         )
-        self.config = config
-        self.model = FakeModel(num_blocks, BLOCK_SIZE)
+        num_blocks = 1 + config.most_blocks(MAX_MODEL_LEN) + num_more_blocks
+        self.config = config = dataclasses.replace(config, num_blocks=num_blocks)
+        self.model = FakeModel(num_blocks, BLOCK_SIZE, windows=windows)
+        assert self.model.layout.windows == config.windows
         self.tier = FakeTier(self.model)
         self.random = random.Random(seed)
         if num_speculative_tokens:
@@ -153,8 +160,10 @@ class EngineMachine(RuleBasedStateMachine):
             plan, result = self.compute()
             self.take(plan, result)
             self.whole()
-            if plan.started:
-                assert not any(seq.state is SequenceState.WAITING for seq in before), "newcomers went first"
+            if plan.started:  # one that is due earlier may have waited for a load meanwhile
+                latest = max(seq.due_s for seq in plan.started)
+                passed = [seq for seq in before if seq.state is SequenceState.WAITING and seq.due_s <= latest]
+                assert not passed, "newcomers went first"
 
     @precondition(lambda self: any(not request.ended for request in self.requests.values()))
     @rule(data=st.data())
@@ -184,9 +193,7 @@ class EngineMachine(RuleBasedStateMachine):
     def begin_load(self, data: st.DataObject, squeeze: bool) -> None:
         """What a waiting sequence lacks, from the tier, which has taken all that was evicted."""
         if squeeze:
-            self.engine.blocks.release(
-                self.engine.allocate(self.engine.blocks.num_free + self.engine.blocks.num_cached)
-            )
+            self.engine.blocks.release(self.engine.allocate(max(0, self.engine.blocks.num_unclaimed)))
         if load := self.tier.begin(data.draw(st.sampled_from(self.live(SequenceState.WAITING)))):
             event(f"{len(load.blocks)} blocks to load")
 
@@ -209,26 +216,36 @@ class EngineMachine(RuleBasedStateMachine):
         request = self.requests[seq.attempt_id]
         samples = [s for s in seq.samples if s not in request.finished]
         num_full = seq.num_tokens // BLOCK_SIZE
-        blocks = self.engine.blocks
-        hits = blocks.match(seq.block_hashes(num_full, BLOCK_SIZE))
-        needed = num_full + len(samples) - len(hits)
+        blocks, shape = self.engine.blocks, self.config.table_shape
+        held = self.engine.tables.match_from(seq.block_hashes(num_full, BLOCK_SIZE), seq.num_tokens)
+        hits = [block for of_group in held for block in of_group]
+        table = [NULL_BLOCK] * (num_full + 1) * shape.width
+        for group, found in enumerate(held):
+            for column, block in enumerate(found, shape.first_column(group, seq.num_tokens)):
+                table[column * shape.width + group] = block
+        ends = [shape.first_column(group, seq.num_tokens) + len(found) for group, found in enumerate(held)]
+        lacking = shape.lacking(num_full + 1, seq.num_tokens, ends)
+        num_spares = (len(samples) - 1) * shape.width
         places = self.config.max_num_seqs - self.engine.num_running - self.engine.scheduler.num_reserved_seqs
-        if not samples or len(samples) > places or not blocks.can_allocate(needed, keep=hits):
+        fits = blocks.can_allocate(len(lacking) + num_spares, keep=hits)
+        if not samples or len(samples) > places or not fits:
             return
         blocks.acquire(hits)
-        fresh = self.engine.allocate(needed)
-        table = hits + fresh[: num_full + 1 - len(hits)]
+        fresh = self.engine.allocate(len(lacking) + num_spares)
+        for entry, block in zip(lacking, fresh, strict=False):
+            table[entry] = block
         self.engine.scheduler.reserve_seqs(len(samples))
-        self.leases.append(Lease(seq, table, fresh[num_full + 1 - len(hits) :], samples))
+        self.leases.append(Lease(seq, table, fresh[len(lacking) :], samples))
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def hand_over(self, data: st.DataObject) -> None:
         lease = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
         source, request = lease.source, self.requests[lease.source.attempt_id]
-        num_moved = num_blocks_for(source.num_tokens, BLOCK_SIZE)
+        num_moved = num_blocks_for(source.num_tokens, BLOCK_SIZE) * self.config.table_shape.width
         for block, copy in zip(source.block_table[:num_moved], lease.table, strict=False):
-            if self.engine.blocks.hash_of(copy) is None:
+            assert (block == NULL_BLOCK) == (copy == NULL_BLOCK)
+            if copy != NULL_BLOCK and self.engine.blocks.hash_of(copy) is None:
                 self.model.copy_blocks([(block, copy)])
         self.engine.sequences.release(source)
         target = Sequence(
@@ -291,7 +308,8 @@ class EngineMachine(RuleBasedStateMachine):
         for seq in {token.sequence for token in result.sampled if token.sequence.hand_off}:
             assert seq.state is SequenceState.PARKED
             assert seq.num_computed_tokens == seq.num_tokens
-            assert len(seq.block_table) == num_blocks_for(seq.num_tokens, BLOCK_SIZE)
+            width = self.config.table_shape.width
+            assert len(seq.block_table) == num_blocks_for(seq.num_tokens, BLOCK_SIZE) * width
             if self.requests[seq.attempt_id].ended:  # all of it ended with its first token
                 self.engine.sequences.release(seq)
 
@@ -319,6 +337,8 @@ class EngineMachine(RuleBasedStateMachine):
         """Whether the first block that it lacks is on its way."""
         hashes = seq.block_hashes((seq.num_tokens - 1) // BLOCK_SIZE, BLOCK_SIZE)
         blocks = self.engine.blocks
+        if self.config.table_shape.has_windows:
+            return self.engine.tables.match(hashes)[1] is not None
         return any(map(blocks.is_loading, hashes[len(blocks.match(hashes)) :][:1]))
 
     def live(self, state: SequenceState) -> list[Sequence]:

@@ -92,7 +92,7 @@ def test_padding_is_known_on_a_gpu_alone() -> None:
     assert padding_slots(layer, torch.zeros(3, 4)) is None
     model: Any = make("mixtral", torch.float32, torch.device("cpu"), IMPLEMENTATION)
     probed = probe(model, MAX_MODEL_LEN)
-    step = attach(probed.layers, KvPool(probed.kv, 3, 16, torch.device("cpu")))
+    (step,) = attach(probed.layers, KvPool(probed.kv, 3, 16, torch.device("cpu")))
     step.slot_mapping = torch.zeros(3, dtype=torch.int64)
     assert padding_slots(probed.layers[0], torch.zeros(3, 4)) is None
 
@@ -105,7 +105,7 @@ def test_padding_reads_no_expert() -> None:
     model: Any = make("qwen3 moe", torch.bfloat16, device, IMPLEMENTATION)
     probed = probe(model, MAX_MODEL_LEN)
     assert fast.apply(model, probed, MAX_MODEL_LEN).pieces["experts"].fused == 2
-    step = attach(probed.layers, KvPool(probed.kv, 3, 16, device))
+    (step,) = attach(probed.layers, KvPool(probed.kv, 3, 16, device))
     step.slot_mapping = torch.tensor([17, 0, 18, 0], device=device)
     module: Any = expert_modules(model)[0][1]
     of = weights_of(module)

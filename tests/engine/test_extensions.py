@@ -156,6 +156,7 @@ def test_a_graphs_static_input_holds_it_too() -> None:
     size = BatchSize(4 + 2, 4 + 6, extensions=EXTENSIONS)
     packed = torch.from_numpy(pack(chunks, [4, 5, 6], size, 4))
     assert [len(array) for array in _cut(packed, size)[-2:]] == [10, 20]
-    inputs = unpack(packed, size, DeviceState(state, state[:, 0].contiguous(), 4, EXTENSIONS), [1] * 4 + [6] * 2, [])
+    on_device = DeviceState(state[None], state[:, 0].contiguous(), 4, EXTENSIONS)
+    inputs = unpack(packed, size, on_device, [1] * 4 + [6] * 2, [])
     assert inputs.extensions["bias_ids"].tolist() == [[2] + [0] * 9]
     assert inputs.extensions["axes"].squeeze().T.tolist() == [[0, 0]] * 4 + [[1, 3], [1, 4], [2, 0]] + [[0, 0]] * 3

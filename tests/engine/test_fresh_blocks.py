@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
+from baton.kv_groups import group_layers
 from baton.messages import AttemptId
 from baton.sampling import SamplingParams
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.model.attention import probe
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.runner import TorchModelRunner
@@ -25,12 +28,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.save(tiny_models.CONFIGS["llama"], tmp_path_factory.mktemp("llama"))
 
 
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.save(tiny_models.CONFIGS["gemma2"], tmp_path_factory.mktemp("gemma2"))
+
+
 def answers(folder: Path, lengths: list[int], left_behind: float) -> list[list[int]]:
     """Of prompts of these lengths, all in the same steps, in a pool whose blocks are full of `left_behind`."""
+    model = loader.load_model(Checkpoint.open(folder), device="cpu")
+    probed = probe(model)
+    probed = dataclasses.replace(probed, groups=group_layers(probed.kv))
     config = EngineConfig(
-        num_blocks=40, max_model_len=64, vocab_size=tiny_models.VOCAB_SIZE, block_size=4, max_num_batched_tokens=64
+        num_blocks=60,
+        max_model_len=64,
+        vocab_size=tiny_models.VOCAB_SIZE,
+        block_size=4,
+        max_num_batched_tokens=64,
+        windows=probed.layout(4).windows,
     )
-    runner = TorchModelRunner(loader.load_model(Checkpoint.open(folder), device="cpu"), config)
+    runner = TorchModelRunner(model, config, probed)
     runner.pool.tensor.fill_(left_behind)
     engine = Engine(config, runner)
     params = SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True)
@@ -52,3 +68,9 @@ def answers(folder: Path, lengths: list[int], left_behind: float) -> list[list[i
 def test_decodes_of_several_lengths_share_a_tile_with_what_was_left_behind(folder: Path, lengths: list[int]) -> None:
     """The shorter one's blocks begin to fill at every place of a step: with it, at its end, and in its midst."""
     assert answers(folder, lengths, float("nan")) == answers(folder, lengths, 0.0)
+
+
+@pytest.mark.parametrize("lengths", [[3, 14], [22, 31], [24, 40]], ids=str)
+def test_nor_does_what_is_behind_a_window(windowed: Path, lengths: list[int]) -> None:
+    """Of 20 tokens; blocks that are given back hold something else before the request has ended."""
+    assert answers(windowed, lengths, float("nan")) == answers(windowed, lengths, 0.0)

@@ -7,6 +7,7 @@ import random
 from baton.messages import AttemptId
 from baton.sampling import SamplingParams
 from engine.block_manager import BlockManager
+from engine.block_tables import BlockTables
 from engine.config import EngineConfig
 from engine.lanes import KNOWN_S
 from engine.scheduler import Scheduler
@@ -38,7 +39,7 @@ class Pool:
             max_num_batched_tokens=1000,
         )
         self.blocks = BlockManager(NUM_BLOCKS + 1, BLOCK_SIZE)
-        self.scheduler = Scheduler(config, self.blocks)
+        self.scheduler = Scheduler(config, self.blocks, BlockTables(config, self.blocks))
 
     def add(self, *sequences: Sequence) -> None:
         for seq in sequences:

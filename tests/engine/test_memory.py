@@ -70,9 +70,10 @@ def test_others_that_hold_what_should_be_ours_are_told() -> None:
 def test_blocks_must_hold_one_request() -> None:
     block_bytes = 2 << 20  # Llama 3.1 8B: 128 KiB a token
     flag = "--gpu-memory-utilization (0.2)"
-    assert num_kv_blocks(16 * GIB, block_bytes, 16, 131072, flag) == 8192
+    limits = EngineConfig(num_blocks=8193, max_model_len=131072, vocab_size=10)
+    assert num_kv_blocks(16 * GIB, block_bytes, limits, flag) == 8192
     with pytest.raises(ValueError, match=r"^--max-model-len: a request of 131072 tokens takes 16.00 GiB") as error:
-        num_kv_blocks(16 * GIB - 1, block_bytes, 16, 131072, flag)
+        num_kv_blocks(16 * GIB - 1, block_bytes, limits, flag)
     assert "there are 16.00 GiB: lower it to 131056 or less" in str(error.value)
     assert str(error.value).endswith("or raise --gpu-memory-utilization (0.2)")
 

@@ -37,6 +37,7 @@ from engine.step import Chunk
 from tests.engine import tiny_models
 from tests.engine.rank_threads import Load, in_threads, ranked_runner
 from tests.engine.test_model_families import SIZES, sequences
+from tests.engine.test_parity import ask, run
 from tools.quantize import write
 
 torch.set_num_threads(1)
@@ -340,3 +341,16 @@ def test_runs_are_the_elements_of_the_cut(shape: list[int], sections: int, data:
     found = [runs.first + run * runs.pitch + at for run in range(runs.num_runs) for at in range(runs.length)]
     assert found == own.flatten().tolist()
     assert cut.shape == (*shape[:dim], (end - first) * sections, *shape[dim + 1 :])
+
+
+def test_ranks_give_back_the_same_blocks_behind_windows(tmp_path: Path) -> None:
+    """One layer has a window of 24, and one has none."""
+    folder, said = tiny_models.save(tiny_models.CONFIGS["qwen2"], tmp_path), []
+    prompts = [tuple(range(10, 10 + length)) for length in (23, 25, 90)]
+    for size, windows in ((1, (None,)), (2, (None, 24))):
+        config = dataclasses.replace(SIZES, num_blocks=100, max_num_batched_tokens=16, windows=windows)
+        with ranked_runner(size, Load(folder, config, fused=False)) as (runner, _):
+            engine = Engine(config, runner)
+            said.append(run(engine, [ask(str(len(prompt)), prompt) for prompt in prompts]))
+            engine.check_integrity()
+    assert said[0] == said[1]

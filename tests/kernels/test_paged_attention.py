@@ -55,6 +55,14 @@ def test_window_softcap_and_sinks(kind: str, device: str) -> None:
     check(case, window=33, softcap=5.0, sinks=sinks)
 
 
+def test_blocks_behind_a_window_are_not_read() -> None:
+    """The null block, which is in their place, holds NaN here."""
+    case = Case(BATCHES["mixed"], 8, 2, 32, "cpu", block_size=8)
+    for (num_new, context), row in zip(case.lens, case.batch.rows.tolist(), strict=True):
+        case.batch.block_tables[row, : max(0, context - num_new + 1 - 20) // 8] = 0
+    check(case, window=20)
+
+
 def test_a_transposed_query_and_one_token_blocks() -> None:
     case = Case(BATCHES["mixed"], 8, 2, 32, "cpu", block_size=1)
     case.query = case.query.transpose(0, 1).contiguous().transpose(0, 1)

@@ -20,6 +20,7 @@ from node.build import build
 from node.settings import NodeSettings
 from node.tokenizer import read_tokenizer
 from prefill_node.settings import PrefillSettings
+from tests.engine import tiny_models
 from tests.node.tiny_checkpoint import TEMPLATE, save_tiny
 
 ROLES = (PrefillSettings, DecodeSettings)
@@ -50,6 +51,27 @@ def test_a_checkpoint_becomes_an_engine_and_all_that_a_router_needs(checkpoint):
     tokenizer = Tokenizer.from_str(built.tokenizer.json.decode())
     assert tokenizer.decode(tokenizer.encode("añb").ids) == "añb"
     assert built.tokenizer.digest == hashlib.sha256(built.tokenizer.json).hexdigest()
+
+
+def test_layers_with_a_window_have_blocks_of_their_own(tmp_path):
+    """Of two layers the first has a window of 20."""
+    folder = tiny_models.save(tiny_models.CONFIGS["gemma2"], tmp_path)
+    flags = {"load_format": "dummy", "max_model_len": 200, "max_num_batched_tokens": 32, "max_num_seqs": 2}
+    split = build(settings(folder, **flags))
+    assert split.layout.groups == ((1,), (0,))
+    assert split.engine.config.windows == split.layout.windows == (None, 20)
+    assert split.engine.blocks.num_total == 2 * (13 + 5), (
+        "13 blocks of 16 tokens, and what a window and 32 tokens touch"
+    )
+    whole = build(settings(folder, disable_hybrid_kv_cache_manager=True, **flags))
+    assert (whole.layout.groups, whole.engine.config.windows) == ((), (None,))
+    assert whole.layout.block_bytes == 2 * split.layout.block_bytes
+    assert whole.engine.blocks.num_total == 2 * 13
+    short = build(settings(folder, **flags | {"max_model_len": 20}))
+    assert short.layout.groups == split.layout.groups
+    assert not short.engine.tables.has_windows, "nothing is ever behind it"
+    with pytest.raises(ValueError, match="--num-gpu-blocks-override must be at least 18"):
+        build(settings(folder, num_gpu_blocks_override=17, **flags))
 
 
 def test_the_pool_is_as_large_as_told_or_as_could_ever_be_filled(checkpoint):

@@ -1,6 +1,6 @@
 """A model without arithmetic whose KV can be read back: a wrong, stale or misplaced block is seen at once.
 
-The KV of a token is (head, layer, position, token), in each of NUM_LAYERS layers of NUM_HEADS heads. Computing a chunk
+The KV of a token is (head, layer, position, token), in each layer, of NUM_HEADS heads. Computing a chunk
 first checks, layer by layer, that the blocks hold exactly the KV of all earlier positions, then writes its own. The
 next token is a hash of the whole context and the seed.
 """
@@ -15,10 +15,12 @@ from random import Random
 
 import torch
 
+from baton.kv_groups import group_layers
 from baton.layout import KvLayout, KvSlice, LayerKv, num_blocks_for
 from baton.messages import TokenLogprobs
 from baton.prompt_logprobs import PromptLogprobs
 from baton.sampling import FinishReason, SamplingParams
+from baton.table_shape import TableShape
 from engine.block_manager import BlockManager
 from engine.sequence import Sequence as EngineSequence
 from engine.step import Choice, Chunk
@@ -92,15 +94,16 @@ class Work(deque[Callable[[], None]]):
 class FakeStep:
     """Implements `engine.step.LaunchedStep`."""
 
-    def __init__(self, queue: Work, num_chunks: int) -> None:
+    def __init__(self, queue: Work, num_chunks: int, num_layers: int) -> None:
         self._queue = queue
         self._num_chunks = num_chunks
+        self._num_layers = num_layers
         self.num_written = 0  # chunks, each once for each layer
         self.choices: list[list[Choice]] = []
         self.scored: list[tuple[EngineSequence, PromptLogprobs]] = []
 
     def is_done(self) -> bool:
-        return self.num_layers_done() == NUM_LAYERS
+        return self.num_layers_done() == self._num_layers
 
     def num_layers_done(self) -> int:
         return self.num_written // self._num_chunks
@@ -120,7 +123,8 @@ class FakeModel:
 
     It computes as late as it may: what is launched happens when a step is waited for, or by `advance`, in order. So a
     block that is used again too early is overwritten by a step that still names it. With `blocks`, those of its engine,
-    it also asserts that every block of a step still has an owner.
+    it also asserts that every block of a step still has an owner. `windows`: of its layers; where one has a window, it
+    checks what attention would see, and layers may be in several groups.
     """
 
     blocks: BlockManager | None = None
@@ -129,9 +133,23 @@ class FakeModel:
     lied_to: frozenset[int] = frozenset()
     """Routers whose work may come with KV that is not of its tokens: whoever sent it is no good."""
 
-    def __init__(self, num_blocks: int, block_size: int, ranks: tuple[KvSlice, ...] = ()) -> None:
-        self.layout = KvLayout((LayerKv(NUM_HEADS, 1, 0, "int64"),) * NUM_LAYERS, block_size, "fake", ranks)
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        ranks: tuple[KvSlice, ...] = (),
+        windows: tuple[int | None, ...] = (None,) * NUM_LAYERS,
+    ) -> None:
+        layers = tuple(LayerKv(NUM_HEADS, 1, 0, "int64", window) for window in windows)
+        self.layout = KvLayout(layers, block_size, "fake", ranks, group_layers(layers))
+        self.shape = TableShape(block_size, self.layout.windows)
+        self.num_layers = len(layers)
         self.block_size = block_size
+        self._places = {  # of each layer: its group, and which of the block's layers it is
+            layer: (group, index)
+            for group, members in enumerate(self.layout.layers_of_groups)
+            for index, layer in enumerate(members)
+        }
         self._pools = [
             torch.full((num_blocks, held.num_layers, held.num_heads, block_size), -1, dtype=torch.int64)
             for held in self.layout.ranks
@@ -151,9 +169,10 @@ class FakeModel:
 
     def write(self, block: int, layer: int, slot: int, value: int) -> None:
         """The KV of a token, on all ranks."""
+        index = self._places[layer][1]
         for held, pool in zip(self.layout.ranks, self._pools, strict=True):
-            if held.layer_start <= layer < held.layer_end:
-                pool[block, layer - held.layer_start, :, slot] = value + HEADS[held.head_start : held.head_end]
+            if held.layer_start <= index < held.layer_end:
+                pool[block, index - held.layer_start, :, slot] = value + HEADS[held.head_start : held.head_end]
 
     @property
     def is_busy(self) -> bool:
@@ -178,19 +197,19 @@ class FakeModel:
             self.advance()
 
     def launch(self, chunks: Sequence[Chunk]) -> FakeStep:
-        step = FakeStep(self._queue, len(chunks))
+        step = FakeStep(self._queue, len(chunks), self.num_layers)
         step.scored = [(chunk.sequence, piece_of(chunk)) for chunk in chunks if chunk.scored_positions]
         own = [
             (chunk, [*chunk.sequence.tokens, *chunk.draft_tokens], list(chunk.sequence.block_table)) for chunk in chunks
         ]
-        for layer in range(NUM_LAYERS):
+        for layer in range(self.num_layers):
             self._queue += [functools.partial(self._layer, step, layer, *inputs) for inputs in own]
         return step
 
     def _layer(self, step: FakeStep, layer: int, chunk: Chunk, tokens: list[int], table: list[int]) -> None:
         choices = self._compute(layer, chunk, list(tokens), table)
         step.num_written += 1
-        if layer == NUM_LAYERS - 1:
+        if layer == self.num_layers - 1:
             step.choices.append(choices)
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
@@ -209,17 +228,21 @@ class FakeModel:
         if chunk.end > len(tokens):
             assert chunk.end == len(tokens) + 1, f"{seq.attempt_id}: more than one token is not known to the host"
             tokens.append(self._last_tokens[seq, chunk.end - 1])
+        group, window = self._places[layer][0], self.layout.layers[layer].sliding_window
+        table = table[group :: self.shape.width]
+        seen_from = 0 if window is None else max(0, chunk.start + 1 - window)
         if self.blocks is not None:
-            named = table[: num_blocks_for(chunk.end, self.block_size)]
+            named = table[seen_from // self.block_size : num_blocks_for(chunk.end, self.block_size)]
             assert all(map(self.blocks.num_owners, named)), f"{seq.attempt_id}: a block was lost under a step"
         want = torch.tensor([self._kv(layer, p, t) for p, t in enumerate(tokens[: chunk.start])], dtype=torch.int64)
         have = self._slots(table, layer, chunk.start)
         if seq.attempt_id.router_epoch not in self.lied_to:
-            assert torch.equal(have, want + HEADS[:, None]), f"{seq.attempt_id}: wrong KV at a position"
+            same = torch.equal(have[:, seen_from:], (want + HEADS[:, None])[:, seen_from:])
+            assert same, f"{seq.attempt_id}: wrong KV at a position"
         for position in range(chunk.start, chunk.end):
             block, slot = table[position // self.block_size], position % self.block_size
             self.write(block, layer, slot, self._kv(layer, position, tokens[position]))
-        if not chunk.samples_token or layer < NUM_LAYERS - 1:
+        if not chunk.samples_token or layer < self.num_layers - 1:
             return []
         assert chunk.end == len(tokens)
         choices = choose(tokens, chunk)
@@ -232,9 +255,10 @@ class FakeModel:
 
     def _slots(self, table: list[int], layer: int, num_tokens: int) -> torch.Tensor:
         """[NUM_HEADS, num_tokens]: what the ranks have."""
+        index = self._places[layer][1]
         have = torch.full((NUM_HEADS, num_tokens), -1, dtype=torch.int64)
         for held, pool in zip(self.layout.ranks, self._pools, strict=True):
-            if held.layer_start <= layer < held.layer_end:
-                blocks = pool[torch.tensor(table, dtype=torch.int64), layer - held.layer_start]
+            if held.layer_start <= index < held.layer_end:
+                blocks = pool[torch.tensor(table, dtype=torch.int64), index - held.layer_start]
                 have[held.head_start : held.head_end] = blocks.transpose(0, 1).flatten(1)[:, :num_tokens]
         return have

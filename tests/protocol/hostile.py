@@ -199,7 +199,13 @@ _error = st.none() | st.builds(common_pb2.Error, code=st.integers(0, 12), messag
 grant = mostly(
     node_pb2.Grant,
     {"lease": st.integers(1, 9), "num_parts": st.just(2), "credits": st.integers(0, 2)},  # as 5 to 8 tokens have
-    {"lease": uint64, "num_held_blocks": _few, "num_parts": _few, "credits": _few},
+    {
+        "lease": uint64,
+        "num_held_blocks": _few,
+        "num_parts": _few,
+        "credits": _few,
+        "num_held_in_groups": st.lists(_few, max_size=9),
+    },
 )
 from_decode = st.one_of(
     grant.map(lambda said: node_pb2.DecodeMessage(grant=said)),

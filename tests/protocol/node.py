@@ -114,15 +114,19 @@ class Node:
             max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=10,
             async_scheduling=ahead,
+            windows=self.model.layout.windows,
         )
         model = self.model
         engine = Engine(config, model, clock=self._clock)
         model.blocks = engine.blocks
         if self.role is NodeRole.PREFILL:
             self.movers: Any = SenderRanks(self._senders(self.transports, self.stagings))
-            whole_tokens = 6 if ahead else 0
             return PrefillCore(
-                engine, self.movers, incarnation=self.incarnation, layer_groups=2, whole_tokens=whole_tokens
+                engine,
+                self.movers,
+                incarnation=self.incarnation,
+                layer_groups=min(2, model.layout.num_layers),
+                whole_tokens=6 if ahead else 0,
             )
         receivers = []
         for rank, (transport, staging) in enumerate(zip(self.transports, self.stagings, strict=True)):

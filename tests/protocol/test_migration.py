@@ -29,6 +29,7 @@ from tests.protocol.fake_model import VOCAB_SIZE
 from tests.protocol.leaving import LEASE, PROMPT, SAMPLING, WORK, Leaving
 from tests.protocol.network import EPOCH
 from tests.protocol.node import BLOCK_SIZE
+from tests.protocol.test_simulation import WINDOWS
 from tests.protocol.world import World
 
 REFUSED = Overloaded("no room")
@@ -240,10 +241,12 @@ def test_a_lease_that_ends_before_the_commit_is_no_end_of_the_request() -> None:
 # ---- between real nodes ----
 
 
-def run(seed: int, faults: float, num_acts: int = 220) -> World:
+def run(seed: int, faults: float, num_acts: int = 220, windows: tuple[int | None, ...] = (None, None)) -> World:
     """Streams on decode nodes that are emptied again and again."""
     draw = random.Random(seed)
-    world = World(num_blocks=draw.choice([26, 60]), num_slots=draw.choice([1, 2, 4]), num_decode=draw.choice([2, 3]))
+    num_blocks, num_slots, num_decode = draw.choice([26, 60]), draw.choice([1, 2, 4]), draw.choice([2, 3])
+    num_blocks += 22 * (len(set(windows)) - 1)
+    world = World(num_blocks=num_blocks, num_slots=num_slots, num_decode=num_decode, windows=windows)
     for number in range(num_acts):
         if number < num_acts / 2 and draw.random() < 0.08:
             prompt = tuple(draw.randrange(2, VOCAB_SIZE) for _ in range(draw.randint(1, 30)))
@@ -273,6 +276,20 @@ def test_moved_requests_are_whole_and_nothing_is_computed_twice() -> None:
             assert client.got == client.want
     assert outcomes["moved"] > 2
     assert not outcomes["lost"]
+
+
+@pytest.mark.parametrize("windows", [(None, 6), (9, 9)])
+def test_what_falls_behind_a_window_while_it_is_copied_is_not_missed(windows: tuple[int | None, ...]) -> None:
+    """It goes on while it is copied, and gives back what the new node was told that it would get."""
+    world = run(9, faults=0.0, windows=windows)
+    assert world.router.num_migrations()["moved"] > 1
+    assert all(client.end and client.got == client.want for client in world.clients.values())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(12, 60))
+def test_with_faults_and_windows_nothing_is_lost(seed: int) -> None:
+    run(seed, faults=0.04, windows=WINDOWS[seed % len(WINDOWS)])
 
 
 @pytest.mark.parametrize("seed", [10, 11, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(12, 60))])

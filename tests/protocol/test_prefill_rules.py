@@ -142,6 +142,15 @@ def test_a_decode_node_that_expects_other_parts_gets_none(prefilling: Prefilling
     assert prefilling.node.pool_is_whole()
 
 
+def test_a_decode_node_that_tells_of_other_groups_gets_nothing(prefilling: Prefilling) -> None:
+    told = Grant(WORK, 1, 0, GRANTED, GRANTED, num_held_in_groups=(0,))
+    prefilling.node.core.handle(FromPeer(prefilling.peer, told), 1.5)
+    prefilling.turn()
+    (end,) = prefilling.ends
+    assert isinstance(end.error, TransferError)
+    assert "told of 0+0 blocks there" in end.error.message
+
+
 def test_routers_may_know_a_decode_node_by_different_addresses(prefilling: Prefilling) -> None:
     other = AttemptId(EPOCH, "other", 1)
     prefilling.ask(other, (9, 8, 7), max_tokens=5, address="another")

@@ -182,7 +182,8 @@ def test_the_continuation_has_what_was_said_before_and_whoever_goes_on(prefillin
 def handoff_parts(prefilling: Prefilling, attempt_id: AttemptId) -> list[object]:
     """The parts that a decode node without any of its blocks would expect."""
     outgoing = prefilling.node.core._outgoing
-    return list(outgoing._parts.plan(outgoing._sendings[attempt_id], Grant(attempt_id, 1, 0, 0, 0)))
+    _, parts = outgoing._parts.plan(outgoing._sendings[attempt_id], Grant(attempt_id, 1, 0, 0, 0))
+    return list(parts)
 
 
 @pytest.fixture

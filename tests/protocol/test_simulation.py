@@ -19,6 +19,8 @@ from tests.protocol.fake_model import VOCAB_SIZE
 from tests.protocol.world import World
 
 FIRST_TOKEN = get_args(FirstToken)
+WINDOWS = [(None, 6), (9, 9), (11, 5), (None, 1, None, 1), (None, None, 7, 7, 7)]
+"""Of layers: in two groups, one, two, two with two layers each, and three of which one has a layer less."""
 Ranks = Mapping[NodeRole, tuple[KvSlice, ...]]
 PROMPTS = st.lists(st.integers(2, VOCAB_SIZE - 1), min_size=1, max_size=24).map(tuple)
 
@@ -66,12 +68,19 @@ TestEveryProtocol = pytest.mark.full(pytest.mark.timeout(600)(EveryProtocol.Test
 TestEveryProtocol.settings = machine(max_examples=60, steps=40)
 
 
-def race(seed: int, faults: float, num_blocks: int, ranks: Ranks | None = None) -> World:
+def race(
+    seed: int,
+    faults: float,
+    num_blocks: int,
+    ranks: Ranks | None = None,
+    windows: tuple[int | None, ...] = (None, None),
+) -> World:
     """One long random run; `faults` is the chance that a step is something going wrong."""
     draw = random.Random(seed)
     first_token = FIRST_TOKEN[seed % 2]
     num_slots = draw.choice([1, 2, 4])
-    world = World(num_blocks=num_blocks, num_slots=num_slots, first_token=first_token, ranks=ranks or {})
+    sizes = num_blocks, num_slots, first_token, ranks or {}, windows
+    world = World(2, 2, *sizes)
     for _ in range(400):
         if draw.random() < 0.04:
             prompt = tuple(draw.randrange(2, VOCAB_SIZE) for _ in range(draw.randint(1, 40)))
@@ -159,6 +168,49 @@ def test_divided_models_lose_nothing_with_faults(prefill: str, decode: str) -> N
 def test_many_more_between_divided_models(prefill: str, decode: str, seed: int) -> None:
     ranks = {NodeRole.PREFILL: DIVISIONS[prefill], NodeRole.DECODE: DIVISIONS[decode]}
     race(seed, faults=0.08, num_blocks=26, ranks=ranks)
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize("faults", [0.0, 0.08])
+def test_layers_with_windows_are_sent_what_will_be_read(windows: tuple[int | None, ...], faults: float) -> None:
+    """`FakeModel` compares what attention sees, in each layer."""
+    world = race(5, faults, num_blocks=30 + 16 * len(set(windows)), windows=windows)
+    handed_over = [client for client in world.clients.values() if client.end and client.end.timings.transfer_bytes]
+    assert handed_over
+    if not faults:
+        assert all(c.got == c.want for c in world.clients.values() if c.request.deadline_s > 1)
+
+
+@pytest.mark.parametrize("windows", WINDOWS[:3])
+def test_nothing_else_is_sent(windows: tuple[int | None, ...]) -> None:
+    """Of 38 tokens: what the next one reads, in blocks."""
+    world, draw = World(1, 1, num_blocks=60, windows=windows), random.Random(0)
+    world.run_dry()  # until the router knows its nodes
+    client = world.clients[world.submit(tuple(range(2, 40)), 1, SamplingParams(seed=3, max_tokens=6, ignore_eos=True))]
+    while world.live():
+        world.act(draw.choice(world.enabled()))
+    world.run_dry()
+    world.check_whole()
+    model = next(iter(world.nodes.values())).model
+    assert client.end
+    assert client.got == client.want
+    assert client.end.timings.transfer_bytes == model.shape.num_held(38) * model.layout.block_bytes
+
+
+def test_ranks_that_divide_heads_hand_over_blocks_of_every_group() -> None:
+    by_heads = (KvSlice(0, 1, 0, 1), KvSlice(0, 1, 1, 2))
+    for ranks in ({NodeRole.PREFILL: by_heads}, {NodeRole.DECODE: by_heads * 2}):
+        world = race(1, faults=0.0, num_blocks=50, ranks=ranks, windows=(None, 6))
+        handed_over = [client for client in world.clients.values() if client.end and client.end.timings.transfer_bytes]
+        assert len(handed_over) > 3
+        assert all(client.got == client.want for client in handed_over if client.end and client.end.error is None)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(200))
+def test_many_more_with_windows(seed: int) -> None:
+    windows = WINDOWS[seed % len(WINDOWS)]
+    race(seed, faults=0.02 * (seed % 5), num_blocks=22 + 16 * len(set(windows)) + seed % 20, windows=windows)
 
 
 @pytest.mark.full

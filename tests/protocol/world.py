@@ -11,6 +11,7 @@ import functools
 import itertools
 from collections.abc import Mapping
 
+from baton.block_hash import HASH_BYTES
 from baton.errors import BatonError
 from baton.layout import KvSlice
 from baton.messages import Abort, AttemptId, End, NodeRole, Reserve, Update
@@ -22,7 +23,7 @@ from router.actions import Emit, ToNode
 from router.core import RouterCore
 from router.life import FirstToken, RoutedRequest
 from tests.protocol.client import Client
-from tests.protocol.fake_model import expected_output
+from tests.protocol.fake_model import FakeModel, expected_output
 from tests.protocol.network import EPOCH, ROUTER, Links, Sessions, Streams
 from tests.protocol.node import MAX_MODEL_LEN, Node, outward
 
@@ -36,6 +37,7 @@ class World:
         num_slots: int = 3,
         first_token: FirstToken = "prefill",
         ranks: Mapping[NodeRole, tuple[KvSlice, ...]] = {},
+        windows: tuple[int | None, ...] = (None, None),
     ) -> None:
         self.now = 0.0
         self.hub = MemoryHub()
@@ -50,6 +52,7 @@ class World:
         self._links = Links(self.nodes, self._streams, self._serials)
         self._sizes = num_blocks, num_slots
         self._ranks = ranks
+        self._make_model = functools.partial(FakeModel, windows=windows)
         self._clients_wait = first_token == "decode"
         for role, number in ((NodeRole.PREFILL, num_prefill), (NodeRole.DECODE, num_decode)):
             for index in range(number):
@@ -63,7 +66,8 @@ class World:
     def _start_node(self, name: str, role: NodeRole) -> None:
         incarnation = f"{name}.{next(self._serials)}"
         ranks = self._ranks.get(role, ())
-        self.nodes[incarnation] = node = Node(name, role, incarnation, self.hub, self._clock, *self._sizes, ranks)
+        parts = self.hub, self._clock, *self._sizes, ranks, self._make_model
+        self.nodes[incarnation] = node = Node(name, role, incarnation, *parts)
         self._sessions.open(node)
 
     def _crash(self, incarnation: str) -> None:
@@ -193,11 +197,11 @@ class World:
         self.check_index()
 
     def check_index(self) -> None:
-        """The router knows all blocks in the prefix caches of its nodes, and of no others."""
+        """The router knows all blocks in the prefix caches of its nodes, of the first KV group, and of no others."""
         index, total = self.router.prefix_index, set[bytes]()
         for node in self.nodes.values():
             if node.subscribed:
-                hashes = node.core.engine.blocks.hashes()
+                hashes = [name for name in node.core.engine.blocks.hashes() if len(name) == HASH_BYTES]
                 assert index.num_blocks(node.incarnation) == len(hashes)
                 assert all(index.held([block_hash]).get(node.incarnation) == 1 for block_hash in hashes)
                 total |= set(hashes)

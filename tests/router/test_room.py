@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -9,11 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import DeadlineExceeded
-from baton.messages import Adopted, HandedOff, Load, Started, Tokens
+from baton.kv_groups import group_layers
+from baton.layout import KvLayout, LayerKv
+from baton.messages import Adopted, HandedOff, Load, NodeRole, Started, Tokens
 from baton.sampling import SamplingParams
 from router.admission import LONGEST_RETRY_AFTER_S, Full
 from router.life import AttemptState, RoutedRequest
-from tests.router.rig import RouterRig
+from router.routed_node import Node, num_blocks
+from tests.router.rig import RouterRig, info
 
 LONG = 32
 """Tokens, 2 blocks. With one for the answer 3 are needed."""
@@ -55,6 +59,17 @@ def test_a_prefill_node_gets_no_more_than_the_decode_node_can_take() -> None:
     load(rig, 10)
     assert placed(rig) == ["a", "b", "c", "d"]
     assert rig.core.states().count(AttemptState.UNPLACED) == 1
+
+
+@pytest.mark.parametrize(("windows", "needed"), [((None,), 7), ((None, 16), 7 + 2), ((None, 24), 7 + 3), ((40,), 4)])
+def test_of_layers_with_windows_a_request_takes_what_is_read(windows: tuple[int | None, ...], needed: int) -> None:
+    """96 tokens in blocks of 16, and the next one's."""
+    layers = tuple(LayerKv(1, 8, 8, "float32", window) for window in windows)
+    layout = KvLayout(layers, 16, "f", groups=group_layers(layers))
+    node = Node(dataclasses.replace(info("d1", NodeRole.DECODE), layout=layout), Load(0, 0, 0, 0))
+    assert num_blocks(node, 96, 1) == needed
+    assert num_blocks(node, 96, 3) == needed + 2 * len(windows)
+    assert node.capacity == 9 * 16
 
 
 def test_what_is_given_up_gives_its_credits_back() -> None:

@@ -29,7 +29,7 @@ def run_model(target: Target, site: AttentionSite) -> None:
 def logits_as_served(target: Target, kv: tuple[LayerKv, ...]) -> Tensor:
     """[NUM_TOKENS, vocab_size], fp32: a short prompt and one token decoded after it, over a pool of two blocks."""
     device = target.model.device
-    step = attach(target.layers, KvPool(kv, 2, BLOCK_SIZE, device))
+    (step,) = attach(target.layers, KvPool(kv, 2, BLOCK_SIZE, device))
     rows = []
     try:
         for start, end in ((0, NUM_TOKENS - 1), (NUM_TOKENS - 1, NUM_TOKENS)):

@@ -3,7 +3,8 @@
 On one core (32 decodes, contexts of 2,048, 2 KV heads of 32), gathering a whole batch's KV costs more in page faults
 than its attention does, and going one sequence at a time adds overhead; tiles whose keys fit the L2 cache take 3.3 ms
 per layer, against 17.6 for one tile of all. A chunk's queries are processed in runs of 256, each against the keys that
-it may see, so that a causal prompt costs half of its square.
+it may see, so that a causal prompt costs half of its square. Of a sliding window, blocks before the first key that any
+of a sequence's queries sees are not gathered.
 
 Contents of cached slots past a sequence's end are multiplied by a weight of zero, so they must be finite.
 """
@@ -32,14 +33,15 @@ Tables = np.ndarray[Any, np.dtype[np.int32]]
 class Tile:
     """Sequences of one query length whose keys are gathered together.
 
-    tokens, positions: [num_seqs, query_len], the queries' rows in the batch and their positions in their sequences.
-    pieces: [num_seqs, num_kv_heads, max_blocks], indexes of the cache's [block_size, head_dim] pieces with the keys.
+    tokens, positions: [num_seqs, query_len], the queries' rows in the batch, and their positions from the first key of
+    their sequence that is gathered. pieces: [num_seqs, num_kv_heads, max_blocks], indexes of the cache's [block_size,
+    head_dim] pieces with the keys. num_keys: the most of a sequence.
     """
 
     tokens: Tensor
     positions: Tensor
     pieces: Tensor
-    max_context: int
+    num_keys: int
     masks: dict[tuple[int | None, int], Tensor | None] = field(default_factory=dict)
 
     def mask(self, sliding_window: int | None, first: int, end: int, num_keys: int) -> Tensor | None:
@@ -82,14 +84,14 @@ def paged_attention(
     sinks: Tensor | None,
 ) -> Tensor:
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)  # padding entries are in no tile
-    plan = _plan(batch, key_cache)
+    plan = _plan(batch, key_cache, sliding_window)
     for tile in plan.tiles:
         query_len = tile.tokens.shape[1]
         key = _gather(key_cache, tile.pieces, plan.keys, query.dtype)
         value = _gather(value_cache, tile.pieces, plan.values, query.dtype)
         for first in range(0, query_len, QUERY_RUN):
             end = min(first + QUERY_RUN, query_len)
-            num_keys = tile.max_context - (query_len - end)
+            num_keys = tile.num_keys - (query_len - end)
             tokens = tile.tokens[:, first:end]
             mask = tile.mask(sliding_window, first, end, num_keys)
             mask = None if mask is None else mask.to(query.dtype)
@@ -148,15 +150,16 @@ def _gather(cache: Tensor, pieces: Tensor, room: Tensor, dtype: torch.dtype) -> 
     return gathered.view(*pieces.shape[:2], -1, head_dim)
 
 
-def _plan(batch: PagedBatch, cache: Tensor) -> Plan:
-    """The step's tiles, made by the first layer and reused by all others of its shape."""
-    key = ("tiles", cache.shape[1], cache.shape[3], cache.stride(0), cache.dtype)
+def _plan(batch: PagedBatch, cache: Tensor, window: int | None) -> Plan:
+    """The step's tiles, made by the first layer and reused by all others of its shape and window."""
+    key = ("tiles", cache.shape[1], cache.shape[3], cache.stride(0), cache.dtype, window)
     if key not in batch.plans:
         limit_bytes = CPU_TILE_BYTES if cache.device.type == "cpu" else GPU_TILE_BYTES
         block_bytes = cache[0].numel() * cache.element_size()
         tables, contexts = batch.block_tables[batch.rows].cpu().numpy(), batch.context_lens.tolist()
-        groups = _groups(batch, contexts, max_blocks=limit_bytes // block_bytes)
-        tiles = [_tile(batch, tables, contexts, seqs, cache) for seqs in groups]
+        spans = [_span(batch, i, context, window) for i, context in enumerate(contexts)]
+        groups = _groups(batch, spans, max_blocks=limit_bytes // block_bytes)
+        tiles = [_tile(batch, tables, contexts, spans, seqs, cache) for seqs in groups]
         most = max((tile.pieces.numel() for tile in tiles), default=0)
         dtype = torch.uint8 if is_quantized(cache) else cache.dtype
         room = torch.empty((2, most, head_stride(cache)), dtype=dtype, device=cache.device)
@@ -165,29 +168,38 @@ def _plan(batch: PagedBatch, cache: Tensor) -> Plan:
     return plan
 
 
-def _groups(batch: PagedBatch, contexts: list[int], max_blocks: int) -> list[list[int]]:
-    """The sequences of each tile: one chunk, or decodes of similar length, with at most `max_blocks` blocks in all
-    after padding (or one decode)."""
+def _span(batch: PagedBatch, seq: int, context: int, window: int | None) -> range:
+    """The columns of the sequence's block table with keys that its queries may see."""
+    first = 0 if window is None else max(0, context - batch.query_lens[seq] + 1 - window) // batch.block_size
+    return range(first, -(-context // batch.block_size))
+
+
+def _groups(batch: PagedBatch, spans: list[range], max_blocks: int) -> list[list[int]]:
+    """The sequences of each tile: one chunk, or decodes with keys in similarly many blocks, with at most `max_blocks`
+    blocks in all after padding (or one decode)."""
     groups = [[i] for i, query_len in enumerate(batch.query_lens) if query_len > 1]
-    decodes = [i for i, query_len in enumerate(batch.query_lens) if query_len == 1 and contexts[i] > 0]
-    decodes.sort(key=lambda i: -contexts[i])
+    decodes = [i for i, query_len in enumerate(batch.query_lens) if query_len == 1 and spans[i]]
+    decodes.sort(key=lambda i: -len(spans[i]))
     while decodes:
-        width = -(-contexts[decodes[0]] // batch.block_size)
+        width = len(spans[decodes[0]])
         size = max(1, max_blocks // width)
         groups.append(decodes[:size])
         decodes = decodes[size:]
     return groups
 
 
-def _tile(batch: PagedBatch, tables: Tables, contexts: list[int], seqs: list[int], cache: Tensor) -> Tile:
-    block_size = batch.block_size
-    query_len, max_context = batch.query_lens[seqs[0]], max(contexts[i] for i in seqs)
-    blocks = tables[seqs, : -(-max_context // block_size)].astype(np.int64)
-    for row, i in zip(blocks, seqs, strict=True):
-        row[-(-contexts[i] // block_size) :] = row[0]  # padding reads the sequence's own keys, masked
+def _tile(
+    batch: PagedBatch, tables: Tables, contexts: list[int], spans: list[range], seqs: list[int], cache: Tensor
+) -> Tile:
+    query_len = batch.query_lens[seqs[0]]
+    blocks = np.empty((len(seqs), max(len(spans[i]) for i in seqs)), dtype=np.int64)
+    for own, i in zip(blocks, seqs, strict=True):
+        own[: len(spans[i])] = tables[i, spans[i].start : spans[i].stop]
+        own[len(spans[i]) :] = own[0]  # padding reads the sequence's own keys, masked
     steps = np.arange(query_len)
     first_tokens = np.cumsum([0, *batch.query_lens])[seqs]
-    first_positions = np.array([contexts[i] - query_len for i in seqs])
+    num_keys = [contexts[i] - spans[i].start * batch.block_size for i in seqs]
+    first_positions = np.array(num_keys) - query_len
     row = head_stride(cache)
     indexes = (
         first_tokens[:, None] + steps,
@@ -195,4 +207,4 @@ def _tile(batch: PagedBatch, tables: Tables, contexts: list[int], seqs: list[int
         blocks[:, None, :] * (cache.stride(0) // row) + np.arange(cache.shape[1])[None, :, None],
     )
     tokens, positions, pieces = (torch.from_numpy(x).to(cache.device) for x in indexes)
-    return Tile(tokens, positions, pieces, max_context)
+    return Tile(tokens, positions, pieces, max(num_keys))

@@ -168,17 +168,25 @@ class KvSlice(_message.Message):
     head_end: int
     def __init__(self, layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., head_start: _Optional[int] = ..., head_end: _Optional[int] = ...) -> None: ...
 
+class KvGroup(_message.Message):
+    __slots__ = ("layers",)
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layers: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class KvLayout(_message.Message):
-    __slots__ = ("block_size", "fingerprint", "layers", "ranks")
+    __slots__ = ("block_size", "fingerprint", "layers", "ranks", "groups")
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
     block_size: int
     fingerprint: str
     layers: _containers.RepeatedCompositeFieldContainer[LayerKv]
     ranks: _containers.RepeatedCompositeFieldContainer[KvSlice]
-    def __init__(self, block_size: _Optional[int] = ..., fingerprint: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[LayerKv, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[KvSlice, _Mapping]]] = ...) -> None: ...
+    groups: _containers.RepeatedCompositeFieldContainer[KvGroup]
+    def __init__(self, block_size: _Optional[int] = ..., fingerprint: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[LayerKv, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[KvSlice, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[KvGroup, _Mapping]]] = ...) -> None: ...
 
 class TransportEndpoint(_message.Message):
     __slots__ = ("rank", "transport", "address")

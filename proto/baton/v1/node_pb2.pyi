@@ -532,20 +532,22 @@ class Reserve(_message.Message):
     def __init__(self, attempt_id: _Optional[_Union[_common_pb2.AttemptId, _Mapping]] = ..., target_incarnation: _Optional[str] = ..., num_tokens: _Optional[int] = ..., block_hashes: _Optional[bytes] = ..., num_samples: _Optional[int] = ..., deadline_s: _Optional[float] = ..., max_total_tokens: _Optional[int] = ..., grouped_from_block: _Optional[int] = ..., layer_groups: _Optional[int] = ..., priority: _Optional[int] = ..., move: _Optional[int] = ..., num_spare_tokens: _Optional[int] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("attempt_id", "lease", "num_held_blocks", "num_parts", "credits", "checksums")
+    __slots__ = ("attempt_id", "lease", "num_held_blocks", "num_parts", "credits", "checksums", "num_held_in_groups")
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     NUM_HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_PARTS_FIELD_NUMBER: _ClassVar[int]
     CREDITS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_IN_GROUPS_FIELD_NUMBER: _ClassVar[int]
     attempt_id: _common_pb2.AttemptId
     lease: int
     num_held_blocks: int
     num_parts: int
     credits: int
     checksums: bool
-    def __init__(self, attempt_id: _Optional[_Union[_common_pb2.AttemptId, _Mapping]] = ..., lease: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_parts: _Optional[int] = ..., credits: _Optional[int] = ..., checksums: _Optional[bool] = ...) -> None: ...
+    num_held_in_groups: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, attempt_id: _Optional[_Union[_common_pb2.AttemptId, _Mapping]] = ..., lease: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_parts: _Optional[int] = ..., credits: _Optional[int] = ..., checksums: _Optional[bool] = ..., num_held_in_groups: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Credit(_message.Message):
     __slots__ = ("lease", "credits")

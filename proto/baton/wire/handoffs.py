@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from baton.block_hash import HASH_BYTES, BlockHash
 from baton.errors import InvalidRequest
+from baton.kv_groups import MAX_GROUPS
 from baton.messages import (
     Auth,
     Commit,
@@ -245,6 +246,7 @@ def _write_grant(message: Grant) -> node_pb2.Grant:
         num_parts=message.num_parts,
         credits=message.credits,
         checksums=message.checksums,
+        num_held_in_groups=message.num_held_in_groups,
     )
 
 
@@ -252,8 +254,13 @@ def _read_grant(wire: node_pb2.Grant, limits: Limits) -> Grant:
     parts = values.read_below(wire.num_parts, limits.max_parts + 1, "num_parts")
     credits_ = values.read_below(wire.credits, parts + 1, "credits")
     held = values.read_below(wire.num_held_blocks, limits.max_model_len + 1, "num_held_blocks")
+    if len(wire.num_held_in_groups) >= MAX_GROUPS:
+        raise InvalidRequest(f"num_held_in_groups: {len(wire.num_held_in_groups)} groups", "num_held_in_groups")
+    others = tuple(
+        values.read_below(number, limits.max_model_len + 1, "num_held_in_groups") for number in wire.num_held_in_groups
+    )
     attempt_id, lease = values.read_attempt_id(wire.attempt_id), _read_lease(wire.lease)
-    return Grant(attempt_id, lease, held, parts, credits_, wire.checksums)
+    return Grant(attempt_id, lease, held, parts, credits_, wire.checksums, others)
 
 
 def _read_lease(serial: int) -> int:

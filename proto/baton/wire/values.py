@@ -12,6 +12,7 @@ from typing import Any
 
 from baton.block_hash import HASH_BYTES, BlockHash
 from baton.errors import BatonError, InvalidRequest, from_code
+from baton.kv_groups import MAX_GROUPS
 from baton.layout import MAX_LAYERS, MAX_RANKS, KvLayout, KvSlice, LayerKv
 from baton.logits_processors import MAX_LOGITS_PROCESSORS, LogitsProcessor
 from baton.messages import AttemptId, Auth, Sample, TokenLogprobs, TransportEndpoint
@@ -360,12 +361,15 @@ def write_layout(layout: KvLayout) -> common_pb2.KvLayout:
             for layer in layout.layers
         ],
         ranks=[common_pb2.KvSlice(**rank._asdict()) for rank in layout.ranks],
+        groups=[common_pb2.KvGroup(layers=group) for group in layout.groups],
     )
 
 
 def read_layout(wire: common_pb2.KvLayout) -> KvLayout:
-    """Raises InvalidRequest for invalid layers or ranks, for blocks without tokens or bytes, and for texts that are too
-    long or not printable."""
+    """Raises InvalidRequest for invalid layers, groups or ranks, for blocks without tokens or bytes, and for texts that
+    are too long or not printable."""
+    if len(wire.groups) > MAX_GROUPS or sum(len(group.layers) for group in wire.groups) > len(wire.layers):
+        raise InvalidRequest(f"layout: {len(wire.groups)} groups of {len(wire.layers)} layers", "layout")
     if len(wire.layers) > MAX_LAYERS or len(wire.ranks) > MAX_RANKS:
         raise InvalidRequest(f"layout: {len(wire.layers)} layers on {len(wire.ranks)} ranks", "layout")
     try:
@@ -374,6 +378,7 @@ def read_layout(wire: common_pb2.KvLayout) -> KvLayout:
             block_size=wire.block_size,
             fingerprint=read_text(wire.fingerprint, "fingerprint"),
             ranks=tuple(KvSlice(r.layer_start, r.layer_end, r.head_start, r.head_end) for r in wire.ranks),
+            groups=tuple(tuple(group.layers) for group in wire.groups),
         )
     except ValueError as error:
         raise InvalidRequest(f"layout: {error}", "layout") from None

@@ -1,0 +1,197 @@
+"""The block tables of an engine's sequences: what a sequence finds in the prefix cache, what it gets beside that, and
+what it gives back once no token will read it again. See `baton.table_shape`.
+
+A sequence gets blocks for all of its tokens when it is admitted. Of groups with a window that would be too many: there
+it claims as many as it needs at a time, gets a step's columns when that is scheduled, and claims anew what falls behind
+the window. So it has blocks to go on with, as long as those that it gives back are not shared. If they are, it may have
+to wait for the sequence that still reads them, which is behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+
+from baton.block_hash import BlockHash, of_group
+from engine.block_manager import NULL_BLOCK, BlockManager
+from engine.config import EngineConfig
+from engine.prefix_cache import Evicted
+from engine.sequence import Sequence
+
+
+class BlockTables:
+    """Every call costs what it names of tables. `blocks`: who owns and counts the blocks."""
+
+    def __init__(self, config: EngineConfig, blocks: BlockManager) -> None:
+        self.shape = config.table_shape
+        self.has_windows = self.shape.has_windows
+        self._width = self.shape.width
+        self._block_size = config.block_size
+        self._num_in_flight = config.num_in_flight_tokens
+        self._blocks = blocks
+
+    def num_columns(self, table: Seq[int]) -> int:
+        return len(table) // self._width
+
+    # ---- the prefix cache ----
+
+    def match(self, hashes: Seq[BlockHash]) -> tuple[list[int], BlockHash | None]:
+        """The table of the longest prefix of `hashes` of which all is cached that the next token reads; and the name of
+        a block that ends it and is being loaded. Changes nothing."""
+        if self._width == 1 and not self.has_windows:
+            hits = self._blocks.match(hashes)
+            return hits, next(filter(self._blocks.is_loading, hashes[len(hits) : len(hits) + 1]), None)
+        num, missing = len(hashes), list[BlockHash]()
+        for group, window in enumerate(self.shape.windows):
+            if window is None:
+                found = len(self._blocks.match(_names(hashes[:num], group)))
+                missing += _names(hashes[found:num][:1], group)  # at most one
+                num = found
+        while self.has_windows and (gap := self._last_gap(hashes, num)) is not None:
+            missing.append(of_group(hashes[gap[0]], gap[1]))
+            num = gap[0]
+        table = [NULL_BLOCK] * (num * self._width)
+        for group in range(self._width):
+            first = self.shape.first_column(group, num * self._block_size)
+            table[first * self._width + group :: self._width] = self._blocks.match(_names(hashes[first:num], group))
+        return table, next(filter(self._blocks.is_loading, missing), None)
+
+    def _last_gap(self, hashes: Seq[BlockHash], num: int) -> tuple[int, int] | None:
+        """(column, group) of a block that is not cached and that the token after `num` columns reads: no hit goes
+        beyond that column. None: there is none."""
+        for group, window in enumerate(self.shape.windows):
+            if window is not None:
+                for column in range(num - 1, self.shape.first_column(group, num * self._block_size) - 1, -1):
+                    if not self._blocks.match((of_group(hashes[column], group),)):
+                        return column, group
+        return None
+
+    def match_from(self, hashes: Seq[BlockHash], num_tokens: int) -> list[list[int]]:
+        """For each group, the blocks that are cached from the first column on which a token after `num_tokens` reads,
+        up to the first that is not. Changes nothing."""
+        firsts = (self.shape.first_column(group, num_tokens) for group in range(self._width))
+        return [self._blocks.match(_names(hashes[first:], group)) for group, first in enumerate(firsts)]
+
+    def ends_of(self, found: Seq[Seq[int]], num_tokens: int) -> tuple[int, ...]:
+        """For each group the first column after those of `match_from`."""
+        return tuple(self.shape.first_column(group, num_tokens) + len(blocks) for group, blocks in enumerate(found))
+
+    def table_of(self, found: Seq[Seq[int]], num_tokens: int, lacking: Seq[int], fresh: Seq[int]) -> list[int]:
+        """A table with what `match_from` found, and fresh blocks in the entries that it lacks. The last one is
+        lacking."""
+        table = [NULL_BLOCK] * (lacking[-1] + 1)
+        for group, blocks in enumerate(found):
+            first = self.shape.first_column(group, num_tokens)
+            table[first * self._width + group : (first + len(blocks)) * self._width : self._width] = blocks
+        for entry, block in zip(lacking, fresh, strict=True):
+            table[entry] = block
+        return table
+
+    def seal(self, table: Seq[int], hashes: Seq[BlockHash], first: int) -> None:
+        """Seal the columns from `first` on, which are full; hashes: of all columns up to the last of these."""
+        for group in range(self._width):
+            names = _names(hashes[first:], group)
+            for block, name in zip(table[first * self._width + group :: self._width], names, strict=False):
+                if block != NULL_BLOCK:
+                    self._blocks.seal(block, name)
+
+    # ---- a sequence's blocks ----
+
+    def admit(self, seq: Sequence, hits: list[int]) -> bool:
+        """Give it the hits, as from `match`, and claims to the blocks for all of its tokens after them. False: too few
+        are left."""
+        num_columns, first = self.shape.num_columns(seq.num_tokens), self.num_columns(hits)
+        needed = self._num_needed(hits, num_columns - first)
+        if not self._blocks.can_allocate(needed, keep=hits):
+            return False
+        self._blocks.acquire(hits)
+        self._blocks.claim(needed)
+        seq.block_table, seq.num_claimed_blocks, seq.num_promised_columns = hits, needed, num_columns
+        seq.rewind(first * self._block_size)
+        return True
+
+    def _num_needed(self, hits: list[int], num_columns: int) -> int:
+        """Blocks for so many columns after the hits. Hits that nobody else has are given back when they fall behind
+        their window, and then claimed."""
+        if not self.has_windows:
+            return num_columns * self._width
+        needed = self.shape.most_held(num_columns, self._num_in_flight)
+        for group, window in enumerate(self.shape.windows):
+            if window is not None:
+                found = (block for block in hits[group :: self._width] if block != NULL_BLOCK)
+                own = sum(not self._blocks.num_owners(block) for block in found)
+                most = self.shape.most_in_window(window, self._num_in_flight)
+                needed -= max(0, min(num_columns, most) - (most - own))
+        return needed
+
+    def cover(self, seq: Sequence, num_tokens: int) -> list[Evicted]:
+        """Give it the columns for its first `num_tokens` tokens, or as many of these as there are blocks for. Returns
+        what was evicted."""
+        lacking = (self.shape.num_columns(num_tokens) - self.num_columns(seq.block_table)) * self._width
+        room = seq.num_claimed_blocks + max(0, self._blocks.num_unclaimed)
+        taken = max(0, min(lacking, room // self._width * self._width))
+        self._unclaim(seq, min(taken, seq.num_claimed_blocks))
+        blocks, evicted = self._blocks.allocate(taken)
+        seq.block_table += blocks
+        return evicted
+
+    def is_growing(self, seq: Sequence) -> bool:
+        """Whether it was admitted with claims, and has not got all of its columns yet."""
+        return len(seq.block_table) < seq.num_promised_columns * self._width
+
+    def num_covered_tokens(self, seq: Sequence) -> int:
+        """How many tokens its columns are for."""
+        return self.num_columns(seq.block_table) * self._block_size
+
+    def give_back_read(self, seq: Sequence, before: int) -> None:
+        """Release what its next token will not read any more, and those after `before` tokens did. As long as it is
+        growing, as much is claimed again."""
+        table, released = seq.block_table, 0
+        for entry in self.shape.fallen_behind(before, seq.num_computed_tokens):
+            self._blocks.release((table[entry],))
+            table[entry] = NULL_BLOCK
+            released += 1
+        if released and self.is_growing(seq):
+            columns = seq.num_promised_columns - self.num_columns(table)
+            lacking = self.shape.most_held(columns, self._num_in_flight) - seq.num_claimed_blocks
+            claimed = max(0, min(released, lacking, self._blocks.num_unclaimed))
+            self._blocks.claim(claimed)
+            seq.num_claimed_blocks += claimed
+
+    def give_back_behind(self, table: list[int], num_computed: int) -> None:
+        """Release the blocks of a table that no token after `num_computed` reads."""
+        for entry in self.shape.fallen_behind(0, num_computed):
+            self._blocks.release((table[entry],))
+            table[entry] = NULL_BLOCK
+
+    def release(self, seq: Sequence) -> None:
+        """Release all that it has, and its claims."""
+        self._blocks.release(self.take(seq))
+
+    def take(self, seq: Sequence) -> list[int]:
+        """Its table, which is the caller's from now on, without claims."""
+        self._unclaim(seq, seq.num_claimed_blocks)
+        table, seq.block_table, seq.num_promised_columns = seq.block_table, [], 0
+        return table
+
+    def _unclaim(self, seq: Sequence, n: int) -> None:
+        self._blocks.unclaim(n)
+        seq.num_claimed_blocks -= n
+
+    # ---- checks ----
+
+    def check_integrity(self, seq: Sequence) -> None:
+        """Assert that a running sequence has the blocks that its next token reads, and no others, and claims only what
+        it has yet to get."""
+        lacking = seq.num_promised_columns * self._width - len(seq.block_table)
+        assert seq.num_claimed_blocks <= max(0, lacking), f"{seq.attempt_id} claims {seq.num_claimed_blocks}"
+        for group in range(self._width):
+            first = self.shape.first_column(group, seq.num_computed_tokens)
+            for column, block in enumerate(seq.block_table[group :: self._width]):
+                where = f"{seq.attempt_id}: column {column} of group {group}"
+                assert (block == NULL_BLOCK) == (column < first), f"{where} is {block}, read from {first} on"
+
+
+def _names(hashes: Seq[BlockHash], group: int) -> Iterator[BlockHash] | Seq[BlockHash]:
+    """The names of the group's blocks of these columns."""
+    return (of_group(block_hash, group) for block_hash in hashes) if group else hashes

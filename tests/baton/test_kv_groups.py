@@ -1,0 +1,59 @@
+"""Which layers of the models that there are share a block."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from baton.kv_groups import MAX_GROUPS, group_layers
+from baton.layout import KvLayout, LayerKv
+
+
+def kv(*windows: int | None) -> tuple[LayerKv, ...]:
+    return tuple(LayerKv(4, 64, 64, "bfloat16", window) for window in windows)
+
+
+@pytest.mark.parametrize(
+    ("windows", "sizes", "of_groups"),
+    [
+        ((None,) * 4, [], (None,)),
+        ((4096,) * 32, [32], (4096,)),  # Mistral
+        ((128, None) * 12, [12, 12], (None, 128)),  # gpt-oss
+        (((1024,) * 5 + (None,)) * 8, [8] * 6, (None,) + (1024,) * 5),  # Gemma 3 12B
+        (((1024,) * 5 + (None,)) * 10 + (1024,) * 2, [10, 9, 9, 9, 9, 8, 8], (None,) + (1024,) * 6),  # 27B
+        ((64, 64, 32, 32), [2, 2], (64, 32)),
+        ((None, None, None, 64), [], (None,)),  # a block of three layers would have two that are empty
+        ((None, *(64,) * 8), [], (None,)),  # nine groups are too many
+    ],
+)
+def test_layers_with_one_window_share_blocks(
+    windows: tuple[int | None, ...], sizes: list[int], of_groups: tuple[int | None, ...]
+) -> None:
+    groups = group_layers(kv(*windows))
+    assert [len(group) for group in groups] == sizes
+    assert sorted(itertools.chain.from_iterable(groups)) == list(range(len(windows) if groups else 0))
+    layout = KvLayout(kv(*windows), 16, "", groups=groups)  # which checks the rest
+    assert layout.windows == of_groups
+    assert layout.num_layers == max(sizes, default=len(windows))
+    assert layout.block_bytes == layout.num_layers * layout.layers[0].head_bytes(16) * 4
+    assert len(groups) <= MAX_GROUPS
+
+
+def test_layers_of_different_shapes_stay_together() -> None:
+    layers = (*kv(None, 64), LayerKv(2, 64, 64, "bfloat16", 64), *kv(None))
+    assert group_layers(layers) == ()
+
+
+def test_blocks_of_all_groups_are_computed_at_about_the_same_time() -> None:
+    """Of the layers with a window every n-th is in the same group."""
+    groups = group_layers(kv(*((1024,) * 5 + (None,)) * 8))
+    assert groups[:2] == (tuple(range(5, 48, 6)), tuple(range(0, 48, 6)))
+    layout = KvLayout(kv(*((1024,) * 5 + (None,)) * 8), 16, "", groups=groups)
+    assert [layout.num_layers_done(done) for done in (0, 5, 6, 11, 12, 47, 48)] == [0, 0, 1, 1, 2, 7, 8]
+
+
+def test_a_group_with_fewer_layers_keeps_nobody_waiting() -> None:
+    layout = KvLayout(kv(None, None, 7, 7, 7), 4, "", groups=((0, 1), (2, 4), (3,)))
+    assert layout.num_layers == 2
+    assert [layout.num_layers_done(done) for done in range(6)] == [0, 0, 0, 0, 1, 2]
