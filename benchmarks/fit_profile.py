@@ -152,21 +152,22 @@ def typical_error(taken: dict[StepSize, float], costs: Sequence[float]) -> float
 
 
 def to_toml(settings: FitSettings, built: Built, decodes: Sequence[float], prompts: Sequence[float]) -> str:
-    config, layer = built.engine.config, built.layout.layers[0]
+    config, layer, num_layers = built.engine.config, built.layout.layers[0], len(built.layout.layers)
     names = ("constant_us", "per_seq_us", "per_context_token_us", "per_prompt_token_us", "per_prompt_pair_us")
     tables: dict[str, dict[str, object]] = {
         "step": dict(zip(names[:3], map(_rounded, decodes), strict=False)),
         "prompt_step": dict(zip(names, map(_rounded, prompts), strict=True)),
         "link": {"bandwidth_gb_s": settings.link_gb_s, "latency_us": settings.latency_us},
         "model": {
-            "num_layers": built.layout.num_layers,
+            "num_layers": num_layers,
             "num_kv_heads": layer.num_kv_heads,
             "head_dim": layer.head_dim_k,
             "dtype": layer.dtype,
             "max_model_len": config.max_model_len,
         },
         "node": {
-            "num_blocks": built.engine.blocks.num_total,
+            # A simulated node has blocks of all layers, whatever their windows.
+            "num_blocks": built.engine.blocks.num_total * built.layout.num_layers // num_layers,
             "max_num_seqs": config.max_num_seqs,
             "layer_groups": built.layer_groups,
             "async_scheduling": config.async_scheduling,

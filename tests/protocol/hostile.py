@@ -225,8 +225,8 @@ class HostileWorld(World):
     the decode node promised the evil prefill node; `num_tokens`: for how many it had asked; `reserved`: what the
     evil decode node is asked for."""
 
-    def __init__(self) -> None:
-        super().__init__(num_prefill=1, num_decode=1, num_slots=NUM_SLOTS)
+    def __init__(self, windows: tuple[int | None, ...] = (None, None)) -> None:
+        super().__init__(num_prefill=1, num_decode=1, num_slots=NUM_SLOTS, windows=windows)
         self.grants: dict[int, Grant] = {}
         self.num_tokens: dict[tuple[str, int], int] = {}
         self.reserved: list[Any] = []

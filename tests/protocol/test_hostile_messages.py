@@ -29,9 +29,9 @@ class Hostile(RuleBasedStateMachine):
 
     world: HostileWorld
 
-    @initialize()
-    def start(self) -> None:
-        self.world = HostileWorld()
+    @initialize(windows=st.sampled_from([(None, None), (None, None), (None, 6), (5, 5)]))
+    def start(self, windows: tuple[int | None, ...]) -> None:
+        self.world = HostileWorld(windows)
         self.world.get_in()
 
     @precondition(lambda self: len(self.world.clients) < 4)
