@@ -175,13 +175,13 @@ def load_part(settings: NodeSettings, checkpoint: Checkpoint, pipeline: Pipeline
     model, probed = _load(settings, checkpoint, device, limits.max_model_len, pipeline)
     kv = pipeline.kv_of_all(probed.kv)
     if not settings.disable_hybrid_kv_cache_manager:
-        probed = dataclasses.replace(probed, groups=_groups(kv, pipeline.stage))
+        probed = dataclasses.replace(probed, groups=kv_groups(kv, pipeline.stage))
         limits = _with_windows(limits, probed.layout(limits.block_size).windows)
     return Part(model, probed, _with_pool(settings, limits, model, probed, pipeline), kv)
 
 
-def _groups(kv: tuple[LayerKv, ...], stage: Stage) -> tuple[tuple[int, ...], ...]:
-    """kv: of the layers of all stages."""
+def kv_groups(kv: tuple[LayerKv, ...], stage: Stage) -> tuple[tuple[int, ...], ...]:
+    """The KV groups of a model whose stages together keep this. Raises ValueError where stages cannot have them."""
     groups = group_layers(kv)
     if groups and stage.size > 1:
         raise ValueError(
