@@ -211,7 +211,7 @@ async def test_prompts_that_share_prefixes(
     house.wait_whole()
 
 
-@pytest.mark.parametrize("max_tokens", [250, pytest.param(None, marks=pytest.mark.full)])
+@pytest.mark.parametrize("max_tokens", [350, pytest.param(None, marks=pytest.mark.full)])
 async def test_more_than_the_pool_holds(
     house: House, references: ReferenceFile, judge: Judge, max_tokens: int | None
 ) -> None:
