@@ -31,11 +31,11 @@ class SharedRing:
     def __init__(self, num_readers: int) -> None:
         self._memory = mmap.mmap(-1, 4 * (num_readers * _LINE + NUM_SLOTS * SLOT_VALUES))
         self.values = memoryview(self._memory).cast("i")
-        self.bells = [os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC) for _ in range(num_readers)]
+        self.eventfds = [os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC) for _ in range(num_readers)]
 
     def slot(self, number: int) -> memoryview:
         """The slot of the slot-long part of that number, counted over all messages: [SLOT_VALUES] int32."""
-        start = len(self.bells) * _LINE + number % NUM_SLOTS * SLOT_VALUES
+        start = len(self.eventfds) * _LINE + number % NUM_SLOTS * SLOT_VALUES
         return self.values[start : start + SLOT_VALUES]
 
     def taken(self, reader: int) -> int:
@@ -64,12 +64,12 @@ class RingWriter:
             slot[0], slot[1], slot[2] = kind, len(part), int(start + _FITTING < len(values))
             slot[_HEADER : _HEADER + len(part)] = part
             self._written = (self._written + 1) % 2**31
-            for bell in self._ring.bells:
-                os.eventfd_write(bell, 1)
+            for eventfd in self._ring.eventfds:
+                os.eventfd_write(eventfd, 1)
 
     def _wait_for_room(self) -> None:
         deadline = time.monotonic() + self.timeout_s
-        readers = range(len(self._ring.bells))
+        readers = range(len(self._ring.eventfds))
         while any((self._written - self._ring.taken(reader)) % 2**31 >= NUM_SLOTS for reader in readers):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"a rank has taken no step for {self.timeout_s:g} s")
@@ -88,7 +88,7 @@ class RingReader:
 
         data = bytearray()
         while True:
-            os.eventfd_read(self._ring.bells[self._number])
+            os.eventfd_read(self._ring.eventfds[self._number])
             slot = self._ring.slot(self._ring.taken(self._number))
             kind, size, goes_on = slot[0], slot[1], slot[2]
             data += slot[_HEADER : _HEADER + size].cast("B")

@@ -23,7 +23,7 @@ AUDIT = KvAudit("d", "i", NodeRole.DECODE, "ok", True, {"free": 1}, {}, (), (), 
 
 
 class Engine:
-    """Runs an errand when told to. `looks` are the kinds that it took; `took_s` how long the next ones take."""
+    """Runs a call when told to. `looks` are the kinds that it took; `took_s` how long the next ones take."""
 
     def __init__(self) -> None:
         self.looks: list[str] = []

@@ -1,4 +1,4 @@
-"""The engine's thread: one delivery per turn, no polling, deadlines, errands, failures."""
+"""The engine's thread: one delivery per turn, no polling, deadlines, engine calls, failures."""
 
 import asyncio
 import threading
@@ -205,7 +205,7 @@ async def test_a_failure_ends_the_thread_and_is_told(caplog):
     assert "engine thread failed" in caplog.text
 
 
-async def test_errands_run_between_turns_and_after_the_events_before_them():
+async def test_engine_calls_run_between_turns_and_after_the_events_before_them():
     role: Any = Role()
     seen = []
     with started(role) as (loop, _, _):
@@ -218,7 +218,7 @@ async def test_errands_run_between_turns_and_after_the_events_before_them():
     assert seen == [("engine", [Draining()])]
 
 
-async def test_what_an_errand_returns_is_told_and_a_cancelled_one_is_not_run():
+async def test_what_an_engine_call_returns_is_told_and_a_cancelled_one_is_not_run():
     role: Any = Role()
     go = threading.Event()
     with started(role) as (loop, turns, failures):

@@ -35,11 +35,11 @@ class Scene:
         self.readers = [RingReader(self.ring, number) for number in range(num_readers)]
 
     def has_message(self, reader: int) -> bool:
-        return bool(select.select([self.ring.bells[reader]], [], [], 0)[0])
+        return bool(select.select([self.ring.eventfds[reader]], [], [], 0)[0])
 
     def close(self) -> None:
-        for bell in self.ring.bells:
-            os.close(bell)
+        for eventfd in self.ring.eventfds:
+            os.close(eventfd)
 
 
 def message(number: int, length: int) -> np.ndarray:
@@ -142,7 +142,7 @@ def test_a_reader_waits_for_the_rest_of_a_message() -> None:
     assert not got
     slot = scene.ring.slot(NUM_SLOTS)  # what was missing
     slot[0], slot[1], slot[2], slot[3] = 3, 1, 0, message(1, NUM_SLOTS * FITTING + 1)[-1]
-    os.eventfd_write(scene.ring.bells[0], 1)
+    os.eventfd_write(scene.ring.eventfds[0], 1)
     reader.join(SOON_S)
     assert np.array_equal(got[0][1], message(1, NUM_SLOTS * FITTING + 1))
     scene.close()
