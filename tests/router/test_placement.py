@@ -46,6 +46,16 @@ def test_single_nodes_get_prompts_while_others_compute() -> None:
     assert place(rig, "d") == "d1", "whose prompt is computed, though it generates for it"
 
 
+def test_what_a_node_says_to_wait_is_others_beyond_what_it_got_from_here() -> None:
+    rig = RouterRig("p1", "d1")
+    place(rig, "a")
+    node = rig.core.pool.get("p1")
+    assert node is not None
+    for waiting, of_others in ((10, 0), (4, 0), (25, 15)):
+        rig.core.node_load("p1", Load(num_waiting=1, num_waiting_tokens=waiting), 1.0)
+        assert node.waiting_of_others == of_others
+
+
 def test_of_two_that_are_behind_the_one_that_began_earlier_is_further() -> None:
     rig = RouterRig("d1", "d2", with_prefill=False)
     assert [place(rig, name) for name in "abcd"] == ["d1", "d2", "d1", "d2"]
