@@ -53,9 +53,10 @@ def step_inputs(
 
 
 def update_block_tables(block_tables: Tensor, flat_index: Tensor, blocks: Tensor) -> None:
-    """Write `blocks[i]` at `flat_index[i]`, which is `row * max_blocks + column`.
+    """Write `blocks[i]` at `flat_index[i]`, the number of an element: `(group * num_rows + row) * max_blocks + column`.
 
-    block_tables: [num_rows, max_blocks], int32, contiguous; changed in place.
+    block_tables: [num_groups, num_rows, max_blocks], or of one group two dimensions, int32, contiguous; changed in
+    place.
     flat_index: [n], int64 or int32, contiguous; entries are unique. blocks: [n], int32, contiguous.
     """
     assert block_tables.dtype == blocks.dtype == torch.int32
