@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 ALONE = ("tests/engine/test_memory.py", "tests/benchmarks")
 TOGETHER = ("tests/kernels/test_paged_attention_kernels.py", "tests/kernels", "tests/kv_transfer")
+"""Folders and files of the groups; what is in none of them is one more."""
 TIMEOUT_S = 1200.0
 NO_TESTS = 5
 """pytest's exit code if no test was selected."""
@@ -28,17 +29,14 @@ _COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
 def main(extra: list[str]) -> int:
     """`extra` is passed to pytest. Returns 0 if tests ran and all of them passed."""
     began = time.monotonic()
-    groups = [[*ALONE]]
-    rest = sorted(
-        {f"tests/{path.relative_to(ROOT / 'tests').parts[0]}" for path in marked_files()} - {*TOGETHER, *ALONE}
-    )
-    for number, paths in enumerate([*([path] for path in TOGETHER), rest]):
-        others = [*ALONE, *TOGETHER[:number]]
-        inside = [other for other in others if any(other.startswith(f"{path}/") for path in paths)]
-        groups.append([*paths, *(f"--ignore={other}" for other in inside)])
+    left = marked_paths()
+    groups = []
+    for parts in (ALONE, *((part,) for part in TOGETHER), ("tests",)):
+        groups.append([path for path in left if path.startswith(parts)])
+        left = [path for path in left if path not in groups[-1]]
     done = [run(groups[0], extra)]
     with ThreadPoolExecutor(len(groups)) as pool:
-        done += pool.map(lambda group: run(group, extra), groups[1:])
+        done += pool.map(lambda group: run(group, extra), filter(None, groups[1:]))
     output = "\n".join(text for _, text in done)
     counts: Counter[str] = Counter()
     for _, text in done:
@@ -53,9 +51,13 @@ def main(extra: list[str]) -> int:
     return 0 if all(code in (0, NO_TESTS) for code, _ in done) and counts["passed"] else 1
 
 
-def marked_files() -> list[Path]:
-    """Test files and conftests that mark a test; other folders may need dependencies that GPU machines do not have."""
-    return [path for path in (ROOT / "tests").rglob("*.py") if "pytest.mark.gpu" in path.read_text()]
+def marked_paths() -> list[str]:
+    """Test files that mark a test, and the folders whose conftest does; the others may need dependencies that GPU
+    machines do not have."""
+    found = [path for path in sorted((ROOT / "tests").rglob("*.py")) if "pytest.mark.gpu" in path.read_text()]
+    folders = {path.parent for path in found if path.name == "conftest.py"}
+    paths = folders | {path for path in found if not folders & set(path.parents)}
+    return sorted(str(path.relative_to(ROOT)) for path in paths)
 
 
 def run(paths: list[str], extra: list[str]) -> tuple[int, str]:
