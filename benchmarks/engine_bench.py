@@ -24,6 +24,7 @@ from engine.model.load.loader import LoadFormat
 from engine.sequence import Sequence as EngineSequence
 from engine.step import StepResult
 from node.build import Built, build
+from node.ranks import Ranks
 from node.settings import NodeSettings
 
 QUICK_CEILING_BYTES = 4 * 1024 * 1024
@@ -65,8 +66,8 @@ class Bench:
 
     @property
     def token_bytes(self) -> float:
-        """Bytes of a token's KV."""
-        return self.built.layout.block_bytes / self.built.layout.block_size
+        """Bytes of a token's KV on one GPU."""
+        return self.built.pools[0].shape[1] / self.built.layout.block_size
 
     def prompt(self, length: int) -> tuple[int, ...]:
         """Random tokens, the same in every run."""
@@ -97,7 +98,7 @@ def drain(engine: Engine) -> Iterator[StepResult]:
             return
 
 
-def open_bench(settings: EngineBenchSettings) -> tuple[Bench, float]:
+def open_bench(settings: EngineBenchSettings, ranks: Ranks | None = None) -> tuple[Bench, float]:
     """Measure the ceilings, then build the engine; also returns the seconds that building took. Raises ValueError with
     a readable line."""
     device = torch.device("cuda" if settings.device != "cpu" and torch.cuda.is_available() else "cpu")
@@ -110,7 +111,7 @@ def open_bench(settings: EngineBenchSettings) -> tuple[Bench, float]:
         torch.cuda.empty_cache()
     note(f"building {settings.model}")
     began = time.monotonic()
-    built = build(settings)
+    built = build(settings, ranks=ranks)
     built.warm_up()
     build_s = time.monotonic() - began
     if device.type == "cuda":
@@ -129,6 +130,7 @@ def open_bench(settings: EngineBenchSettings) -> tuple[Bench, float]:
                 built.runner.model,
                 settings.quantization,
                 settings.kv_cache_dtype,
+                settings.num_ranks,
             ),
             ceilings=bounds,
             numbers=count(),

@@ -24,6 +24,8 @@ from baton.settings import flag_name, parse
 from benchmarks.checks import WrongAnswers
 from benchmarks.engine_bench import Bench, EngineBenchSettings, note, open_bench
 from benchmarks.engine_check import check, reference_of
+from node.rank_process import run_rank
+from node.ranks import Ranks, fork_ranks
 
 Section = Callable[[Bench], dict[str, Any] | None]
 """Measures, prints a table, and returns the section of the JSON line."""
@@ -36,14 +38,18 @@ def main(
     fails, after the JSON line of the sections before it."""
     settings = parse(settings_class, argv)
     line: dict[str, Any] = {}
+    ranks = fork_ranks(settings, run_rank)
     try:
-        run(settings, sections, line)
+        run(settings, sections, line, ranks)
     except (ValueError, WrongAnswers) as error:
         sys.stderr.write(f"{settings.prog}: {error}\n")
         sys.exit(1)
     except Exception as error:  # noqa: BLE001 - the process's boundary: GPU time is expensive, so keep the results
         traceback.print_exc()
         line["failed"] = repr(error)
+    finally:
+        if ranks is not None:
+            ranks.close()
     text = json.dumps(line)
     if settings.output:
         settings.output.write_text(text + "\n")
@@ -52,12 +58,16 @@ def main(
         sys.exit(1)
 
 
-def run(settings: EngineBenchSettings, sections: dict[str, Section], line: dict[str, Any]) -> None:
+def run(
+    settings: EngineBenchSettings, sections: dict[str, Section], line: dict[str, Any], ranks: Ranks | None = None
+) -> None:
     """Fill `line`, section by section. Raises WrongAnswers before any section is measured, ValueError as `build`
     does."""
-    bench, build_s = open_bench(settings)
-    note("checking answers")
-    checked = check(bench, reference_of(bench))
+    bench, build_s = open_bench(settings, ranks)
+    checked: Any = "no: each rank has random weights of its own; tests/node/test_gpu_ranks.py checks ranks' answers"
+    if ranks is None:
+        note("checking answers")
+        checked = check(bench, reference_of(bench))
     vllm = bench.shape.vllm
     line |= {
         "benchmark": "engine",
@@ -67,7 +77,7 @@ def run(settings: EngineBenchSettings, sections: dict[str, Section], line: dict[
         "kv_dtype": bench.built.layout.layers[0].dtype,
         "command": _command(settings),
         "machine": _machine(bench.built.device),
-        "compared_with": f"vLLM {vllm.version}, the same shape, one {vllm.machine}" if vllm else None,
+        "compared_with": f"vLLM {vllm.version}, the same shape, {vllm.machine}" if vllm else None,
         "build_s": round(build_s, 2),
         "ceilings": asdict(bench.ceilings),
         "checked": checked,

@@ -31,9 +31,9 @@ class VllmFigures:
 
 LLAMA_8B = (4096, 14336, 32, 32, 8, 128256)
 VLLM = {
-    (LLAMA_8B, None, "auto"): VllmFigures(
+    (LLAMA_8B, None, "auto", 1): VllmFigures(
         version="0.26.0",
-        machine="NVIDIA H200",
+        machine="one NVIDIA H200",
         decode_ms={
             (1, 1024): 4.86,
             (8, 1024): 5.21,
@@ -47,25 +47,33 @@ VLLM = {
         saturated_tokens_per_s=43_300.0,
         offline_tokens_per_s=36_262.0,
     ),
-    (LLAMA_8B, "fp8", "auto"): VllmFigures(
+    (LLAMA_8B, "fp8", "auto", 1): VllmFigures(
         version="0.26.0",
-        machine="NVIDIA H200",
+        machine="one NVIDIA H200",
         decode_ms={(1, 1024): 3.50, (32, 1024): 5.35, (128, 1024): 9.07, (256, 1024): 15.76},
         prefill_ms={512: 13.3, 2048: 34.6, 8192: 146.8},
         saturated_tokens_per_s=66_278.0,
         offline_tokens_per_s=None,
     ),
-    (LLAMA_8B, "fp8", "fp8"): VllmFigures(
+    (LLAMA_8B, "fp8", "fp8", 1): VllmFigures(
         version="0.26.0",
-        machine="NVIDIA H200",
+        machine="one NVIDIA H200",
         decode_ms={(32, 1024): 5.19, (256, 1024): 13.64, (32, 8192): 10.20},
         prefill_ms={},
         saturated_tokens_per_s=66_324.0,
         offline_tokens_per_s=None,
     ),
+    (LLAMA_8B, None, "auto", 2): VllmFigures(
+        version="0.26.0",
+        machine="two NVIDIA H200",
+        decode_ms={(1, 1024): 3.50, (32, 1024): 4.29, (128, 1024): 6.60},
+        prefill_ms={2048: 34.4, 8192: 127.7},
+        saturated_tokens_per_s=72_526.0,
+        offline_tokens_per_s=None,
+    ),
 }
-"""By dimensions (hidden size, intermediate size, layers, heads, KV heads and vocabulary), --quantization and
---kv-cache-dtype; in bf16 with random weights."""
+"""By dimensions (hidden size, intermediate size, layers, heads, KV heads and vocabulary), --quantization,
+--kv-cache-dtype and --tensor-parallel-size; in bf16 with random weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +127,10 @@ def shape_of(
     served: nn.Module | None = None,
     quantization: str | None = None,
     kv_cache_dtype: str = "auto",
+    num_ranks: int = 1,
 ) -> ModelShape:
-    """The shape of the checkpoint's model, built on the meta device. `dtype`: of activations; vLLM's figures are for
-    bfloat16. served: the model as it is served, if it is quantized."""
+    """The shape of the checkpoint's model, built on the meta device; of several ranks, what each has of it. `dtype`: of
+    activations; vLLM's figures are for bfloat16. served: the model as it is served, if it is quantized or divided."""
     config = copy.deepcopy(checkpoint.config)  # transformers writes to it
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -147,14 +156,14 @@ def shape_of(
     return ModelShape(
         dims=dims,
         num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
+        num_heads=heads // num_ranks,
+        num_kv_heads=max(1, kv_heads // num_ranks),
         head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
         read_params=read_params,
         read_bytes=read_bytes,
-        token_params=read_params - output + num_active_params,
-        output_params=output,
-        vllm=VLLM.get((dims, quantization, kv_cache_dtype)) if dtype == torch.bfloat16 else None,
+        token_params=(read_params - output + num_active_params) // num_ranks,
+        output_params=output // num_ranks,
+        vllm=VLLM.get((dims, quantization, kv_cache_dtype, num_ranks)) if dtype == torch.bfloat16 else None,
         experts=experts,
     )
 

@@ -32,7 +32,9 @@ class SlotCopies:
     form than they have are quantized by a gather, and dequantized by a scatter.
 
     A copy does not wait for steps under way; steps launched after a gather wait for it, those launched after
-    `make_stream_wait` wait for a scatter. The Native that a copy returns is over when the copy is; it belongs to the
+    `make_stream_wait` wait for a scatter. Steps are launched on the thread that calls `mark`, `gather` and
+    `make_stream_wait`, on its current device: that of rank 0, whatever rank's blocks these are, since the other ranks'
+    steps begin with a broadcast from rank 0. The Native that a copy returns is over when the copy is; it belongs to the
     slot, and is invalid once the slot has another copy.
     spin_wait: `when_done`'s thread spins until a copy is done, some 0.1 ms, instead of sleeping, since a wake-up takes
     as long again and the part waits for it.
@@ -60,7 +62,7 @@ class SlotCopies:
         if self._stream is None:
             return None
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(torch.cuda.current_stream())
         return event
 
     def gather(
@@ -108,7 +110,7 @@ class SlotCopies:
     def make_stream_wait(self, slot: int) -> None:
         """Make work queued on the current stream from now on wait for the slot's last copy."""
         if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._done[slot])
+            torch.cuda.current_stream().wait_event(self._done[slot])
 
     def is_done(self, slot: int) -> bool:
         """Whether the slot's last copy is done. On any thread."""

@@ -112,7 +112,7 @@ def build(settings: NodeSettings, wake: Callable[[], None] | None = None, ranks:
     if ranks is None:
         return _build(settings, wake, None, ONE_STAGE)
     try:
-        return _build(settings, wake, ranks, Pipeline(ranks.join(), settings.pipeline_parallel_size))
+        return _build(settings, wake, ranks, Pipeline(ranks.join(device_of(settings)), settings.pipeline_parallel_size))
     except RuntimeError as error:  # of a collective: another rank has ended
         raise ranks.why(error) from error
 
@@ -163,7 +163,7 @@ def load_part(settings: NodeSettings, checkpoint: Checkpoint, pipeline: Pipeline
     """Load what this rank computes; all ranks must call. Raises ValueError, and RuntimeError when a rank is lost."""
     if not sys.stderr.isatty():
         disable_progress_bar()  # not useful in a log file
-    device = _device(settings.device)
+    device = device_of(settings, pipeline.everyone.rank)
     if settings.kv_cache_dtype != "auto":
         _require_fp8(device, settings.block_size)
     if settings.cpu_threads is not None:
@@ -214,12 +214,16 @@ def _fingerprint(settings: NodeSettings, checkpoint: Checkpoint, max_model_len: 
     return checkpoint.fingerprint(dummy=is_dummy, max_model_len=max_model_len, quantization=own)
 
 
-def _device(name: str) -> torch.device:
+def device_of(settings: NodeSettings, rank: int = 0) -> torch.device:
+    """Where that rank computes; of several GPUs, each rank has that of its number, which becomes the current one of
+    this thread. Raises ValueError."""
     has_cuda = torch.cuda.is_available()
-    if name == "cuda" and not has_cuda:
+    if settings.device == "cuda" and not has_cuda:
         raise ValueError("--device: cuda is not available on this machine")
-    if name == "cpu" or not has_cuda:
+    if settings.device == "cpu" or not has_cuda:
         return torch.device("cpu")
+    if rank:
+        torch.cuda.set_device(rank)
     return torch.device("cuda", torch.cuda.current_device())  # with its index, which transports need
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import kv_transfer
 from baton.layout import KvSlice
@@ -23,6 +23,9 @@ from node.ranks import Ranks
 from node.settings import NodeSettings
 from node.shell import Closeable, NodeParts, Outward
 from node.slots import slot_sizes
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Mover(PeerTransport, Protocol):
@@ -138,14 +141,14 @@ def _make_torch_base(
     layout, sizes = built.layout, slot_sizes(settings, built.layout.block_bytes, built.on_gpu)
     interface, host, secret = settings.transfer_interface, settings.listen.host, settings.trust().secret
 
-    def make_link(num_slots: int, held: KvSlice) -> Link:
+    def make_link(num_slots: int, held: KvSlice, pool: Tensor) -> Link:
         slot_bytes = slot_bytes_for(sizes.part_blocks, layout.num_bytes(held))
         with out_of_memory("--kv-slots, --kv-slot-blocks: lower them, the staging slots do not fit"):
-            staging = kv_transfer.staging_for(settings.transport, num_slots, slot_bytes, built.device)
+            staging = kv_transfer.staging_for(settings.transport, num_slots, slot_bytes, pool.device)
         return Link(staging, kv_transfer.create(settings.transport, staging, wake, interface, host, secret))
 
     def make_links(num_slots: int) -> list[Link]:
-        return [make_link(num_slots, held) for held in layout.ranks]
+        return [make_link(num_slots, *rank) for rank in zip(layout.ranks, built.pools, strict=True)]
 
     links = make_links(sizes.num_slots)
     config = built.engine.config

@@ -22,9 +22,10 @@ def run_rank(seat: RankSeat, settings: NodeSettings) -> None:
     from engine.model.parallel.others import serve
     from engine.model.parallel.pipeline import Pipeline
     from engine.model.rank import RankModel
-    from node.build import load_part
+    from node.build import device_of, load_part
 
-    everyone = seat.join()  # after the imports, which take seconds: rank 0 has its own meanwhile
+    # Joined after the imports, which take seconds: rank 0 has its own meanwhile.
+    everyone = seat.join(device_of(settings, seat.number))
     pipeline = Pipeline(everyone, settings.pipeline_parallel_size)
     part = load_part(settings, Checkpoint.find(settings.model, settings.revision), pipeline)
     device = part.model.device
@@ -36,7 +37,7 @@ def run_rank(seat: RankSeat, settings: NodeSettings) -> None:
         last_tokens,
         pipeline=pipeline,
         layer_groups=settings.layer_groups(device.type == "cuda"),
-        memory=seat.memory,
+        memory=seat.memory(device),
     )
-    seat.ready(rank.pool.tensor.nbytes)
+    seat.ready(rank.pool.tensor)
     serve(rank, seat.receive)

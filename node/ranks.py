@@ -32,6 +32,7 @@ from node.ring import RingReader, RingWriter, SharedRing
 from node.settings import NodeSettings
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from engine.model.parallel.group import RankGroup
@@ -86,19 +87,29 @@ class RankSeat:
         self.receive = RingReader(ring, number - 1).receive
         self._hearts, self._link, self._pool = hearts, link, pool
 
-    def join(self) -> RankGroup:
-        """Wait for the node, and meet all ranks. Raises OSError or RuntimeError if the node has ended."""
+    def join(self, device: torch.device) -> RankGroup:
+        """Wait for the node, and meet all ranks. device: the rank's. Raises OSError or RuntimeError if the node has
+        ended."""
         port: int = _receive(self._link)["port"]
-        return _join(_store(port), self.number, self.size)
+        return _join(_store(port), self.number, self.size, device)
 
-    def memory(self, num_bytes: int) -> Tensor:
-        """Zeros, uint8, that the node sees as well."""
+    def memory(self, device: torch.device) -> Callable[[int], Tensor] | None:
+        """Gives zeros, uint8, that the node sees as well; None: the node can map what the device has."""
+        return self._shared_zeros if device.type == "cpu" else None
+
+    def _shared_zeros(self, num_bytes: int) -> Tensor:
         os.ftruncate(self._pool, num_bytes)
         return _mapped(self._pool, num_bytes)
 
-    def ready(self, num_bytes: int) -> None:
-        """Report that steps may come. num_bytes: of the pool."""
-        self._link.send(json.dumps({"pool_bytes": num_bytes}).encode())
+    def ready(self, pool: Tensor) -> None:
+        """Report that steps may come. pool: in the rank's memory, contiguous, for as long as this process lives."""
+        said: dict[str, Any] = {"pool_bytes": pool.nbytes}
+        if pool.is_cuda:
+            from kv_transfer.transports.carriers.cuda_memory import CudaMemory
+
+            region, offset = CudaMemory(pool.device).export(pool)
+            said |= {"region": region.hex(), "offset": offset}
+        self._link.send(json.dumps(said).encode())
 
     def failed(self, error: Exception) -> None:
         """Say why. A RuntimeError may be what another rank's end looks like from here."""
@@ -139,8 +150,8 @@ class Ranks:
             self._others = RemoteRanks(self._writer.send)
         return self._others
 
-    def join(self) -> RankGroup:
-        """Let them begin to load, and meet them. Raises RuntimeError."""
+    def join(self, device: torch.device) -> RankGroup:
+        """Let them begin to load, and meet them. device: of rank 0. Raises RuntimeError."""
         listener = listen_on(LOOPBACK)
         port = listener.getsockname()[1]
         store = _store(port, is_master=True, master_listen_fd=listener.detach())
@@ -149,7 +160,7 @@ class Ranks:
                 rank.link.send(json.dumps({"port": port}).encode())
             except OSError as error:
                 raise RuntimeError(f"rank {rank.number} {_ENDED_LOADING}") from error
-        return _join(store, 0, self.size)
+        return _join(store, 0, self.size, device)
 
     def pools(self, block_bytes: list[int]) -> list[Tensor]:
         """Wait until all are ready; their KV pools, each as [num_blocks, block_bytes], uint8. Raises RuntimeError."""
@@ -162,6 +173,8 @@ class Ranks:
             raise RuntimeError(f"rank {rank.number} {_ENDED_LOADING}")
         rank.link.recv(_MAX_MESSAGE)
         rank.num_silent, rank.ready = 0, True
+        if "region" in said:
+            return _mapped_from_gpu(rank.number, bytes.fromhex(said["region"]), said["offset"], said["pool_bytes"])
         return _mapped(rank.pool, said["pool_bytes"])
 
     def why(self, error: RuntimeError) -> StartupError:
@@ -285,16 +298,30 @@ def _store(port: int, **more: Any) -> Any:
     return TCPStore(LOOPBACK, port, wait_for_workers=False, timeout=timedelta(seconds=JOIN_S), **more)
 
 
-def _join(store: Any, rank: int, size: int) -> RankGroup:
+def _join(store: Any, rank: int, size: int, device: torch.device) -> RankGroup:
+    from engine.model.parallel.gpus import GpuRanks
     from engine.model.parallel.group import GlooRanks
 
-    return GlooRanks(store, rank, size)
+    host = GlooRanks(store, rank, size)
+    return host if device.type == "cpu" else GpuRanks(host, device)
 
 
 def _mapped(descriptor: int, num_bytes: int) -> Tensor:
     import torch
 
     return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+
+
+def _mapped_from_gpu(rank: int, region: bytes, offset: int, num_bytes: int) -> Tensor:
+    """A rank's memory, for this process on the rank's GPU as well; mapped until the process ends."""
+    import torch
+
+    from kv_transfer.transports.carriers.cuda_memory import CudaMemory
+
+    memory = CudaMemory(torch.device("cuda", rank))
+    with torch.cuda.device(rank):
+        torch.cuda.synchronize()  # makes the device's context current
+        return memory.open(region)[offset : offset + num_bytes]
 
 
 def _heard(rank: _Rank) -> dict[str, Any] | None:

@@ -103,8 +103,8 @@ class NodeSettings(ClusterSettings):
         1,
         ge=1,
         le=64,
-        description="ranks among which the model and its KV are divided, each a process of its own; on a CPU so far; "
-        "nodes with different numbers work together",
+        description="ranks among which the model and its KV are divided, each a process of its own, with a GPU of its "
+        "own where there are GPUs; nodes with different numbers work together",
     )
     pipeline_parallel_size: int = Field(
         1,
@@ -203,7 +203,7 @@ class NodeSettings(ClusterSettings):
         None,
         ge=1,
         description="of a prefill node: groups of layers in which the KV of a prompt's last chunk travels while it is "
-        "computed; 1: in one go; unset: 4 with a GPU, else 1",
+        "computed; 1: in one go; unset: 4 with a GPU and one rank, else 1",
     )
     kv_events_config: str | None = Field(
         None,
@@ -268,8 +268,9 @@ class NodeSettings(ClusterSettings):
         return self.node_id or f"{role.value}-{self.listen.port or os.getpid()}"
 
     def layer_groups(self, on_gpu: bool) -> int:
-        """--kv-layer-groups, or the device's default: 1 on a CPU, where a turn sees a step's layers all at once."""
-        return self.kv_layer_groups or (_GPU_LAYER_GROUPS if on_gpu else 1)
+        """--kv-layer-groups, or the device's default: 1 on a CPU, where a turn sees a step's layers all at once, and
+        with several ranks, of which rank 0 knows only at a step's end what they have computed."""
+        return self.kv_layer_groups or (_GPU_LAYER_GROUPS if on_gpu and self.num_ranks == 1 else 1)
 
     @property
     def target_itl_s(self) -> float | None:

@@ -23,6 +23,9 @@ BLOCK_BYTES = 64
 LIMITS = Limits(silence=2.0, loading_silence=3.0, report=1.0, close=0.5)
 
 
+CPU = torch.device("cpu")
+
+
 def misfortune(case: str, moment: str) -> None:
     """What becomes of that rank then."""
     match case.split("-"):
@@ -39,12 +42,14 @@ def misfortune(case: str, moment: str) -> None:
 def run_rank(case: str, seat: RankSeat) -> None:
     mine = case if seat.number == SIZE - 1 else ""
     misfortune(mine, "start")
-    group = seat.join()
+    group = seat.join(CPU)
     group.minimum(SIZE)  # all have met
     misfortune(mine, "load")
     group.minimum(seat.number)  # as loading does
-    memory = seat.memory(2 * BLOCK_BYTES)
-    seat.ready(memory.nbytes)
+    shared = seat.memory(CPU)
+    assert shared is not None
+    memory = shared(2 * BLOCK_BYTES)
+    seat.ready(memory)
     while True:
         kind, array = seat.receive()
         misfortune(mine, "close" if kind == Kind.CLOSE else "step")
@@ -56,7 +61,7 @@ def run_rank(case: str, seat: RankSeat) -> None:
 
 def serve(case: str, ranks: Ranks) -> None:
     try:
-        group = ranks.join()
+        group = ranks.join(CPU)
         group.minimum(SIZE)
         assert group.minimum(7) == 1
         pools = ranks.pools([BLOCK_BYTES] * (SIZE - 1))

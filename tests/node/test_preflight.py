@@ -103,11 +103,21 @@ def test_it_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_several_ranks_are_refused_by_the_flag_on_a_gpu(name: str) -> None:
-    flag = "--" + name.replace("_", "-")
-    assert told("baton-tiny", **{name: 2}) == f"{flag}: several ranks compute on a CPU so far, with --device cpu"
+@pytest.mark.parametrize(
+    ("own", "reason"),
+    [
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size: stages compute on a CPU so far, with --device cpu"),
+        ({"tensor_parallel_size": 4}, "--tensor-parallel-size: 4 ranks need a GPU each, and this process sees 2"),
+        (
+            {"tensor_parallel_size": 2, "kv_layer_groups": 4},
+            "--kv-layer-groups: several ranks on GPUs send what a step computed when it is done",
+        ),
+    ],
+)
+def test_ranks_need_a_gpu_each(own: dict[str, int], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "num_gpus", lambda: 2)
+    assert told("baton-tiny", **own) == reason
+    preflight.check(NodeSettings(model="baton-tiny", tensor_parallel_size=2))
 
 
 def test_stages_are_refused_by_the_flag_where_there_are_none() -> None:

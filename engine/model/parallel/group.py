@@ -143,8 +143,12 @@ class GlooRanks:
             return self
         if size == 1:
             return ONE_RANK
-        store = PrefixStore(f"ranks {first} to {first + size}", self._store)
+        store = self.sub_store(f"ranks {first} to {first + size}")
         return GlooRanks(store, self.rank - first, size, self._timeout.total_seconds())
+
+    def sub_store(self, name: str) -> Store:
+        """Where others of these ranks can meet, for a purpose of that name."""
+        return PrefixStore(name, self._store)
 
     def _reduce(self, x: Tensor, kind: Any) -> None:
         options: Any = AllreduceOptions()

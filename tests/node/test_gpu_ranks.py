@@ -1,0 +1,55 @@
+"""Nodes whose ranks have a GPU each: their answers, whatever the degrees of the two, are those of transformers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.address import HostPort
+from baton.sampling import SamplingParams
+from benchmarks.direct import Direct
+from engine.checkpoint import EMBEDDED
+from tests.e2e import reference_file
+from tests.node.processes import Process
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is no second GPU"),
+    pytest.mark.timeout(300),
+]
+
+FLAGS = ("--device", "cuda", "--dtype", "float32", "--gpu-memory-utilization", "0.2", "--verify-transfers")
+NEAR_TIE = 1e-2
+
+
+@contextlib.contextmanager
+def node(role: str, degree: int, *flags: str) -> Iterator[Process]:
+    checkpoint: Path = EMBEDDED["baton-tiny"]
+    process = Process.start(f"{role}_node", checkpoint, *FLAGS, "--tensor-parallel-size", str(degree), *flags)
+    try:
+        yield process
+    finally:
+        assert process.stop() == 0, "".join(process.lines[-30:])
+
+
+@pytest.mark.parametrize("transport", ["ipc", "ucx"])
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 2), (1, 2), (2, 1)])
+async def test_answers_are_those_of_transformers(prefill: int, decode: int, transport: str) -> None:
+    """Twice, so that prefixes are found again on both nodes."""
+    references = [r for r in reference_file.load().of_kind("ids", "text", "shared") if len(r.prompt) < 1500][::4]
+    carried = "--transport", transport
+    with node("prefill", prefill, *carried) as first, node("decode", decode, *carried) as second:
+        first.wait_ready()
+        second.wait_ready()
+        async with Direct(HostPort.parse(first.address), HostPort.parse(second.address)) as client:
+            for reference in references * 2:
+                params = SamplingParams(
+                    temperature=0.0, max_tokens=reference.max_tokens, ignore_eos=reference.ignore_eos
+                )
+                _, tokens = await client.generate(reference.prompt, params, "")
+                difference = reference.difference(tokens)
+                assert difference is None or difference.margin < NEAR_TIE, str(difference)
