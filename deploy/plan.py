@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 from baton.address import HostPort
@@ -88,7 +89,7 @@ def placement(settings: OwnSettings, machine: Machine) -> str | None:
     if not any(size > 1 for size in ranks.values()):
         return None
     if settings.device != "cpu" and machine.gpus:
-        raise ValueError(f"{_rank_flag(settings, ranks)}: several ranks compute on a CPU so far, with --device cpu")
+        return _placement_on_gpus(settings, machine, ranks)
     for name, size in ranks.items():
         if size > machine.num_cores:
             flag = _rank_flag(settings, {name: size})
@@ -99,6 +100,30 @@ def placement(settings: OwnSettings, machine: Machine) -> str | None:
     threads = _threads(settings, machine, names)
     said = ", ".join(f"{name} {_ranks(*settings.parallel_sizes(name))}" for name in names)
     return f"{said}; {sum(ranks.values())} ranks on {machine.num_cores} cores, threads of each: {threads}"
+
+
+def _placement_on_gpus(settings: OwnSettings, machine: Machine, ranks: Mapping[str, int]) -> str:
+    for name, size in ranks.items():
+        if settings.parallel_sizes(name)[1] > 1:
+            flag = flag_name("prefill_pipeline_parallel_size")
+            raise ValueError(f"{flag}: stages compute on a CPU so far, with --device cpu")
+        if size > len(machine.gpus):
+            flag, there = _rank_flag(settings, {name: size}), len(machine.gpus)
+            raise ValueError(
+                f"{flag}: {name} would have {size} ranks, each with a GPU of its own, and there are {there}"
+            )
+    places = _gpus_of(machine, ranks)
+    said = ", ".join(f"{name} on GPU {' and '.join(machine.gpus[i] for i in places[name])}" for name in ranks)
+    return f"{said}; a rank on each"
+
+
+def _gpus_of(machine: Machine, ranks: Mapping[str, int]) -> dict[str, list[int]]:
+    """Indices into the machine's GPUs: each node takes the next ones, and begins anew after the last."""
+    first, places = 0, {}
+    for name, size in ranks.items():
+        places[name] = [(first + rank) % len(machine.gpus) for rank in range(size)]
+        first += size
+    return places
 
 
 def _ranks(tensor: int, stages: int) -> str:
@@ -142,7 +167,7 @@ def _kv_events(settings: OwnSettings, index: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Gpu:
-    """Arguments and environment of a node for the GPU that it gets; empty on a CPU."""
+    """Arguments and environment of a node for the GPUs that it gets; empty on a CPU."""
 
     arguments: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
@@ -151,12 +176,12 @@ class _Gpu:
 def _gpus(settings: OwnSettings, machine: Machine, names: Sequence[str]) -> dict[str, _Gpu]:
     if settings.device == "cpu" or not machine.gpus:
         return dict.fromkeys(names, _Gpu())
-    chosen = {name: i % len(machine.gpus) for i, name in enumerate(names)}
-    nodes_on = Counter(chosen.values())
+    chosen = _gpus_of(machine, {name: settings.num_ranks(name) for name in names})
+    nodes_on = Counter(chain.from_iterable(chosen.values()))
     gpus = {}
-    for name, gpu in chosen.items():
-        order = (machine.gpus[gpu], *machine.gpus[:gpu], *machine.gpus[gpu + 1 :])
-        share = settings.gpu_memory_utilization / nodes_on[gpu]
+    for name, own in chosen.items():  # a node sees the others' GPUs as well, since their slots are mapped
+        order = (*(machine.gpus[i] for i in own), *(gpu for i, gpu in enumerate(machine.gpus) if i not in own))
+        share = settings.gpu_memory_utilization / max(nodes_on[gpu] for gpu in own)
         gpus[name] = _Gpu((f"--gpu-memory-utilization={share:.4g}",), {"CUDA_VISIBLE_DEVICES": ",".join(order)})
     return gpus
 

@@ -35,7 +35,8 @@ class OwnSettings(Settings):
         1,
         ge=1,
         le=64,
-        description="ranks of each node, among which the model and its KV are divided; on a CPU so far",
+        description="ranks of each node, among which the model and its KV are divided; each has a GPU of its own "
+        "where there are GPUs",
     )
     prefill_tensor_parallel_size: int | None = Field(
         None, ge=1, le=64, description="ranks of each prefill node; unset: --tensor-parallel-size"

@@ -110,7 +110,11 @@ def test_prefill_nodes_alone_have_stages() -> None:
         ),
         (
             *(Machine(4, ("0",)), ("--prefill-tensor-parallel-size=2",)),
-            "--prefill-tensor-parallel-size: several ranks compute on a CPU so far, with --device cpu",
+            "--prefill-tensor-parallel-size: prefill-0 would have 2 ranks, each with a GPU of its own, and there are 1",
+        ),
+        (
+            *(Machine(4, ("0", "1")), ("--prefill-pipeline-parallel-size=2",)),
+            "--prefill-pipeline-parallel-size: stages compute on a CPU so far, with --device cpu",
         ),
     ],
 )
@@ -137,6 +141,17 @@ def test_each_node_has_a_gpu_of_its_own_first_and_shares_its_memory() -> None:
     assert [node.env["CUDA_VISIBLE_DEVICES"] for node in nodes] == ["4,6", "6,4", "4,6"]
     shares = [parse(NodeSettings, node.arguments).gpu_memory_utilization for node in nodes]
     assert shares == [0.4, 0.8, 0.4]
+
+
+def test_each_rank_has_a_gpu_of_its_own() -> None:
+    flags = ("--decode-tensor-parallel-size=2", "--gpu-memory-utilization=0.8")
+    four = Machine(8, ("0", "1", "2", "3"))
+    assert placement(settings(*flags), four) == "prefill-0 on GPU 0, decode-0 on GPU 1 and 2; a rank on each"
+    seen = {name: child.env["CUDA_VISIBLE_DEVICES"] for name, child in planned(four, *flags).items() if "-" in name}
+    assert seen == {"prefill-0": "0,1,2,3", "decode-0": "1,2,0,3"}
+    two = planned(Machine(8, ("0", "1")), *flags, "--prefill-tensor-parallel-size=2")
+    shares = [parse(NodeSettings, two[name].arguments).gpu_memory_utilization for name in ("prefill-0", "decode-0")]
+    assert shares == [0.4, 0.4]
 
 
 def test_gpus_are_left_alone_on_request() -> None:

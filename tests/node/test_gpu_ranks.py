@@ -36,11 +36,13 @@ def node(role: str, degree: int, *flags: str) -> Iterator[Process]:
         assert process.stop() == 0, "".join(process.lines[-30:])
 
 
-@pytest.mark.parametrize("transport", ["ipc", "ucx"])
-@pytest.mark.parametrize(("prefill", "decode"), [(2, 2), (1, 2), (2, 1)])
+@pytest.mark.parametrize(
+    ("prefill", "decode", "transport"), [(2, 2, "ipc"), (1, 2, "ipc"), (2, 1, "ipc"), (2, 2, "ucx")]
+)
 async def test_answers_are_those_of_transformers(prefill: int, decode: int, transport: str) -> None:
     """Twice, so that prefixes are found again on both nodes."""
-    references = [r for r in reference_file.load().of_kind("ids", "text", "shared") if len(r.prompt) < 1500][::4]
+    known = reference_file.load().of_kind("ids", "text", "shared")
+    references = [r for r in known if len(r.prompt) < 1500 and len(r.output) > 1][::4]  # those that are handed off
     carried = "--transport", transport
     with node("prefill", prefill, *carried) as first, node("decode", decode, *carried) as second:
         first.wait_ready()

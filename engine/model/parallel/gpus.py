@@ -1,4 +1,8 @@
-"""Ranks with a GPU each, on one host: sums of few tokens in one kernel, everything else over NCCL."""
+"""Ranks with a GPU each, on one host: sums of few tokens through memory that all ranks map, all else over NCCL.
+
+Of 4096 bf16 values a row, two H100s sum 1 / 128 / 1024 rows over NCCL in 17 / 25 / 55 us; in one shot, each reading all
+parts, in 9 / 17 / 63; in two shots, each summing a part of the rows, in 9 / 15 / 42.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +20,10 @@ from engine.model.parallel.group import COLLECTIVE_TIMEOUT_S, ONE_RANK, GlooRank
 
 log = logging.getLogger(__name__)
 
-ONE_SHOT_BYTES = 1024 * 1024
-"""The largest sum in which each rank reads all parts of the others. NCCL passes sums on: it takes longer to start,
-but moves fewer bytes."""
-_ONE_SHOT_DTYPES = (torch.bfloat16, torch.float32)
+ONE_SHOT_BYTES = 256 * 1024
+TWO_SHOT_BYTES = 8 * 1024 * 1024
+"""The largest sums that take one shot, and two."""
+_SHARED_DTYPES = (torch.bfloat16, torch.float32)
 _ALIGNMENT = 16
 _CPU_ONLY = "pipeline stages compute on a CPU"
 
@@ -50,15 +54,17 @@ class GpuRanks:
         if not x.numel():
             return x
         x = x.contiguous()
-        if (
-            (shared := self._shared.get(x.dtype)) is not None
-            and x.nbytes <= ONE_SHOT_BYTES
-            and not x.nbytes % _ALIGNMENT
-        ):
-            ops: Any = torch.ops.symm_mem
-            total: Tensor = ops.one_shot_all_reduce_copy(shared[: x.numel()], x.view(-1), "sum", self._name)
+        if (shared := self._shared.get(x.dtype)) is None or x.nbytes > TWO_SHOT_BYTES or x.nbytes % _ALIGNMENT:
+            dist.all_reduce(x)
+            return x
+        ops: Any = torch.ops.symm_mem
+        own, shared = x.view(-1), shared[: x.numel()]
+        if x.nbytes <= ONE_SHOT_BYTES:
+            total: Tensor = ops.one_shot_all_reduce_copy(shared, own, "sum", self._name)
             return total.view(x.shape)
-        dist.all_reduce(x)
+        shared.copy_(own)
+        ops.two_shot_all_reduce_(shared, "sum", self._name)
+        own.copy_(shared)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -100,8 +106,8 @@ class GpuRanks:
             log.warning("no peer access between the GPUs of the ranks: all sums go over NCCL")
             return {}
         shared = {}
-        for dtype in _ONE_SHOT_DTYPES:
-            memory = symmetric_memory.empty(ONE_SHOT_BYTES // dtype.itemsize, dtype=dtype, device=device)
+        for dtype in _SHARED_DTYPES:
+            memory = symmetric_memory.empty(TWO_SHOT_BYTES // dtype.itemsize, dtype=dtype, device=device)
             symmetric_memory.rendezvous(memory, self._name)
             shared[dtype] = memory
         return shared
