@@ -18,6 +18,7 @@ from baton.layout import KvLayout, LayerKv
 from engine.block_manager import NULL_BLOCK
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.model import fast
 from engine.model.attention import probe
 from engine.model.graphs import decode_capture_sizes
 from engine.model.load import loader
@@ -69,6 +70,8 @@ def expected(folder: Path) -> list[list[int]]:
 def make_engine(folder: Path, device: str = "cpu", split: bool = True, **sizes: Any) -> tuple[Engine, TorchModelRunner]:
     model = loader.load_model(Checkpoint.open(folder), device=device)
     probed = probe(model, MAX_MODEL_LEN)
+    if device == "cuda":  # transformers' own products of experts cannot be captured
+        fast.apply(model, probed, MAX_MODEL_LEN)
     plain: dict[str, Any] = {"num_blocks": 2000, "max_model_len": MAX_MODEL_LEN, "block_size": 4, **sizes}
     if split:
         probed = dataclasses.replace(probed, groups=group_layers(probed.kv))
