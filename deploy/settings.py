@@ -18,7 +18,9 @@ class OwnSettings(Settings):
     """What `baton-up` decides itself, for each process or for all of them together."""
 
     model: str = Field(
-        "baton-tiny", description="folder with a Hugging Face checkpoint, a hub id, or baton-tiny (comes with baton)"
+        "baton-tiny",
+        description="folder with a Hugging Face checkpoint, a hub id, or baton-tiny or baton-tiny-moe, "
+        "which come with baton",
     )
     prefill: int = Field(1, ge=0, description="prefill nodes to start; 0: decode nodes compute their own prompts")
     decode: int = Field(1, ge=1, description="decode nodes to start")

@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-EMBEDDED = {"baton-tiny": Path(__file__).parent / "checkpoints" / "baton-tiny"}
+EMBEDDED = {name: Path(__file__).parent / "checkpoints" / name for name in ("baton-tiny", "baton-tiny-moe")}
+"""Models that come with baton: a dense one, and a mixture of experts."""
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
 """A tokenizer has at least one of these files."""
 

@@ -39,7 +39,10 @@ class NodeSettings(ClusterSettings):
     num_outward_slots: ClassVar[int] = 0
     """Staging slots besides --kv-slots, for parts to nodes of the same role."""
 
-    model: str = Field(description="folder with a Hugging Face checkpoint, a hub id, or baton-tiny (comes with baton)")
+    model: str = Field(
+        description="folder with a Hugging Face checkpoint, a hub id, or baton-tiny or baton-tiny-moe, "
+        "which come with baton"
+    )
     revision: str | None = Field(None, description="branch, tag or commit of a hub id")
     served_model_name: str | None = Field(None, description="model name that clients use; unset: as in --model")
     node_id: str | None = Field(None, description="name in logs; unset: role and port")

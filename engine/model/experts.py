@@ -93,10 +93,9 @@ def _rows_contiguous(module: nn.Module, name: str) -> Tensor:
     return parameter.detach().transpose(1, 2)
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
 def _store_by_rows(parameter: nn.Parameter) -> None:
-    parameter.data = parameter.data.transpose(1, 2).contiguous().transpose(1, 2)
+    with torch.no_grad(), torch.inference_mode(parameter.is_inference()):  # a tensor stays of its kind
+        parameter.data = parameter.data.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _with_gate(module: Any, of: ExpertWeights) -> ExpertWeights | None:

@@ -7,13 +7,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from baton_kernels.experts import reference
 from benchmarks.logits_models import MAX_MODEL_LEN, make
 from engine.model import fast
 from engine.model.attention import IMPLEMENTATION, attach, padding_slots, probe
-from engine.model.experts import NAMES, expert_modules, forward_of, own_forward, quantize_fp8, weights_of, why_not
+from engine.model.experts import (
+    NAMES,
+    _store_by_rows,
+    expert_modules,
+    forward_of,
+    own_forward,
+    quantize_fp8,
+    weights_of,
+    why_not,
+)
 from engine.model.fast.forwards import logits_as_served
 from engine.model.fast.patches import Target
 from engine.model.kv_pool import KvPool
@@ -137,6 +147,19 @@ def test_experts_in_8_bits_on_a_gpu(family: str) -> None:
             logits.append(logits_as_served(Target(one, probed.layers, MAX_MODEL_LEN), probed.kv))
     error = (logits[1] - logits[0]).norm(dim=-1) / logits[0].norm(dim=-1)
     assert 0.001 < float(error.median()) < 0.2
+
+
+@pytest.mark.parametrize("made_in", [True, False])
+@pytest.mark.parametrize("stored_in", [True, False])
+def test_parameters_are_stored_anew_in_and_out_of_inference_mode(made_in: bool, stored_in: bool) -> None:
+    values = torch.randn(2, 4, 6)
+    with torch.inference_mode(made_in):
+        parameter = nn.Parameter(values.clone(), requires_grad=False)
+    with torch.inference_mode(stored_in):
+        _store_by_rows(parameter)
+        assert torch.equal(parameter.detach(), values)
+    assert parameter.stride(1) == 1
+    torch.testing.assert_close(F.linear(values[0], parameter[0]), F.linear(values[0], values[0]))
 
 
 @pytest.mark.gpu
