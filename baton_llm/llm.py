@@ -29,13 +29,14 @@ from baton_llm.prompts import (
 class LLM:
     """Answers prompts with a prefill engine and a decode engine in this process, or with a cluster.
 
-    model: folder with a checkpoint, a hub id, baton-tiny (the default) or baton-tiny-moe, which come with baton;
-    with a router, the name that it must serve. router: HOST:PORT of a router's gRPC API. api_key, ssl_ca_certs: for
-    that router; the latter is a PEM file with the authorities to trust, without which there is no TLS. flags:
-    settings of a node by name (`max_model_len=2048`); each is an environment variable too. torch's seed and number
-    of threads are set for the whole process. All methods may be called from several threads.  Raises TypeError for
-    an unknown flag, ValueError for a bad one, and BatonError or OSError when the model cannot be loaded or the
-    router cannot be reached.
+    model: folder with a checkpoint, a hub id, baton-tiny (the default) or baton-tiny-moe, which come with baton; with a
+    router, the name that it must serve. router: HOST:PORT of a router's gRPC API. api_key, ssl_ca_certs: for that
+    router; the latter is a PEM file with the authorities to trust, without which there is no TLS. flags: settings of a
+    node by name (`max_model_len=2048`); each is an environment variable too. torch's seed and number of threads are set
+    for the whole process. All methods may be called from several threads.
+
+    Raises TypeError for an unknown flag, ValueError for a bad one, and BatonError or OSError when the model cannot be
+    loaded or the router cannot be reached.
     """
 
     def __init__(
