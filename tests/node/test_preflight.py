@@ -117,7 +117,9 @@ def test_it_needs_no_torch() -> None:
 def test_ranks_need_a_gpu_each(own: dict[str, int], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "num_gpus", lambda: 2)
     assert told("baton-tiny", **own) == reason
-    preflight.check(NodeSettings(model="baton-tiny", tensor_parallel_size=2))
+    settings = NodeSettings(model="baton-tiny", tensor_parallel_size=2)
+    preflight.check(settings)
+    assert settings.layer_groups(on_gpu=True) == 1
 
 
 def test_stages_are_refused_by_the_flag_where_there_are_none() -> None:

@@ -1,7 +1,8 @@
 """A node of several ranks: each has a part of the model and of the KV pool, in a process of its own.
 
-    rank 0   engine, scheduler, sampler -> a step's inputs --StepChannel--> ranks 1, 2, ...
-    every rank   its part of the forward, with sums and gathers over the RankGroup in between
+    rank 0   engine, scheduler, sampler -> a step's inputs --a ring in shared memory--> ranks 1, 2, ...
+    every rank   its part of the forward, with sums and gathers over the RankGroup in between: gloo (`group`), or NCCL
+                 and memory that all GPUs map (`gpus`)
 
 Pipeline parallel: the layers are divided among stages (`stages`), each of so many ranks; hidden states go from stage to
 stage, and logits from the last one to rank 0 (`pipeline`), which meanwhile computes the next step's first stage.
