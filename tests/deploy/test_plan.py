@@ -149,6 +149,8 @@ def test_each_rank_has_a_gpu_of_its_own() -> None:
     assert placement(settings(*flags), four) == "prefill-0 on GPU 0, decode-0 on GPU 1 and 2; a rank on each"
     seen = {name: child.env["CUDA_VISIBLE_DEVICES"] for name, child in planned(four, *flags).items() if "-" in name}
     assert seen == {"prefill-0": "0,1,2,3", "decode-0": "1,2,0,3"}
+    pairs = planned(four, *flags, "--prefill-tensor-parallel-size=2")
+    assert pairs["decode-0"].env["CUDA_VISIBLE_DEVICES"] == "2,3,0,1"
     three = planned(Machine(8, ("0", "1", "2")), *flags, "--decode=2")  # decode-0 shares GPU 1, and has 2 alone
     assert parse(NodeSettings, three["decode-0"].arguments).gpu_memory_utilization == 0.4
     two = planned(Machine(8, ("0", "1")), *flags, "--prefill-tensor-parallel-size=2")
