@@ -33,9 +33,9 @@ class SlotCopies:
 
     A copy does not wait for steps under way; steps launched after a gather wait for it, those launched after
     `make_stream_wait` wait for a scatter. Steps are launched on the thread that calls `mark`, `gather` and
-    `make_stream_wait`, on its current device: that of rank 0, whatever rank's blocks these are, since the other ranks'
-    steps begin with a broadcast from rank 0. The Native that a copy returns is over when the copy is; it belongs to the
-    slot, and is invalid once the slot has another copy.
+    `make_stream_wait`, on its current device: that of rank 0, whatever rank's blocks these are, since whatever other
+    ranks do with KV begins with a broadcast from rank 0. The Native that a copy returns is over when the copy is; it
+    belongs to the slot, and is invalid once the slot has another copy.
     spin_wait: `when_done`'s thread spins until a copy is done, some 0.1 ms, instead of sleeping, since a wake-up takes
     as long again and the part waits for it.
     """

@@ -299,11 +299,15 @@ def _store(port: int, **more: Any) -> Any:
 
 
 def _join(store: Any, rank: int, size: int, device: torch.device) -> RankGroup:
-    from engine.model.parallel.gpus import GpuRanks
     from engine.model.parallel.group import GlooRanks
 
     host = GlooRanks(store, rank, size)
-    return host if device.type == "cpu" else GpuRanks(host, device)
+    if device.type == "cpu":
+        return host
+
+    from engine.model.parallel.gpus import GpuRanks
+
+    return GpuRanks(host, device)
 
 
 def _mapped(descriptor: int, num_bytes: int) -> Tensor:

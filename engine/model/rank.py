@@ -114,12 +114,25 @@ class RankModel:
             update_block_tables(self._state.block_tables, both[0], both[1])
         if step.fresh.size:
             self.pool.clear(step.fresh.tolist())
-        if self.pipeline.stage.is_first:
-            self.group.broadcast(self._state.last_tokens)
+        self._follow_rank_0()
         if step.graph != EAGER:
             assert self._graphs is not None
             return self._graphs.run(step.graph, step.packed, marks)
         return self._compute(step, self._inputs(step), marks, score)
+
+    @torch.inference_mode()
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy whole blocks of the pool, (source, destination) each. Ends together: a source may be freed at once, and
+        a transfer write into it when rank 0 is done."""
+        self._follow_rank_0()
+        self.pool.copy(pairs)
+        self.group.all_reduce(torch.zeros(1, device=self.pool.tensor.device))
+
+    def _follow_rank_0(self) -> None:
+        """Begin what reads or writes KV with a tensor of rank 0. On GPUs, copies between pools and slots are ordered
+        with the steps of rank 0 alone (`kv_transfer.slot_copies`), also those of this rank's pool."""
+        if self.pipeline.stage.is_first:
+            self.group.broadcast(self._state.last_tokens)
 
     def _compute(self, step: RankStep, inputs: ModelInputs, marks: SeesLayers | None, score: Score | None) -> Tensor:
         stage = self.pipeline.stage

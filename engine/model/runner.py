@@ -174,7 +174,7 @@ class TorchModelRunner:
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """See `engine.step.ModelRunner`."""
         self._others.copy_blocks(pairs)
-        self.pool.copy(pairs)
+        self.rank.copy_blocks(pairs)
 
     def forget(self, sequence: Sequence) -> None:
         """See `engine.step.ModelRunner`."""

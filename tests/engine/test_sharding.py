@@ -354,3 +354,19 @@ def test_ranks_give_back_the_same_blocks_behind_windows(tmp_path: Path) -> None:
             said.append(run(engine, [ask(str(len(prompt)), prompt) for prompt in prompts]))
             engine.check_integrity()
     assert said[0] == said[1]
+
+
+def test_copies_of_blocks_follow_rank_0_and_end_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs, what a transfer writes into another rank's pool is ordered with rank 0 alone."""
+    load = Load(tiny_models.save(tiny_models.CONFIGS["llama"], tmp_path), SIZES, fused=False)
+    done: list[str] = []
+    with ranked_runner(2, load) as (runner, ranks):
+        group = ranks[1].group
+        for owner, name in ((group, "broadcast"), (ranks[1].pool, "copy"), (group, "all_reduce")):
+            own = getattr(owner, name)
+            monkeypatch.setattr(owner, name, lambda x, name=name, own=own: (done.append(name), own(x)))
+        ranks[1].pool.tensor[1] = 7.0
+        runner.copy_blocks([(1, 2)])
+        assert done[:2] == ["broadcast", "copy"]
+    assert done[2:] == ["all_reduce"]
+    assert torch.equal(ranks[1].pool.tensor[2], ranks[1].pool.tensor[1])

@@ -85,7 +85,7 @@ def serve(rank: RankModel, receive: Callable[[], tuple[int, Int32Array]]) -> Non
             case Kind.COMPUTE:
                 rank.compute(RankStep.from_array(array))
             case Kind.COPY_BLOCKS:
-                rank.pool.copy([(source, target) for source, target in array.reshape(-1, 2).tolist()])
+                rank.copy_blocks([(source, target) for source, target in array.reshape(-1, 2).tolist()])
             case Kind.WARM_UP:
                 rank.warm_up_kernels()
             case Kind.CAPTURE:
