@@ -11,8 +11,9 @@ import pytest
 
 CONTRIBUTING = Path(__file__).resolve().parent.parent / "CONTRIBUTING.md"
 BUDGET = re.compile(r"^\| `tests/(\w+)` \| (\d+) \|", re.MULTILINE)
-COMPARED, NEAR_TIES = "compared with references", "near ties"
-"""Properties of a test: answers, and those among them that leave the reference at a near tie."""
+COMPARED, NEAR_TIES, EXPERT_TIES = "compared with references", "near ties", "near ties of experts"
+"""Properties of a test: answers, and those among them that leave the reference at a near tie of tokens, or after one of
+a router's choice."""
 _PARAMETER = "compared parameter"
 
 
@@ -38,11 +39,11 @@ def parity(reports: Iterable[pytest.TestReport]) -> Iterator[str]:
     found = Counter[str]()
     for report in reports:
         if report.when == "teardown":  # whose report has all properties
-            found.update(
-                {name: int(str(count)) for name, count in report.user_properties if name in (COMPARED, NEAR_TIES)}
-            )
+            named = (COMPARED, NEAR_TIES, EXPERT_TIES)
+            found.update({name: int(str(count)) for name, count in report.user_properties if name in named})
     if found[COMPARED]:
-        yield f"parity: {found[COMPARED]} answers compared with references, {found[NEAR_TIES]} near ties"
+        ties = f"{found[NEAR_TIES]} near ties, {found[EXPERT_TIES]} of experts"
+        yield f"parity: {found[COMPARED]} answers compared with references, {ties}"
 
 
 def compared_parameter(name: str, way: str) -> tuple[str, str]:

@@ -122,7 +122,7 @@ def test_the_summary_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
         return report
 
     monkeypatch.setattr(summary, "budgets", lambda: {"e2e": 2, "baton": 1})
-    counts = {summary.COMPARED: 5, summary.NEAR_TIES: 1}
+    counts = {summary.COMPARED: 5, summary.NEAR_TIES: 1, summary.EXPERT_TIES: 2}
     reports = [
         report("tests/e2e/test_a.py", "call", 3.0, **counts),
         report("tests/e2e/test_a.py", "teardown", 0.5, **counts),
@@ -131,4 +131,4 @@ def test_the_summary_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
     over, within = summary.seconds_by_folder(reports)
     assert over.split() == ["tests/e2e", "3.5", "s", "of", "2", "s", "OVER", "ITS", "BUDGET"]
     assert within.split() == ["tests/baton", "0.2", "s", "of", "1", "s"]
-    assert list(summary.parity(reports)) == ["parity: 5 answers compared with references, 1 near ties"]
+    assert list(summary.parity(reports)) == ["parity: 5 answers compared with references, 1 near ties, 2 of experts"]

@@ -20,7 +20,8 @@ NEAR_TIE = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """`margins[i]`: best logit minus second best where `output[i]` was chosen.
+    """`margins[i]`: best logit minus second best where `output[i]` was chosen. `expert_margins[i]`, of a mixture: the
+    least by which a router's choice was one, of any token before `output[i]` in any layer; not stored in files.
 
     kind: "ids" (random tokens), "text" (what the tokenizer makes of a text, and back), "shared" (common prefixes of
     growing length) or "long" (outputs of hundreds of tokens). `finish` is the API's finish reason.
@@ -33,6 +34,7 @@ class Reference:
     max_tokens: int
     ignore_eos: bool
     finish: str
+    expert_margins: tuple[float, ...] = ()
 
     def difference(self, answer: Sequence[int], max_tokens: int | None = None) -> Difference | None:
         """Where `answer` leaves the reference first; None: nowhere.
@@ -61,6 +63,12 @@ class Difference:
     @property
     def is_near_tie(self) -> bool:
         return self.margin <= NEAR_TIE
+
+    @property
+    def is_expert_tie(self) -> bool:
+        """Whether other experts may have been chosen before."""
+        margins = self.reference.expert_margins[: self.index + 1]
+        return bool(margins) and margins[-1] <= NEAR_TIE
 
     def __str__(self) -> str:
         window = slice(max(0, self.index - 3), self.index + 4)

@@ -8,6 +8,8 @@ that nothing is padded. Half of the prompts of each kind are generated past thei
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ from random import Random
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -66,12 +69,39 @@ def generate(model: Any, eos: list[int], kind: str, prompt: list[int], max_token
         output_logits=True,
         return_dict_in_generate=True,
     )
-    made = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+    with _expert_margins(model) as expert_margins:
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
     output = made.sequences[0, len(prompt) :].tolist()
     best = [step[0].topk(2).values.tolist() for step in made.logits]
     margins = tuple(first - second for first, second in best)
     finish = "stop" if not ignore_eos and output[-1] in eos else "length"
-    return Reference(kind, tuple(prompt), tuple(output), margins, max_tokens, ignore_eos, finish)
+    least = tuple(itertools.accumulate(expert_margins, min))
+    return Reference(kind, tuple(prompt), tuple(output), margins, max_tokens, ignore_eos, finish, least)
+
+
+@contextlib.contextmanager
+def _expert_margins(model: Any) -> Iterator[list[float]]:
+    """Of each forward meanwhile, the least by which a router chose an expert instead of another. Routers are modules
+    with a weight and `top_k`, and choose the largest logits."""
+    margins: list[float] = []
+
+    def begin(*_: Any) -> None:
+        margins.append(math.inf)
+
+    def see(router: Any, inputs: tuple[torch.Tensor], _: Any) -> None:
+        logits = F.linear(inputs[0].flatten(0, -2), router.weight, getattr(router, "bias", None))
+        best = logits.topk(router.top_k + 1).values
+        margins[-1] = min(margins[-1], float((best[:, -2] - best[:, -1]).min()))
+
+    routers = [module for module in model.modules() if isinstance(getattr(module, "top_k", None), int)]
+    hooks = [model.register_forward_pre_hook(begin), *(router.register_forward_hook(see) for router in routers)]
+    try:
+        yield margins
+    finally:
+        for hook in hooks:
+            hook.remove()
+        if not routers:
+            margins.clear()
 
 
 def _wanted(tokenizer: Any) -> Iterator[Wanted]:
