@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from engine.checkpoint import EMBEDDED
 from engine.model import fast
 from engine.model.attention import probe
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.loader import load_model
+from tools import tiny_tasks
 from tools.tiny.training.codec import Codec
+from tools.tiny.training.evaluate import prompt_ids
 from tools.tiny.training.forward import head_logits
 from tools.tiny.training.mixture import WINDOW, MixtureForward, forward_of, mixture_config, routing_weights
 from tools.tiny.training.model import model_config, new_model, save
 from tools.tiny.training.settings import Settings
-from tools.tiny.training.tokenizer import VOCAB_SIZE
+from tools.tiny.training.tokenizer import CHAT_TEMPLATE, VOCAB_SIZE
 from tools.train_tiny import parse
 
 torch.set_num_threads(1)
 
+FOLDER = EMBEDDED["baton-tiny-moe"]
 LENGTHS = [(2, WINDOW + 40), (3, 17)]
 
 
@@ -104,3 +113,46 @@ def test_the_flag_chooses_the_model(settings: Settings) -> None:
     llama = new_model(0, model_config())
     assert type(forward_of(llama, settings, compiled=False)) is not MixtureForward
     assert np.isclose(sum(p.numel() for p in llama.parameters()), 4.33e6, rtol=0.02)
+
+
+# ---- the embedded checkpoint ----
+
+
+def test_it_is_what_its_card_and_the_training_say() -> None:
+    checkpoint = Checkpoint.open(FOLDER)
+    assert sum(path.stat().st_size for path in FOLDER.iterdir()) <= 13 * 2**20
+    with safe_open(FOLDER / "model.safetensors", "pt") as weights:
+        tensors = {name: weights.get_tensor(name) for name in weights.keys()}  # noqa: SIM118 - it is no dict
+    count = sum(tensor.numel() for tensor in tensors.values())
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+    assert f"| parameters | {count:,} " in (FOLDER / "README.md").read_text()
+    made, chosen_on_saving = mixture_config().to_dict(), {"architectures", "dtype", "transformers_version"}
+    written = json.loads((FOLDER / "config.json").read_text())
+    assert {key: made.get(key) for key in written.keys() - chosen_on_saving} == {
+        key: value for key, value in written.items() if key not in chosen_on_saving
+    }
+    assert len(checkpoint.generation_defaults.eos_token_ids) == 2
+
+
+def test_its_tokenizer_is_that_of_the_training() -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(FOLDER, local_files_only=True)
+    assert tokenizer.chat_template == CHAT_TEMPLATE
+    Codec(tokenizer).verify(seed=11)
+
+
+@pytest.mark.parametrize("task", ["chat_recall", "sums", "sort_words", "fill_json", "tool_call", "small_talk"])
+def test_it_answers_a_short_task(task: str) -> None:
+    auto: Any = AutoTokenizer
+    tokenizer, model = auto.from_pretrained(FOLDER, local_files_only=True), embedded()
+    sample = getattr(tiny_tasks, task)(Random(task), "heldout")
+    ids = prompt_ids(tokenizer, sample)
+    out = model.generate(torch.tensor([ids]), do_sample=False, temperature=None, top_p=None, max_new_tokens=120)
+    answer = tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)
+    assert sample.check(answer), answer
+
+
+@functools.cache
+def embedded() -> Any:
+    auto: Any = AutoModelForCausalLM
+    return auto.from_pretrained(FOLDER, dtype=torch.float32, local_files_only=True).eval()
