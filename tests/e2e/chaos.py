@@ -7,6 +7,7 @@ undisturbed run.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections import Counter
@@ -102,7 +103,7 @@ class Chaos:
         self._links = links
         self._report = report
         self._faulty: set[Member] = set()
-        self._router_lost: dict[str, float] = {}  # when, the last time
+        self._router_lost: dict[str, float] = {}  # when it was gone, the last time; infinite while it ends
 
     async def run(self, questions: Sequence[Question], seconds: float) -> None:
         """Faults and requests for so long; then until each request has ended and each process is back."""
@@ -137,14 +138,16 @@ class Chaos:
         return [*always, ("link cut", self._cut), ("link stalled", self._stall)]
 
     async def _kill(self, victim: Member) -> None:
-        self._note(victim)
+        self._note(victim, math.inf)
         await asyncio.to_thread(victim.kill)
+        self._note(victim, time.monotonic())
         await asyncio.sleep(self._draw.uniform(0.0, 3.0))
         await self._start(victim)
 
     async def _restart(self, victim: Member) -> None:
-        self._note(victim)
+        self._note(victim, math.inf)
         code = await asyncio.to_thread(victim.terminate)
+        self._note(victim, time.monotonic())
         if code not in (DRAINED, UNFINISHED):
             self._report.wrong.append(f"{victim.name} ended with {code} after SIGTERM")
         await self._start(victim)
@@ -172,9 +175,10 @@ class Chaos:
         await asyncio.sleep(self._draw.uniform(0.5, 8.0))
         link.heal()
 
-    def _note(self, victim: Member) -> None:
+    def _note(self, victim: Member, lost: float) -> None:
+        """A request may begin after the signal and still find the socket open."""
         if victim in self._routers:
-            self._router_lost[victim.name] = time.monotonic()
+            self._router_lost[victim.name] = lost
 
     # ---- requests ----
 
