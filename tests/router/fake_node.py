@@ -129,7 +129,8 @@ class FakeNode(node_pb2_grpc.NodeStatusServicer, node_pb2_grpc.PrefillNodeServic
         self._attempts: dict[AttemptId, asyncio.Task[None]] = {}
         self._stopped_samples: set[tuple[AttemptId, int]] = set()
         self.silent = False
-        self.draining = False
+        self.load = Load()
+        """What each heartbeat says."""
         self.trust = Trust()
         self.num_sent_tokens = 0
         self.num_sessions = 0
@@ -198,7 +199,7 @@ class FakeNode(node_pb2_grpc.NodeStatusServicer, node_pb2_grpc.PrefillNodeServic
                     async with asyncio.timeout(HEARTBEAT_S):
                         message = await session.outgoing.get()
                 except TimeoutError:
-                    message = wire.write_node_message(Load(draining=self.draining))
+                    message = wire.write_node_message(self.load)
                 if not self.silent:
                     await context.write(message)
         finally:

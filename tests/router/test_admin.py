@@ -13,7 +13,6 @@ import httpx
 import pytest
 from pydantic import SecretStr, ValidationError
 
-from baton import wire
 from baton.address import HostPort
 from baton.messages import Load, NodeRole, Prefill
 from router.edge import StartError
@@ -144,10 +143,8 @@ async def test_a_drained_node_finishes_what_it_has_and_gets_nothing_new(operator
         check(await operator.chat(), attempts=1)
         assert operator.nodes.prefills[-1].target_incarnation != node.info.incarnation
     assert (await operator.states())[node.info.address] == "draining"
-    load = Load(num_running=1)
-    for session in node.sessions.values():
-        session.outgoing.put_nowait(wire.write_node_message(load))
-    await operator.router.until(lambda: operator.router.server.dispatcher.load_of(node.info.incarnation) == load)
+    node.load = Load(num_running=1)
+    await operator.router.until(lambda: operator.router.server.dispatcher.load_of(node.info.incarnation) == node.load)
     hold.set()
     check(await task, attempts=1)
     await operator.gone(node)

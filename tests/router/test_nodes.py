@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from baton.errors import PeerLost
-from baton.messages import NodeRole, TransportEndpoint
+from baton.messages import Load, NodeRole, TransportEndpoint
 from tests.router.conftest import Router, says
 from tests.router.fake_node import LAYOUT, Answer, FakeCluster
 from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer
@@ -150,13 +150,13 @@ async def test_a_node_that_stops_gets_nothing_new_and_finishes_what_it_has(empty
     await router.start()
     await router.ready()
     await router.until(lambda: not router.problems())
-    first.draining = True
+    first.load = Load(draining=True)
     await router.until(lambda: "is stopping" in router.problems())
     for _ in range(4):
         response = await answer(router)
         assert response.json()["timings"]["attempts"] == 1
         assert response.json()["timings"]["decode_node"] == second.info.node_id
-    second.draining = True
+    second.load = Load(draining=True)
     await router.ready(False)
     assert "no decode node" in str(router.server.why_not_ready())
     await router.stop()
