@@ -49,7 +49,8 @@ class Engine:
     A sequence's blocks belong to it from its admission until it finishes, is preempted or is released. With
     `hand_off` it is parked after its prompt and keeps them until it is released. Blocks that others `allocate`, as a
     role does for its leases, are theirs until they release them to `blocks`, or `adopt` takes them over. `tier` gets
-    each evicted block while its content is still there.
+    each evicted block while its content is still there. `keep_up`, of a node that steps together with others, takes
+    part in their step if none was launched, and returns whether they go on, so that it must soon be called again.
     """
 
     def __init__(
@@ -59,12 +60,13 @@ class Engine:
         blocks: BlockManager | None = None,
         clock: Callable[[], float] = time.monotonic,
         tier: KvTier | None = None,
+        keep_up: Callable[[bool], bool] = lambda launched: False,
     ) -> None:
         self.config = config
         self.clock = clock
         self.blocks = blocks or BlockManager(config.num_blocks, config.block_size)
         self._runner = runner
-        self._tier = tier
+        self._tier, self._keep_up = tier, keep_up
         self._timing = StepTiming(config, clock)
         self.tables = BlockTables(config, self.blocks)
         self.scheduler = Scheduler(config, self.blocks, self.tables, self._timing.step_time)
@@ -231,12 +233,13 @@ class Engine:
             self._timing.pace.launched(size, self._decided, self.clock(), idle=self._oldest_is_done)
             leaves_prompts = not all(chunk.num_logits for chunk in plan.chunks)
             self._in_flight.append(InFlight(plan.chunks, step, size, self._decided, launch_s, leaves_prompts))
+        keeps_up = self._keep_up(bool(plan.chunks))
         retires = len(self._in_flight) > (self._num_ahead if plan.chunks else 0) and (wait or self._oldest_is_done)
         if retires:
             self._retire(self._in_flight.popleft(), result)
         moved = retires or bool(plan.chunks)
         result.again = (self.has_work and self.has_room and moved) or (wait and bool(self._in_flight))
-        result.again |= self._oldest_is_done
+        result.again |= self._oldest_is_done or keeps_up
         return result
 
     def retire(self) -> StepResult:

@@ -10,6 +10,7 @@ from baton.layout import KvLayout
 from kv_transfer.mover import KvMover
 from kv_transfer.slots import Slots
 from kv_transfer.transport import Transport
+from node.data_parallel import PeerNodes
 from node.describe import ServedModel
 from node.logits_processors import LogitsProcessors
 from node.settings import NodeSettings
@@ -41,7 +42,7 @@ class Base:
     """What a role is built on: a model, and a link for each rank. A simulated model has no grammars.
 
     make_links: makes links with so many slots more, of the same size: for movers of the other direction. Raises
-    TransferError."""
+    TransferError. peers: the other data parallel nodes."""
 
     settings: NodeSettings
     built: ServedModel
@@ -50,6 +51,7 @@ class Base:
     incarnation: str
     grammars: Grammars | None
     processors: LogitsProcessors
+    peers: PeerNodes | None = None
 
     def movers(self, make: MakeMover[M], links: Sequence[Link]) -> list[M]:
         """One for each rank, over these links."""

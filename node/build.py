@@ -31,6 +31,8 @@ from engine.model.graphs import decode_capture_sizes, step_padding
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.memory import out_of_memory
+from engine.model.parallel.data_parallel import NO_WAVES, ONE_NODE, DataParallel
+from engine.model.parallel.group import ONE_RANK
 from engine.model.parallel.others import NO_OTHERS
 from engine.model.parallel.part import RankPart
 from engine.model.parallel.pipeline import ONE_STAGE, Pipeline
@@ -38,6 +40,8 @@ from engine.model.parallel.sharding import kv_slice
 from engine.model.parallel.stages import Stage
 from engine.model.runner import TorchModelRunner
 from node import pool_size
+from node.data_parallel import PeerNodes, join_ranks, meet
+from node.errors import StartupError
 from node.ranks import Ranks
 from node.settings import GIB, NodeSettings
 from node.tokenizer import TokenizerFiles, read_tokenizer
@@ -74,6 +78,7 @@ class Built:
     tokenizer: TokenizerFiles
     checkpoint: Checkpoint
     expert_counts: ExpertCounts | None = None
+    peers: PeerNodes | None = None
 
     def warm_up(self) -> None:
         """On a GPU, do the work that would delay the first requests. On the engine's thread, before any request; takes
@@ -109,31 +114,62 @@ def build(settings: NodeSettings, wake: Callable[[], None] | None = None, ranks:
     message for the user."""
     if settings.num_ranks > 1 and ranks is None:
         raise ValueError("--tensor-parallel-size: more than one rank needs a node of its own")
-    if ranks is None:
-        return _build(settings, wake, None, ONE_STAGE)
-    try:
-        return _build(settings, wake, ranks, Pipeline(ranks.join(device_of(settings)), settings.pipeline_parallel_size))
-    except RuntimeError as error:  # of a collective: another rank has ended
-        raise ranks.why(error) from error
-
-
-def _build(settings: NodeSettings, wake: Callable[[], None] | None, ranks: Ranks | None, pipeline: Pipeline) -> Built:
     checkpoint = Checkpoint.find(settings.model, settings.revision)
+    peers = _meet_peers(settings, checkpoint, wake) if settings.data_parallel_size > 1 else None
+    if ranks is None and peers is None:
+        return _build(settings, checkpoint, wake, None, ONE_STAGE)
+    try:
+        everyone = ONE_RANK if ranks is None else ranks.join(device_of(settings), peers and peers.store)
+        return _build(settings, checkpoint, wake, ranks, Pipeline(everyone, settings.pipeline_parallel_size), peers)
+    except RuntimeError as error:  # of a collective: another rank has ended
+        raise StartupError(str(error)) if ranks is None else ranks.why(error) from error
+
+
+def _meet_peers(settings: NodeSettings, checkpoint: Checkpoint, wake: Callable[[], None] | None) -> PeerNodes:
+    device = device_of(settings)
+    if device.type == "cuda":
+        raise ValueError("--data-parallel-size: nodes that share experts compute on a CPU so far, with --device cpu")
+    serves = {
+        "--model": _fingerprint(settings, checkpoint, settings.max_model_len or checkpoint.max_model_len),
+        "--tensor-parallel-size": str(settings.tensor_parallel_size),
+        "--dtype": settings.dtype,
+        "--quantization": str(settings.quantization),
+    }
+    return meet(settings, serves, wake or (lambda: None))
+
+
+def _build(
+    settings: NodeSettings,
+    checkpoint: Checkpoint,
+    wake: Callable[[], None] | None,
+    ranks: Ranks | None,
+    pipeline: Pipeline,
+    peers: PeerNodes | None = None,
+) -> Built:
     tokenizer = _read_tokenizer(settings, checkpoint.path)
-    part = load_part(settings, checkpoint, pipeline)
+    data = ONE_NODE if peers is None else join_ranks(settings, 0, peers.store)
+    part = load_part(settings, checkpoint, pipeline, data)
     config, device = part.config, part.model.device
     layer_groups = settings.layer_groups(device.type == "cuda")
     with out_of_memory(_POOL_ADVICE):
         others = NO_OTHERS if ranks is None else ranks.others
         runner = TorchModelRunner(
-            part.model, config, part.probed, wake=wake, layer_groups=layer_groups, pipeline=pipeline, others=others
+            part.model,
+            config,
+            part.probed,
+            wake=wake,
+            layer_groups=layer_groups,
+            pipeline=pipeline,
+            others=others,
+            data=data,
+            waves=peers or NO_WAVES,
         )
     layout = _layout(settings, checkpoint, part)
     pools = [runner.pool.as_bytes()]
     if ranks is not None:
         pools += ranks.pools([layout.num_bytes(held) for held in layout.ranks[1:]])
     return Built(
-        engine=Engine(config, runner),
+        engine=Engine(config, runner, keep_up=runner.keep_up),
         runner=runner,
         graph_sizes=_graph_sizes(settings, config, device),
         most_prompt_tokens=settings.captured_prompt_tokens,
@@ -144,7 +180,8 @@ def _build(settings: NodeSettings, wake: Callable[[], None] | None, ranks: Ranks
         served_model_name=settings.served_model_name or settings.model,
         tokenizer=tokenizer,
         checkpoint=checkpoint,
-        expert_counts=ExpertCounts.of(part.model, pipeline.peers.size if settings.enable_expert_parallel else 1),
+        expert_counts=ExpertCounts.of(part.model, _num_expert_parts(settings, pipeline)),
+        peers=peers,
     )
 
 
@@ -159,8 +196,11 @@ class Part:
     kv: tuple[LayerKv, ...]
 
 
-def load_part(settings: NodeSettings, checkpoint: Checkpoint, pipeline: Pipeline) -> Part:
-    """Load what this rank computes; all ranks must call. Raises ValueError, and RuntimeError when a rank is lost."""
+def load_part(
+    settings: NodeSettings, checkpoint: Checkpoint, pipeline: Pipeline, data: DataParallel = ONE_NODE
+) -> Part:
+    """Load what this rank computes; all ranks must call, also those of data parallel nodes. Raises ValueError, and
+    RuntimeError when a rank is lost."""
     if not sys.stderr.isatty():
         disable_progress_bar()  # not useful in a log file
     device = device_of(settings, pipeline.everyone.rank)
@@ -172,7 +212,7 @@ def load_part(settings: NodeSettings, checkpoint: Checkpoint, pipeline: Pipeline
         torch.set_num_threads(max(1, torch.get_num_threads() // settings.num_ranks))
     torch.manual_seed(settings.seed)
     limits = _limits(settings, checkpoint, device)
-    model, probed = _load(settings, checkpoint, device, limits.max_model_len, pipeline)
+    model, probed = _load(settings, checkpoint, device, limits.max_model_len, pipeline, data)
     kv = pipeline.kv_of_all(probed.kv)
     if not settings.disable_hybrid_kv_cache_manager:
         probed = dataclasses.replace(probed, groups=kv_groups(kv, pipeline.stage))
@@ -269,7 +309,12 @@ def _with_windows(limits: EngineConfig, windows: tuple[int | None, ...]) -> Engi
 
 
 def _load(
-    settings: NodeSettings, checkpoint: Checkpoint, device: torch.device, max_model_len: int, pipeline: Pipeline
+    settings: NodeSettings,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    max_model_len: int,
+    pipeline: Pipeline,
+    data: DataParallel,
 ) -> tuple[PreTrainedModel, Probe]:
     began = time.monotonic()
     dtype = _DTYPES.get(settings.dtype, settings.dtype)
@@ -280,7 +325,12 @@ def _load(
             device,
             settings.load_format,
             settings.quantization,
-            part=RankPart(pipeline.peers, pipeline.stage, settings.enable_expert_parallel),
+            part=RankPart(
+                pipeline.peers,
+                pipeline.stage,
+                settings.enable_expert_parallel,
+                None if data is ONE_NODE else data,
+            ),
         )
     weights = sum(p.nbytes for p in model.parameters())
     probed = probe(model, max_model_len)
@@ -328,6 +378,11 @@ def _with_pool(
         time.monotonic() - began,
     )
     return dataclasses.replace(limits, num_blocks=num_blocks + _NULL_BLOCK)
+
+
+def _num_expert_parts(settings: NodeSettings, pipeline: Pipeline) -> int:
+    """Ranks among which whole experts are divided."""
+    return settings.data_parallel_size * pipeline.peers.size if settings.enable_expert_parallel else 1
 
 
 def _graph_sizes(settings: NodeSettings, config: EngineConfig, device: torch.device) -> list[int]:

@@ -91,6 +91,7 @@ def assemble(
         outward=_outward(settings, role),
         watch_steps=built.engine.counters.watch,
         expert_imbalance=built.expert_imbalance,
+        peers=base.peers,
     )
 
 
@@ -154,4 +155,4 @@ def _make_torch_base(
     config = built.engine.config
     backend = StructuredBackend(settings.structured_outputs_backend)
     grammars = Grammars(built.tokenizer.json, config.vocab_size, config.eos_token_ids, wake, backend)
-    return Base(settings, built, links, make_links, new_incarnation(), grammars, processors)
+    return Base(settings, built, links, make_links, new_incarnation(), grammars, processors, built.peers)

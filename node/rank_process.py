@@ -19,15 +19,18 @@ def run_rank(seat: RankSeat, settings: NodeSettings) -> None:
     import torch
 
     from engine.model.load.checkpoint import Checkpoint
+    from engine.model.parallel.data_parallel import ONE_NODE
     from engine.model.parallel.others import serve
     from engine.model.parallel.pipeline import Pipeline
     from engine.model.rank import RankModel
     from node.build import device_of, load_part
+    from node.data_parallel import join_ranks
 
     # Joined after the imports, which take seconds: rank 0 has its own meanwhile.
-    everyone = seat.join(device_of(settings, seat.number))
+    everyone, peers = seat.join(device_of(settings, seat.number))
     pipeline = Pipeline(everyone, settings.pipeline_parallel_size)
-    part = load_part(settings, Checkpoint.find(settings.model, settings.revision), pipeline)
+    data = ONE_NODE if peers is None else join_ranks(settings, seat.number, peers)
+    part = load_part(settings, Checkpoint.find(settings.model, settings.revision), pipeline, data)
     device = part.model.device
     last_tokens = torch.zeros(part.config.max_num_seqs, dtype=torch.int32, device=device)
     rank = RankModel(
@@ -36,6 +39,7 @@ def run_rank(seat: RankSeat, settings: NodeSettings) -> None:
         part.probed,
         last_tokens,
         pipeline=pipeline,
+        data=data,
         layer_groups=settings.layer_groups(device.type == "cuda"),
         memory=seat.memory(device),
     )

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from baton.address import HostPort
 from baton.parent import die_with
 from baton.signals import stop_signals
 from kv_transfer.transports.host import LOOPBACK, listen_on
@@ -87,11 +88,12 @@ class RankSeat:
         self.receive = RingReader(ring, number - 1).receive
         self._hearts, self._link, self._pool = hearts, link, pool
 
-    def join(self, device: torch.device) -> RankGroup:
-        """Wait for the node, and meet all ranks. device: the rank's. Raises OSError or RuntimeError if the node has
-        ended."""
-        port: int = _receive(self._link)["port"]
-        return _join(_store(port), self.number, self.size, device)
+    def join(self, device: torch.device) -> tuple[RankGroup, HostPort | None]:
+        """Wait for the node, and meet all its ranks; and where those of all data parallel nodes meet. device: the
+        rank's. Raises OSError or RuntimeError if the node has ended."""
+        said = _receive(self._link)
+        peers = HostPort(*said["peers"]) if said["peers"] else None
+        return _join(_store(said["port"]), self.number, self.size, device), peers
 
     def memory(self, device: torch.device) -> Callable[[int], Tensor] | None:
         """Gives zeros, uint8, that the node sees as well; None: the node can map what the device has."""
@@ -150,14 +152,15 @@ class Ranks:
             self._others = RemoteRanks(self._writer.send)
         return self._others
 
-    def join(self, device: torch.device) -> RankGroup:
-        """Let them begin to load, and meet them. device: of rank 0. Raises RuntimeError."""
+    def join(self, device: torch.device, peers: HostPort | None = None) -> RankGroup:
+        """Let them begin to load, and meet them. device: of rank 0. peers: where the ranks of all data parallel nodes
+        meet. Raises RuntimeError."""
         listener = listen_on(LOOPBACK)
         port = listener.getsockname()[1]
         store = _store(port, is_master=True, master_listen_fd=listener.detach())
         for rank in self._ranks:
             try:
-                rank.link.send(json.dumps({"port": port}).encode())
+                rank.link.send(json.dumps({"port": port, "peers": peers and (peers.host, peers.port)}).encode())
             except OSError as error:
                 raise RuntimeError(f"rank {rank.number} {_ENDED_LOADING}") from error
         return _join(store, 0, self.size, device)

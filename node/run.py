@@ -27,6 +27,7 @@ from baton.open_files import raise_open_files
 from baton.signals import stop_signals
 from baton.telemetry import configure_logging
 from node import preflight
+from node.data_parallel import PeerNodes
 from node.errors import StartupError
 from node.loop import NodeLoop
 from node.rank_process import run_rank
@@ -35,6 +36,9 @@ from node.settings import NodeSettings
 from node.shell import Node, NodeParts, RoleSide
 
 log = logging.getLogger(__name__)
+
+_PEERS_MARGIN_S = 5.0
+"""For other data parallel nodes, which hear a moment later that they should drain."""
 
 MakeParts = Callable[[NodeSettings, Callable[[], None], Ranks | None], NodeParts]
 """Loads the model and builds the role on it; the second argument wakes the engine's thread, the third is the node's
@@ -122,9 +126,11 @@ async def _serve(settings: NodeSettings, side: RoleSide, parts: NodeParts, loop:
     except ValueError as error:
         raise StartupError(str(error)) from error
     log.info("ready address=%s metrics=http://%s/metrics seconds=%.2f", node.address, node.metrics.address, _age_s())
-    ends: list[asyncio.Future[Any]] = [stop, node.failure]
+    ends: list[asyncio.Future[Any]] = [stop, node.failure, _told_by(parts.peers)]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    drained = not node.failure.done() and await _drain(node)
+    drained = not node.failure.done() and await _drain(node, parts.peers)
+    if parts.peers is not None and not node.failure.done():
+        drained &= await _leave(parts.peers, node, settings.drain_timeout)
     ended = await node.stop()
     code = 0 if drained and ended else 1
     log.info("stopped exit_code=%d", code)
@@ -139,8 +145,32 @@ def _age_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
-async def _drain(node: Node) -> bool:
+def _told_by(peers: PeerNodes | None) -> asyncio.Future[None]:
+    """Completes when another data parallel node is told to stop: all of them stop together."""
+    aio = asyncio.get_running_loop()
+    told: asyncio.Future[None] = aio.create_future()
+
+    def tell() -> None:
+        if not told.done():
+            told.set_result(None)
+
+    if peers is not None:
+        peers.ready(lambda: aio.call_soon_threadsafe(tell))
+    return told
+
+
+async def _leave(peers: PeerNodes, node: Node, timeout_s: float) -> bool:
+    """Wait until all data parallel nodes have drained, since they need this one's experts."""
+    leave = asyncio.get_running_loop().run_in_executor(None, peers.leave, timeout_s + _PEERS_MARGIN_S)
+    ends: list[asyncio.Future[Any]] = [leave, node.failure]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    return leave.done() and leave.result()
+
+
+async def _drain(node: Node, peers: PeerNodes | None) -> bool:
     log.info("draining")
+    if peers is not None:
+        peers.stop_others()
     drain = asyncio.create_task(node.drain())
     ends: list[asyncio.Future[Any]] = [drain, node.failure]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

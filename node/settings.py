@@ -120,6 +120,18 @@ class NodeSettings(ClusterSettings):
         False,
         description="of a mixture of experts, give each rank some experts as a whole, instead of a part of each",
     )
+    data_parallel_size: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="nodes that divide the experts of a mixture among all their ranks, each with requests and KV of "
+        "its own, and step together; needs --enable-expert-parallel, on a CPU so far",
+    )
+    data_parallel_rank: int | None = Field(None, ge=0, description="this node's number among them, from 0")
+    data_parallel_address: str = Field("127.0.0.1", description="host of the one with rank 0, as the others reach it")
+    data_parallel_rpc_port: int = Field(
+        29550, ge=1, le=65535, description="port on that host at which they meet; nothing is authenticated there"
+    )
     cpu_threads: int | None = Field(
         None,
         ge=1,
@@ -247,8 +259,9 @@ class NodeSettings(ClusterSettings):
             raise ValueError("--profile-dir: a simulated node computes nothing to profile")
         if self.engine == "simulated" and self.tensor_parallel_size > 1:
             raise ValueError("--tensor-parallel-size: a simulated node has one rank")
-        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+        if self.enable_expert_parallel and self.tensor_parallel_size * self.data_parallel_size == 1:
             raise ValueError("--enable-expert-parallel: divides experts among ranks, and --tensor-parallel-size is 1")
+        self._check_data_parallel()
         if self.engine == "simulated" and self.pipeline_parallel_size > 1:
             raise ValueError("--pipeline-parallel-size: a simulated node has one rank")
         if self.engine == "simulated" and self.verify_transfers:
@@ -257,8 +270,26 @@ class NodeSettings(ClusterSettings):
             raise ValueError(f"--advertise: nobody can connect to {self.advertise}")
         return self
 
+    def _check_data_parallel(self) -> None:
+        if self.data_parallel_size == 1:
+            if self.data_parallel_rank:
+                raise ValueError(f"--data-parallel-rank: {self.data_parallel_rank} of a --data-parallel-size of 1")
+            return
+        if self.engine == "simulated":
+            raise ValueError("--data-parallel-size: a simulated node is alone")
+        if not self.enable_expert_parallel:
+            raise ValueError(
+                "--data-parallel-size: goes with --enable-expert-parallel; nodes of a model without experts need no "
+                "flag to be data parallel, a router takes any number of them"
+            )
+        if self.data_parallel_rank is None or self.data_parallel_rank >= self.data_parallel_size:
+            raise ValueError(f"--data-parallel-rank: each of the {self.data_parallel_size} nodes needs one, from 0")
+        if self.pipeline_parallel_size > 1:
+            raise ValueError("--pipeline-parallel-size: not with --data-parallel-size so far")
+
     @property
     def num_ranks(self) -> int:
+        """Of this node."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property

@@ -26,6 +26,7 @@ from baton.v1 import node_pb2_grpc
 from baton.wire import Limits
 from node.audit import verdict
 from node.books import Books
+from node.data_parallel import PeerNodes
 from node.errors import StartupError
 from node.events import Draining, Role
 from node.handoff_stream import PeerTransport, Post
@@ -70,7 +71,7 @@ class NodeParts:
 
     `warm_up` is called on the role's thread, before any request; it may take seconds, and raises ValueError. `count` is
     called there too, `count_free_slots` and `expert_imbalance` on any thread. `watch_steps`: see `StepCounters.watch`;
-    likewise there.
+    likewise there. `peers`: the other data parallel nodes.
     """
 
     role: Role
@@ -86,6 +87,7 @@ class NodeParts:
     watch_steps: Watch = lambda _: None
     kv_events: Closeable | None = None
     expert_imbalance: Callable[[], float] | None = None
+    peers: PeerNodes | None = None
 
     def close(self) -> None:
         """End all transfers and threads of the transports, and the publisher of KV events."""

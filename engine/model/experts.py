@@ -32,6 +32,11 @@ def expert_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, module) for name, module in model.named_modules() if _holds_experts(module)]
 
 
+def expert_blocks(model: nn.Module) -> list[nn.Module]:
+    """The modules that experts are in, beside their router, in the order of their layers."""
+    return [model.get_submodule(name.rpartition(".")[0]) for name, _ in expert_modules(model)]
+
+
 def _holds_experts(module: nn.Module) -> bool:
     weights = [getattr(module, name, getattr(module, f"{name}_blocks", None)) for name in NAMES]
     return all(isinstance(weight, Tensor) and weight.ndim >= 3 for weight in weights)

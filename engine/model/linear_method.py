@@ -14,7 +14,7 @@ LinearMethod around another.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Self
 
 import torch
@@ -161,9 +161,9 @@ class Quantization(ABC):
         equal parts of it."""
         return False
 
-    def divide(self, columns: Sequence[nn.Module], group: RankGroup) -> None:  # noqa: B027 - most find nothing
-        """The model is a rank's part; these linear layers and experts (their down) have some of the columns. What is
-        found while weights load must be the same as for the whole."""
+    def divide(self, columns: Mapping[nn.Module, RankGroup]) -> None:  # noqa: B027 - most find nothing
+        """The model is a rank's part; these linear layers and experts (their down) have some of the columns, and the
+        other ranks of a group the others. What is found while weights load must be the same as for the whole."""
 
     @abstractmethod
     def create_weights(self, name: str, module: nn.Linear) -> None:

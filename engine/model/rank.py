@@ -17,10 +17,12 @@ from engine.config import EngineConfig
 from engine.model import batch
 from engine.model.attention import Probe, attach
 from engine.model.batch import BatchSize, DeviceState, ModelInputs
+from engine.model.experts import expert_blocks
 from engine.model.extensions import BatchExtension
 from engine.model.graphs import StepGraph, StepGraphs, single_prompt_sizes
 from engine.model.kv_pool import KvPool
 from engine.model.layer_marks import SeesLayers
+from engine.model.parallel.data_parallel import ONE_NODE, DataParallel
 from engine.model.parallel.pipeline import ONE_STAGE, Pipeline
 from engine.model.parallel.stages import received_by
 from engine.model.prompt_logprobs import HiddenStates
@@ -37,8 +39,8 @@ class RankModel:
     the pool. All ranks of a node must make the same calls, in the same order.
 
     last_tokens: [max_num_seqs] int32, the last token of each row of the batch. The sampler of rank 0 writes its own;
-    the other ranks of the first stage get them with each step. pipeline: the rank's place, for which the model was
-    loaded. memory: where the pool is to be, see KvPool.
+    the other ranks of the first stage get them with each step. pipeline, data: the rank's place, for which the model
+    was loaded; nodes that are data parallel must compute or idle together. memory: where the pool is to be, see KvPool.
     """
 
     def __init__(
@@ -49,11 +51,12 @@ class RankModel:
         last_tokens: Tensor,
         *,
         pipeline: Pipeline = ONE_STAGE,
+        data: DataParallel = ONE_NODE,
         layer_groups: int = 1,
         extensions: tuple[BatchExtension, ...] = (),
         memory: Callable[[int], Tensor] | None = None,
     ) -> None:
-        self.model, self.pipeline = model, pipeline
+        self.model, self.pipeline, self._data = model, pipeline, data
         self.group = pipeline.peers
         self._config = config
         self.pool = KvPool(probed.kv, config.num_blocks, config.block_size, model.device, memory, probed.groups)
@@ -65,6 +68,7 @@ class RankModel:
         self._state = DeviceState(tables, last_tokens, config.block_size, extensions)
         self._hidden_states = HiddenStates(model)
         self._received = received_by(model)
+        self._expert_blocks = expert_blocks(model)
         self._graphs: StepGraphs | None = None
         groups = layer_groups_of(len(probed.kv), layer_groups)
         self.group_ends = tuple(end for _, end in groups) if len(groups) > 1 else ()
@@ -109,6 +113,7 @@ class RankModel:
         """Launch the step; its logits: [num_logits, vocab_size], or with padding below if they are from a graph, and
         then valid until the next step. score: takes what `step.scored` asks for. Of several stages, all but the last
         return hidden states, and the last one sends what it has to rank 0: what is scored, then the logits."""
+        self._data.meet(step.num_tokens)
         if step.tables.size:
             both = upload(step.tables, self.model.device)
             update_block_tables(self._state.block_tables, both[0], both[1])
@@ -119,6 +124,17 @@ class RankModel:
             assert self._graphs is not None
             return self._graphs.run(step.graph, step.packed, marks)
         return self._compute(step, self._inputs(step), marks, score)
+
+    @torch.inference_mode()
+    def idle(self) -> bool:
+        """Take part in a step of data parallel nodes, without tokens: the rank's experts compute the others'. False: no
+        node has any, so there is no step."""
+        if not self._data.meet(0):
+            return False
+        no_rows = torch.empty(1, 0, self.model.config.get_text_config().hidden_size, dtype=self.model.dtype)
+        for block in self._expert_blocks:
+            block(no_rows)
+        return True
 
     @torch.inference_mode()
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:

@@ -23,6 +23,7 @@ from engine.model.extensions import BatchExtension
 from engine.model.input_batch import InputBatch
 from engine.model.kv_pool import KvPool
 from engine.model.layer_marks import LayerMarks
+from engine.model.parallel.data_parallel import NO_WAVES, ONE_NODE, DataParallel, Waves
 from engine.model.parallel.others import NO_OTHERS, OtherRanks
 from engine.model.parallel.pipeline import ONE_STAGE, Pipeline
 from engine.model.prompt_logprobs import Scored, ScoredPiece
@@ -40,7 +41,8 @@ class TorchModelRunner:
 
     While serving, only `LaunchedStep.wait` waits for a GPU. Owns `rank`, its own part of the model and of the KV pool,
     and drives `others`, the ranks besides it. The model must have been loaded by `load.loader.load_model`, for this
-    rank's place in the `pipeline`. Pass `probed` if the probe was made before, to size the pool. `wake` is called, on a
+    rank's place in the `pipeline`, and in `data` if the node shares its experts with others, whose `waves` of steps it
+    takes part in. Pass `probed` if the probe was made before, to size the pool. `wake` is called, on a
     thread of its own, when a GPU or the last stage is done with a step, or a GPU with a group of layers of a step that
     ends a prompt to hand off; `layer_groups`: the number of these groups. `extensions`: what the model takes for each
     token besides its id. Raises UnsupportedModel.
@@ -57,6 +59,8 @@ class TorchModelRunner:
         extensions: tuple[BatchExtension, ...] = (),
         pipeline: Pipeline = ONE_STAGE,
         others: OtherRanks = NO_OTHERS,
+        data: DataParallel = ONE_NODE,
+        waves: Waves = NO_WAVES,
     ) -> None:
         probed = probed or probe(model, config.max_model_len)
         self.model = model
@@ -68,10 +72,11 @@ class TorchModelRunner:
             probed,
             self._sampler.last_tokens,
             pipeline=pipeline,
+            data=data,
             layer_groups=layer_groups,
             extensions=extensions,
         )
-        self._others = others
+        self._others, self._waves = others, waves
         self._input_batch = InputBatch(config, self._sampler)
         self._wake = wake
         self._watch = EventThread(model.device, "device-watch") if wake and model.device.type == "cuda" else None
@@ -125,6 +130,7 @@ class TorchModelRunner:
             return TorchStep(list(chunks), ordered, sampled, _mark(sampled), marks, len(self.pool.layers), scored)
 
         numbers = self._as_numbers(ordered, rows, tables, pieces)
+        self._waves.start()
         if self._staged is not None:
             return self._begin(self._staged, chunks, numbers, score, sample)
         step = sample(self._compute(numbers, marks, score))
@@ -132,6 +138,15 @@ class TorchModelRunner:
             for event in step.events:
                 self._watch.add(event, self._wake)
         return step
+
+    def keep_up(self, launched: bool) -> bool:
+        """If no step was launched, take part in one of the data parallel nodes, should they step. Returns whether they
+        go on, as far as is known: then the next step must be launched or kept up with soon."""
+        if not launched and self._waves.running:
+            self._others.idle()
+            if not self.rank.idle():
+                self._waves.end()
+        return self._waves.running
 
     def _begin(
         self, staged: StagedSteps, chunks: Seq[Chunk], step: RankStep, score: Score, sample: Sample

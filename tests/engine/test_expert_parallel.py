@@ -22,11 +22,12 @@ from engine.model.fast.patches import Target
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.skeleton import build_skeleton
+from engine.model.parallel.data_parallel import DataParallel
 from engine.model.parallel.experts import expert_cuts, sum_block
 from engine.model.parallel.group import ONE_RANK, OneRank, RankGroup
 from engine.model.parallel.part import RankPart
 from engine.model.parallel.pipeline import Pipeline
-from engine.model.parallel.sharding import shard
+from engine.model.parallel.sharding import Place, shard
 from tests.engine import tiny_models
 from tests.engine.rank_threads import Load, in_threads
 from tests.engine.test_model_families import SIZES
@@ -228,7 +229,7 @@ def skeleton(family: str, **changes: Any) -> PreTrainedModel:
 )
 def test_what_cannot_be_divided_is_named(family: str, changes: dict[str, Any], whole: bool, why: str) -> None:
     with pytest.raises(UnsupportedModel, match=re.escape(why)):
-        shard(skeleton(family, **changes), 0, 4, whole_experts=whole)
+        shard(skeleton(family, **changes), Place(0, 4), whole_experts=whole)
 
 
 def test_whole_experts_are_for_mixtures() -> None:
@@ -264,13 +265,13 @@ def test_a_block_that_does_more_than_to_add_is_refused(folders: dict[str, Path])
     model: Any = loader.load_model(Checkpoint.open(folders["glm4_moe"]))
     block = model.model.layers[1].mlp
     parts = [block.experts, block.shared_experts.down_proj]
-    sum_block("mlp", block, parts, torch.randn(1, 3, 64), Doubled())
+    sum_block("mlp", block, parts, torch.randn(1, 3, 64), DataParallel(Doubled()))
     del block.forward
     with pytest.raises(UnsupportedModel, match="mlp: its experts cannot be divided among ranks: it does not just add"):
-        sum_block("mlp", block, parts[:1], torch.randn(1, 3, 64), Doubled())
+        sum_block("mlp", block, parts[:1], torch.randn(1, 3, 64), DataParallel(Doubled()))
     block.forward = lambda x, positions: x
     with pytest.raises(UnsupportedModel, match=r"it takes more than hidden states: .*positions"):
-        sum_block("mlp", block, parts, torch.randn(1, 3, 64), Doubled())
+        sum_block("mlp", block, parts, torch.randn(1, 3, 64), DataParallel(Doubled()))
 
 
 def test_shared_experts_with_a_gate_of_their_own(tmp_path: Path) -> None:
@@ -294,18 +295,18 @@ def test_attention_without_a_plan_is_refused() -> None:
     model = skeleton("granite_moe")
     model.config.model_type = "granite_other"
     with pytest.raises(UnsupportedModel, match="granite_other has no tensor-parallel plan for its attention"):
-        shard(model, 0, 2)
+        shard(model, Place(0, 2))
 
 
 def test_a_norm_of_other_width_is_refused() -> None:
     model: Any = skeleton("olmoe")
     model.model.layers[0].self_attn.k_norm.weight = nn.Parameter(torch.ones(8))
     with pytest.raises(UnsupportedModel, match=r"k_proj: a norm of \[\(8,\)\] after its 16 features cannot be divided"):
-        shard(model, 0, 2)
+        shard(model, Place(0, 2))
     model = skeleton("olmoe")
     model.model.layers[0].self_attn.gate = nn.Linear(2, 2)
     with pytest.raises(UnsupportedModel, match="q_proj has the tensor-parallel style colwise_gather_output"):
-        shard(model, 0, 2)
+        shard(model, Place(0, 2))
 
 
 @pytest.mark.parametrize("whole", [False, True])

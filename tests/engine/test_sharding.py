@@ -30,7 +30,7 @@ from engine.model.parallel.cut import Cut
 from engine.model.parallel.group import GlooRanks, RankGroup
 from engine.model.parallel.part import RankPart
 from engine.model.parallel.pipeline import Pipeline
-from engine.model.parallel.sharding import kv_slice, shard
+from engine.model.parallel.sharding import Place, kv_slice, shard
 from engine.model.runner import TorchModelRunner
 from engine.sequence import Sequence
 from engine.step import Chunk
@@ -290,7 +290,7 @@ def test_what_cannot_be_divided_is_named(family: str, changes: dict[str, Any], s
     config = tiny_models.CONFIGS[family]
     model = build_skeleton(type(config)(**{**config.to_dict(), **changes}), torch.float32, "eager")
     with pytest.raises(UnsupportedModel, match=re.escape(why)):
-        shard(model, 0, size)
+        shard(model, Place(0, size))
 
 
 def test_a_style_that_is_not_known_is_refused() -> None:
@@ -298,7 +298,7 @@ def test_a_style_that_is_not_known_is_refused() -> None:
     model = build_skeleton(tiny_models.CONFIGS["llama"], torch.float32, "eager")
     model._tp_plan = {**model._tp_plan, "model.layers.*.mlp.up_proj": "packed_colwise"}
     with pytest.raises(UnsupportedModel, match=r"layers.0.mlp.up_proj has the tensor-parallel style packed_colwise"):
-        shard(model, 0, 2)
+        shard(model, Place(0, 2))
 
 
 # ---- which part ----

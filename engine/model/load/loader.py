@@ -22,7 +22,7 @@ from engine.model.load.weights import fill, match, stored_dtype, stored_weights
 from engine.model.memory import GIB
 from engine.model.parallel.layers import connect
 from engine.model.parallel.part import WHOLE_MODEL, RankPart
-from engine.model.parallel.sharding import Sharding, shard
+from engine.model.parallel.sharding import Place, Sharding, shard
 from engine.model.parallel.stages import StageWeights, keep_stage
 from engine.model.quantization import choose_quantization
 from engine.model.quantization.stored import is_unused
@@ -84,8 +84,9 @@ def _load(
     """dtype: None for the checkpoint's own."""
     path = checkpoint.path
     quantization = choose_quantization(checkpoint.config, checkpoint.weights, requested)
-    cuts_weights = part.group.size > 1
-    if (part.is_divided and quantization is None) or (cuts_weights and quantization and not quantization.can_divide):
+    if (part.is_divided and quantization is None) or (
+        part.cuts_weights and quantization and not quantization.can_divide
+    ):
         raise UnsupportedModel(f"{path}: weights that are stored quantized in this form cannot be divided among ranks")
     if load_format == "dummy":
         with told(str(path)):
@@ -137,7 +138,7 @@ def _load_directly(
             fill([source for tensor in own for source in matched.pop(id(tensor), ())], loaded)
             process_weights_after_loading(model, quantization, dtype, layer)
     if sharding is not None:
-        connect(model, sharding, part.group)
+        connect(model, sharding, part.group, part.experts)
     seconds = time.monotonic() - began
     rate = loaded.total / GIB / seconds
     log.info("weights read gib=%.2f seconds=%.2f gib_per_s=%.2f", loaded.total / GIB, seconds, rate)
@@ -152,10 +153,12 @@ def _skeleton(
     model = build_skeleton(config, dtype, IMPLEMENTATION)
     part.require_possible(model)
     weights = keep_stage(model, part.stage)
-    group = part.group
-    sharding = shard(model, group.rank, group.size, whole_experts=part.whole_experts) if group.size > 1 else None
-    if sharding is not None:
-        quantization.divide(sharding.columns, group)
+    sharding = None
+    if part.cuts_weights:
+        groups = part.group, part.experts.everyone
+        places = (Place(group.rank, group.size) for group in groups)
+        sharding = shard(model, *places, whole_experts=part.whole_experts)
+        quantization.divide(sharding.columns(*groups))
     create_weights(model, quantization)
     return model, sharding, weights
 
@@ -174,7 +177,7 @@ def _load_dummy(
     fill_with_dummies(model)
     process_weights_after_loading(model, quantization, dtype)
     if sharding is not None:
-        connect(model, sharding, part.group)
+        connect(model, sharding, part.group, part.experts)
     log.warning("weights are random: --load-format dummy")
     return model
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from engine.model.errors import UnsupportedModel
 from engine.model.experts import NAMES, argument_names, attach, is_transposed, weights_of, why_not
 from engine.model.parallel.cut import Cut
+from engine.model.parallel.data_parallel import DataParallel
 from engine.model.parallel.group import RankGroup
 from engine.model.tolerance import Tolerance, close, rounding
 
@@ -85,20 +86,20 @@ def _own_choices(
     return own
 
 
-def sum_block(name: str, block: nn.Module, parts: Sequence[nn.Module], x: Tensor, group: RankGroup) -> None:
-    """Let the block, in which the results of `parts` are parts of sums, return its whole result, by one sum at its end.
-    x: [1, num_tokens, hidden_size], to compare. Raises UnsupportedModel for a block that does more with the results
-    than to add them up."""
+def sum_block(name: str, block: nn.Module, parts: Sequence[nn.Module], x: Tensor, ranks: DataParallel) -> None:
+    """Let the block, in which the results of `parts` are parts of sums, return its whole result, by one sum at its end;
+    of several nodes it computes the rows of all. x: [1, num_tokens, hidden_size], to compare; the same on all ranks.
+    Raises UnsupportedModel for a block that does more with the results than to add them up."""
     inner: Callable[..., Any] = block.forward
 
-    def forward(*given: Any, **named: Any) -> Any:
-        result = inner(*given, **named)
+    def forward(x: Tensor) -> Any:
+        result = inner(ranks.gather(x))
         if isinstance(result, tuple):
-            return group.all_reduce(result[0]), *result[1:]
-        return group.all_reduce(result)
+            return ranks.sum_own(result[0]), *result[1:]
+        return ranks.sum_own(result)
 
     try:
-        same = close(_first(forward(x)), _each_summed(inner, x, parts, group), _sums_rounded(x.dtype))
+        same = close(_first(forward(x)), _each_summed(inner, x, parts, ranks.everyone), _sums_rounded(x.dtype))
     except TypeError as error:
         raise UnsupportedModel(f"{name}: {_UNDIVIDED}: it takes more than hidden states: {error}") from error
     if not same:

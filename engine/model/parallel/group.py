@@ -23,7 +23,7 @@ COLLECTIVE_TIMEOUT_S = 600.0
 _CONNECT_TIMEOUT_S = 15.0
 """The bound for connecting ranks that are all there, which takes milliseconds. gloo holds Python's lock meanwhile, so
 that nobody in this process could end the wait for one that is not there."""
-_HOST = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 _TAG = 0
 """Of all that is sent from one rank to another: it arrives in the order in which it was sent."""
 
@@ -90,17 +90,20 @@ ONE_RANK = OneRank()
 
 
 class GlooRanks:
-    """Ranks on the CPUs of one host. They meet at `store`. Joining waits for all of them; raises RuntimeError."""
+    """Ranks on CPUs. They meet at `store`. host: this rank's address, at which the others reach it. Joining waits for
+    all of them; raises RuntimeError."""
 
-    def __init__(self, store: Store, rank: int, size: int, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
-        self.rank, self.size = rank, size
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout_s: float = COLLECTIVE_TIMEOUT_S, host: str = LOOPBACK
+    ) -> None:
+        self.rank, self.size, self._host = rank, size, host
         self._store, self._timeout = store, timedelta(seconds=timeout_s)
         store.set(_there(rank), "")
         store.wait([_there(other) for other in range(size)], self._timeout)
         gloo: Any = ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timedelta(seconds=_CONNECT_TIMEOUT_S)
-        options._devices = [gloo.create_device(hostname=_HOST)]
+        options._devices = [gloo.create_device(hostname=host)]
         self._group: Any = gloo(store, rank, size, options)
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -144,7 +147,7 @@ class GlooRanks:
         if size == 1:
             return ONE_RANK
         store = self.sub_store(f"ranks {first} to {first + size}")
-        return GlooRanks(store, self.rank - first, size, self._timeout.total_seconds())
+        return GlooRanks(store, self.rank - first, size, self._timeout.total_seconds(), self._host)
 
     def sub_store(self, name: str) -> Store:
         """Where others of these ranks can meet, for a purpose of that name."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.model.linear_method import LinearMethod, Product, attach, method_of
+from engine.model.parallel.data_parallel import DataParallel
 from engine.model.parallel.experts import connect_experts, sum_block
 from engine.model.parallel.group import RankGroup
 from engine.model.parallel.sharding import Sharding, WideNorm
@@ -18,21 +19,24 @@ from engine.model.tolerance import Tolerance
 
 
 @torch.no_grad()
-def connect(model: PreTrainedModel, sharding: Sharding, group: RankGroup) -> None:
-    """Have the layers of a model with its weights, each with its linear method, work with the other ranks' parts."""
-    parts = _blocks(model, sharding)
-    within = {module: block for block in parts for module in model.get_submodule(block).modules()}
+def connect(model: PreTrainedModel, sharding: Sharding, group: RankGroup, experts: DataParallel) -> None:
+    """Have the layers of a model with its weights, each with its linear method, work with the other ranks' parts.
+    group: of the node. experts: the ranks that divide blocks of experts."""
+    within = sharding.modules_of_blocks
+    summed: dict[str, list[nn.Module]] = {name: [] for name in sharding.blocks}
+    for name, module in sharding.experts.items():
+        connect_experts(module, experts.everyone, whole=sharding.whole_experts)
+        summed[name.rpartition(".")[0]].append(module)
     for module in sharding.row_parallel:
-        if module.bias is not None and group.rank:
+        ranks = experts.everyone if module in within else group
+        if module.bias is not None and ranks.rank:
             module.bias.zero_()  # the sum has it once
         if module in within:
-            parts[within[module]].append(module)
+            summed[within[module]].append(module)
         else:
             attach(module, RowParallelLinear(_method(module), group))
-    for experts in sharding.experts.values():
-        connect_experts(experts, group, whole=sharding.whole_experts)
-    for block, summed in parts.items():
-        sum_block(block, model.get_submodule(block), summed, _few_tokens(model), group)
+    for name, parts in summed.items():
+        sum_block(name, sharding.blocks[name], parts, _few_tokens(model), experts)
     for norm in sharding.wide_norms:
         setattr(norm.attention, norm.name, NormOverRanks(norm, group))
     head: Any = model.get_output_embeddings()
@@ -113,14 +117,6 @@ class NormOverRanks(nn.Module):
         copies = ranks.shape[-2] * ranks.shape[-1] // self.norm.weight.shape[0]  # ranks that have the same KV heads
         normed: Tensor = self.norm(ranks[..., ::copies, :].flatten(-2))
         return normed[..., self._first : self._end]
-
-
-def _blocks(model: PreTrainedModel, sharding: Sharding) -> dict[str, list[nn.Module]]:
-    """The names of the modules that divided experts are in, with these."""
-    found: dict[str, list[nn.Module]] = {}
-    for name, experts in sharding.experts.items():
-        found.setdefault(name.rpartition(".")[0], []).append(experts)
-    return found
 
 
 def _few_tokens(model: PreTrainedModel) -> Tensor:

@@ -18,6 +18,8 @@ class OtherRanks(Protocol):
 
     def compute(self, step: RankStep) -> None: ...
 
+    def idle(self) -> None: ...
+
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None: ...
 
     def warm_up(self) -> None: ...
@@ -29,6 +31,9 @@ class NoOthers:
     """Of a node of one rank."""
 
     def compute(self, step: RankStep) -> None:
+        """Nothing to do."""
+
+    def idle(self) -> None:
         """Nothing to do."""
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
@@ -51,7 +56,8 @@ class Kind(IntEnum):
     COPY_BLOCKS = 1
     WARM_UP = 2
     CAPTURE = 3
-    CLOSE = 4
+    IDLE = 4
+    CLOSE = 5
 
 
 class RemoteRanks:
@@ -62,6 +68,9 @@ class RemoteRanks:
 
     def compute(self, step: RankStep) -> None:
         self._send(Kind.COMPUTE, step.to_array())
+
+    def idle(self) -> None:
+        self._send(Kind.IDLE, np.zeros(0, np.int32))
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         self._send(Kind.COPY_BLOCKS, np.array(pairs, np.int32).reshape(-1))
@@ -84,6 +93,8 @@ def serve(rank: RankModel, receive: Callable[[], tuple[int, Int32Array]]) -> Non
         match Kind(kind):
             case Kind.COMPUTE:
                 rank.compute(RankStep.from_array(array))
+            case Kind.IDLE:
+                rank.idle()
             case Kind.COPY_BLOCKS:
                 rank.copy_blocks([(source, target) for source, target in array.reshape(-1, 2).tolist()])
             case Kind.WARM_UP:

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from engine.model.errors import UnsupportedModel
 from engine.model.experts import expert_modules
+from engine.model.parallel.data_parallel import DataParallel
 from engine.model.parallel.experts import FLAG
 from engine.model.parallel.group import ONE_RANK, RankGroup
 from engine.model.parallel.stages import WHOLE, Stage
@@ -15,15 +16,26 @@ from engine.model.parallel.stages import WHOLE, Stage
 
 class RankPart(NamedTuple):
     """Of a stage's layers what the rank has in its group, which is all ranks of that stage. whole_experts: some experts
-    as a whole, instead of a part of each."""
+    as a whole, instead of a part of each. data: the rank's place among those of several nodes that divide experts;
+    None: there is one node."""
 
     group: RankGroup = ONE_RANK
     stage: Stage = WHOLE
     whole_experts: bool = False
+    data: DataParallel | None = None
+
+    @property
+    def experts(self) -> DataParallel:
+        """The ranks that divide blocks of experts."""
+        return self.data or DataParallel(self.group)
+
+    @property
+    def cuts_weights(self) -> bool:
+        return self.experts.everyone.size > 1
 
     @property
     def is_divided(self) -> bool:
-        return self.group.size > 1 or self.stage.size > 1
+        return self.cuts_weights or self.stage.size > 1
 
     def require_possible(self, model: PreTrainedModel) -> None:
         """model: all of it, without weights. Raises UnsupportedModel if it has no experts to give to ranks."""

@@ -25,6 +25,7 @@ from engine.model.errors import UnsupportedModel
 from engine.model.experts import expert_modules, is_transposed
 from engine.model.parallel.cut import Cut
 from engine.model.parallel.experts import expert_cuts
+from engine.model.parallel.group import RankGroup
 from engine.model.parallel.plan import HEADS, REPLICATED, styles
 from engine.model.parallel.stages import WHOLE, Stage, StandIn, num_held_layers
 
@@ -45,25 +46,45 @@ class WideNorm(NamedTuple):
     end: int
 
 
-@dataclass(slots=True)
-class Sharding:
-    """One rank's part. whole_experts: of experts, too. cuts: by the id of each parameter that is a part of a stored
-    tensor. row_parallel: modules whose results are parts of a sum. experts: modules by name, which are divided."""
+class Place(NamedTuple):
+    """Among ranks that divide something."""
 
     rank: int
     size: int
+
+
+@dataclass(slots=True)
+class Sharding:
+    """One rank's part. place: in its node. block_place: among the ranks that divide blocks of experts, which may be
+    those of several nodes. whole_experts: of experts, too. cuts: by the id of each parameter that is a part of a stored
+    tensor. row_parallel: modules whose results are parts of a sum. experts, and the blocks that they are in: modules by
+    name."""
+
+    place: Place
+    block_place: Place
     kv: KvSlice
     whole_experts: bool = False
     cuts: dict[int, Cut] = field(default_factory=dict)
     row_parallel: list[nn.Linear] = field(default_factory=list)
     wide_norms: list[WideNorm] = field(default_factory=list)
     experts: dict[str, nn.Module] = field(default_factory=dict)
+    blocks: dict[str, nn.Module] = field(default_factory=dict)
     _parts: dict[tuple[nn.Module, str], nn.Parameter] = field(default_factory=dict)
 
+    def columns(self, node: RankGroup, blocks: RankGroup) -> dict[nn.Module, RankGroup]:
+        """The modules that have some of the columns of a weight, and which of the two groups has the others."""
+        experts = () if self.whole_experts else self.experts.values()
+        within = self.modules_of_blocks
+        return {module: blocks if module in within else node for module in (*self.row_parallel, *experts)}
+
     @property
-    def columns(self) -> list[nn.Module]:
-        """The modules that have some of the columns of a weight."""
-        return [*self.row_parallel, *(() if self.whole_experts else self.experts.values())]
+    def modules_of_blocks(self) -> dict[nn.Module, str]:
+        """All modules within blocks of experts, each with its block's name."""
+        return {module: name for name, block in self.blocks.items() for module in block.modules()}
+
+    def place_of(self, name: str) -> Place:
+        """Among the ranks that divide the module of that name."""
+        return self.block_place if any(name.startswith(f"{block}.") for block in self.blocks) else self.place
 
     def cut_of(self, parameter: Tensor) -> Cut | None:
         return self.cuts.get(id(parameter))
@@ -90,11 +111,14 @@ class Sharding:
                     self.cuts[id(parameter)] = _in_proportion(own, cut, _by_rows(module, cut), shape, part)
 
 
-def shard(model: PreTrainedModel, rank: int, size: int, *, whole_experts: bool = False) -> Sharding:
-    """Shrink the parameters of a model without weights, or of a stage of it, to the rank's part. whole_experts:
-    `--enable-expert-parallel`. Raises UnsupportedModel, by name, for a model that cannot be divided so."""
+def shard(
+    model: PreTrainedModel, place: Place, block_place: Place | None = None, *, whole_experts: bool = False
+) -> Sharding:
+    """Shrink the parameters of a model without weights, or of a stage of it, to the rank's part. block_place: see
+    Sharding; None: `place`. whole_experts: `--enable-expert-parallel`. Raises UnsupportedModel, by name, for a model
+    that cannot be divided so."""
     config = model.config.get_text_config()
-    sharding = Sharding(rank, size, kv_slice(config, rank, size), whole_experts)
+    sharding = Sharding(place, block_place or place, kv_slice(config, *place), whole_experts)
     style_of = styles(model)
     embedding, head = _vocabulary(model)
     if embedding is not None and head is not None and head.weight is embedding.weight:
@@ -116,7 +140,7 @@ def shard(model: PreTrainedModel, rank: int, size: int, *, whole_experts: bool =
             num_attentions += name.endswith(_KV[0])
         for own, parameter in module.named_parameters(prefix=name, recurse=False):
             if style_of(own) == HEADS:
-                first, end = _exactly(len(parameter), rank, size, own)
+                first, end = _exactly(len(parameter), place, own)
                 _shrink(sharding, module, own.rpartition(".")[2], Cut(0, first, end, tuple(parameter.shape)))
     if num_attentions != num_held_layers(model):
         raise UnsupportedModel(f"{config.model_type} has no tensor-parallel plan for its attention")
@@ -126,7 +150,9 @@ def shard(model: PreTrainedModel, rank: int, size: int, *, whole_experts: bool =
 def _cut_experts(sharding: Sharding, model: PreTrainedModel) -> None:
     sharding.experts = dict(expert_modules(model))
     for name, module in sharding.experts.items():
-        cuts = expert_cuts(name, module, sharding.rank, sharding.size, whole=sharding.whole_experts)
+        block = name.rpartition(".")[0]
+        sharding.blocks[block] = model.get_submodule(block)
+        cuts = expert_cuts(name, module, *sharding.block_place, whole=sharding.whole_experts)
         for parameter, cut in cuts.items():
             _shrink(sharding, module, parameter, cut)
 
@@ -162,9 +188,9 @@ def _cut_linear(sharding: Sharding, config: Any, name: str, module: nn.Module, s
         style = _OVER_HEADS[style]
     if type(module) is not nn.Linear or style not in ("colwise", "rowwise"):
         raise UnsupportedModel(f"{config.model_type}: {name} has the tensor-parallel style {style}, which is not known")
-    rank, size = sharding.rank, sharding.size
+    place = sharding.place_of(name)
     if style == "rowwise":
-        first, end = _exactly(module.in_features, rank, size, name)
+        first, end = _exactly(module.in_features, place, name)
         _shrink(sharding, module, "weight", Cut(1, first, end, tuple(module.weight.shape)))
         module.in_features = end - first
         sharding.row_parallel.append(module)
@@ -173,7 +199,7 @@ def _cut_linear(sharding: Sharding, config: Any, name: str, module: nn.Module, s
         head_dim = module.out_features // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
         first, end = sharding.kv.head_start * head_dim, sharding.kv.head_end * head_dim
     else:
-        first, end = _exactly(module.out_features, rank, size, name)
+        first, end = _exactly(module.out_features, place, name)
     for parameter in ("weight", "bias"):
         if getattr(module, parameter) is not None:
             _shrink(sharding, module, parameter, Cut(0, first, end, tuple(getattr(module, parameter).shape)))
@@ -191,7 +217,7 @@ def _require_wide(name: str, norm: nn.Module, width: int) -> None:
 
 def _cut_vocabulary(sharding: Sharding, module: nn.Embedding | nn.Linear, vocab_size: int) -> nn.Parameter:
     """The part of the weight. Rows beyond the vocabulary, which make all ranks' parts equal in size, are zero."""
-    first, end = _even(vocab_size, sharding.rank, sharding.size)
+    first, end = _even(vocab_size, sharding.place)
     if isinstance(module, nn.Embedding):
         module.num_embeddings, module.padding_idx = end - first, None
     else:
@@ -229,13 +255,13 @@ def _in_proportion(name: str, cut: Cut, dim: int, whole: tuple[int, ...], part: 
     return found
 
 
-def _even(number: int, rank: int, size: int) -> tuple[int, int]:
+def _even(number: int, place: Place) -> tuple[int, int]:
     """Equal parts that together are at least `number`."""
-    part = -(-number // size)
-    return rank * part, (rank + 1) * part
+    part = -(-number // place.size)
+    return place.rank * part, (place.rank + 1) * part
 
 
-def _exactly(number: int, rank: int, size: int, name: str) -> tuple[int, int]:
-    if number % size:
-        raise UnsupportedModel(f"{name}: {number} features cannot be divided among {size} ranks")
-    return _even(number, rank, size)
+def _exactly(number: int, place: Place, name: str) -> tuple[int, int]:
+    if number % place.size:
+        raise UnsupportedModel(f"{name}: {number} features cannot be divided among {place.size} ranks")
+    return _even(number, place)

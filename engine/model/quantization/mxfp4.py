@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -35,16 +35,16 @@ class Mxfp4(Quantization):
                 raise UnsupportedModel(f"MXFP4 with {name} {stated[name]}: only {size} can be run")
         self._stored = stored
         self._unquantized = list(stated.get("modules_to_not_convert") or ())
-        self._columns: frozenset[nn.Module] = frozenset()
-        self._num_ranks = 1
+        self._columns: Mapping[nn.Module, RankGroup] = {}
+        self._is_divided = False
 
     @property
     def can_divide(self) -> bool:
         """Where blocks end at the ends of the ranks' parts."""
         return True
 
-    def divide(self, columns: Sequence[nn.Module], group: RankGroup) -> None:
-        self._columns, self._num_ranks = frozenset(columns), group.size
+    def divide(self, columns: Mapping[nn.Module, RankGroup]) -> None:
+        self._columns, self._is_divided = columns, True
 
     def create_weights(self, name: str, module: nn.Linear) -> None:
         """Nothing to do: linear layers are not quantized."""
@@ -93,6 +93,6 @@ class Mxfp4(Quantization):
         found = self._stored.get(name)
         if found is None:
             return
-        fits = found.shape == tuple(tensor.shape) if self._num_ranks == 1 else found.shape[3:] == tensor.shape[3:]
+        fits = found.shape[3:] == tensor.shape[3:] if self._is_divided else found.shape == tuple(tensor.shape)
         if not fits or found.dtype != "U8":
             raise UnsupportedModel(f"{name} is {found.dtype} {found.shape}, in MXFP4 U8 {tuple(tensor.shape)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -30,15 +30,14 @@ class _Online(Quantization):
     values: torch.dtype
 
     def __init__(self) -> None:
-        self._columns: frozenset[nn.Module] = frozenset()
-        self._group: RankGroup = ONE_RANK
+        self._columns: Mapping[nn.Module, RankGroup] = {}
 
     @property
     def can_divide(self) -> bool:
         return True
 
-    def divide(self, columns: Sequence[nn.Module], group: RankGroup) -> None:
-        self._columns, self._group = frozenset(columns), group
+    def divide(self, columns: Mapping[nn.Module, RankGroup]) -> None:
+        self._columns = columns
 
     def create_weights(self, name: str, module: nn.Linear) -> None:
         """Nothing to do: the files have what nn.Linear has."""
@@ -46,7 +45,7 @@ class _Online(Quantization):
     def process_weights_after_loading(self, name: str, module: nn.Linear, dtype: torch.dtype) -> LinearMethod:
         if self._leaves(name.rpartition(".")[2], module, dtype):
             return super().process_weights_after_loading(name, module, dtype)
-        others = self._group if module in self._columns else ONE_RANK
+        others = self._columns.get(module, ONE_RANK)
         parts = [quantize_columns(rows, self.values, others) for rows in torch.split(module.weight.detach(), _ROWS)]
         values, scale = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         return install(module, QuantizedWeight(values, scale), dtype)
@@ -63,7 +62,7 @@ class OnlineFp8(_Online):
 
     def process_experts(self, name: str, module: nn.Module, dtype: torch.dtype) -> bool:
         """With a scale per output feature of each expert."""
-        quantized = quantize_fp8(module, self._group if module in self._columns else ONE_RANK)
+        quantized = quantize_fp8(module, self._columns.get(module, ONE_RANK))
         if not quantized:
             log.warning("not quantized: %s", name)
         return quantized
