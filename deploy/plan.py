@@ -42,6 +42,8 @@ class Machine:
 class NodePorts:
     listen: HostPort
     metrics: HostPort
+    peers: HostPort | None = None
+    """Where the data parallel nodes meet of which this is rank 0."""
 
 
 def this_machine() -> Machine:
@@ -55,8 +57,15 @@ def this_machine() -> Machine:
 
 
 def node_names(settings: OwnSettings) -> list[str]:
-    prefills = [f"prefill-{i}" for i in range(settings.prefill)]
-    return prefills + [f"decode-{i}" for i in range(settings.decode)]
+    number = {"prefill": settings.prefill, "decode": settings.decode}
+    return [f"{role}-{i}" for role, num in number.items() for i in range(num * settings.num_peers(role))]
+
+
+def peers_of(settings: OwnSettings, name: str) -> tuple[str, int]:
+    """The data parallel node with rank 0 among those of that name's, and that one's rank."""
+    role, _, number = name.partition("-")
+    rank = int(number) % settings.num_peers(role)
+    return f"{role}-{int(number) - rank}", rank
 
 
 def plan(
@@ -71,8 +80,9 @@ def plan(
         own += _kv_events(settings, index)
         sizes = zip(_PARALLEL, settings.parallel_sizes(name), strict=True)
         own += [f"{flag_name(flag)}={size}" for flag, size in sizes if size > 1]
-        if settings.enable_expert_parallel and settings.parallel_sizes(name)[0] > 1:
+        if settings.enable_expert_parallel and settings.parallel_sizes(name)[0] * settings.num_peers(name) > 1:
             own.append("--enable-expert-parallel")
+        own += _data_parallel(settings, name, ports)
         env = {"OMP_NUM_THREADS": threads, **gpus[name].env}
         arguments = (*settings.node_flags(), *own, f"--cpu-threads={threads}", *gpus[name].arguments)
         nodes.append(Child(name, f"{name.split('-')[0]}_node.main", arguments, env))
@@ -84,9 +94,11 @@ def placement(settings: OwnSettings, machine: Machine) -> str | None:
     ranks that this machine has no place for."""
     names = node_names(settings)
     ranks = {name: settings.num_ranks(name) for name in names}
-    if settings.enable_expert_parallel and all(settings.parallel_sizes(name)[0] == 1 for name in names):
+    if settings.enable_expert_parallel and all(
+        settings.parallel_sizes(name)[0] * settings.num_peers(name) == 1 for name in names
+    ):
         raise ValueError("--enable-expert-parallel: divides experts among ranks, and no stage has more than one")
-    if not any(size > 1 for size in ranks.values()):
+    if not any(size > 1 for size in ranks.values()) and len(names) == settings.prefill + settings.decode:
         return None
     if settings.device != "cpu" and machine.gpus:
         return _placement_on_gpus(settings, machine, ranks)
@@ -148,6 +160,16 @@ _PARALLEL = "tensor_parallel_size", "pipeline_parallel_size"
 def _threads(settings: OwnSettings, machine: Machine, names: Sequence[str]) -> int:
     """Of each rank."""
     return settings.cpu_threads or max(1, machine.num_cores // sum(map(settings.num_ranks, names)))
+
+
+def _data_parallel(settings: OwnSettings, name: str, ports: Mapping[str, NodePorts]) -> list[str]:
+    size, (first, rank) = settings.num_peers(name), peers_of(settings, name)
+    if size == 1:
+        return []
+    at = ports[first].peers
+    assert at is not None
+    flags = {"size": size, "rank": rank, "address": at.host, "rpc_port": at.port}
+    return [f"{flag_name(f'data_parallel_{flag}')}={value}" for flag, value in flags.items()]
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:

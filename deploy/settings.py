@@ -57,6 +57,19 @@ class OwnSettings(Settings):
         False,
         description="of a mixture of experts, give each rank some experts as a whole, instead of a part of each",
     )
+    data_parallel_size: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="nodes, each with requests of its own, that divide the experts among them; so many are started "
+        "for each node of --prefill and --decode",
+    )
+    prefill_data_parallel_size: int | None = Field(
+        None, ge=1, le=64, description="likewise, for each of --prefill; unset: --data-parallel-size"
+    )
+    decode_data_parallel_size: int | None = Field(
+        None, ge=1, le=64, description="likewise, for each of --decode; unset: --data-parallel-size"
+    )
     cpu_threads: int | None = Field(
         None,
         ge=1,
@@ -82,6 +95,12 @@ class OwnSettings(Settings):
         own = self.prefill_tensor_parallel_size if is_prefill else self.decode_tensor_parallel_size
         return own or self.tensor_parallel_size, self.prefill_pipeline_parallel_size if is_prefill else 1
 
+    def num_peers(self, role: str) -> int:
+        """Data parallel nodes that share experts, for nodes of the role, or of such a name."""
+        is_prefill = role.startswith("prefill")
+        own = self.prefill_data_parallel_size if is_prefill else self.decode_data_parallel_size
+        return own or self.data_parallel_size
+
     def node_flags(self) -> list[str]:
         """Flags for every node: the model, and the settings given here by flag, environment or file."""
         return [f"--model={self.model}", *_flags(self, _HANDED_ON_TO_NODES)]
@@ -96,13 +115,16 @@ class OwnSettings(Settings):
         return {env_name(name): " ".join(found) for name, found in keys.items() if found}
 
 
-_PER_PROCESS = {"listen", "advertise", "metrics_port", "node_id"}
+_PER_PROCESS = {"listen", "advertise", "metrics_port", "node_id", "data_parallel_rank"}
 _OF_ONE_ROLE = {"pipeline_parallel_size"}
 """Here there is a flag of its own for the nodes that take it."""
 
 
-_BETWEEN_MACHINES = {"ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs"}
-"""A cluster on one machine serves without TLS, also to `baton-up` itself."""
+_BETWEEN_MACHINES = {
+    *("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs"),
+    *("data_parallel_address", "data_parallel_rpc_port"),
+}
+"""A cluster on one machine serves without TLS, also to `baton-up` itself, and its nodes meet at free ports."""
 
 
 def _handed_on(settings: type[Settings]) -> dict[str, FieldInfo]:

@@ -53,9 +53,9 @@ class _Cluster:
         self._settings = settings
         self._http, self._grpc = _reachable(http_port.address), _reachable(grpc_port.address)
         local = HostPort(NODE_HOST, 0)
-        self._node_ports = {name: (HeldPort(local), HeldPort(local)) for name in node_names(settings)}
+        self._node_ports = {name: tuple(HeldPort(local) for _ in range(3)) for name in node_names(settings)}
         self._own_ports = (http_port, grpc_port)
-        ports = {name: NodePorts(a.address, b.address) for name, (a, b) in self._node_ports.items()}
+        ports = {name: NodePorts(*(port.address for port in held)) for name, held in self._node_ports.items()}
         self._children = plan(settings, machine, http_port.address, grpc_port.address, ports)
 
     async def serve(self, placed: str | None) -> int:

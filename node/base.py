@@ -10,9 +10,9 @@ from baton.layout import KvLayout
 from kv_transfer.mover import KvMover
 from kv_transfer.slots import Slots
 from kv_transfer.transport import Transport
-from node.data_parallel import PeerNodes
 from node.describe import ServedModel
 from node.logits_processors import LogitsProcessors
+from node.peer_nodes import PeerNodes
 from node.settings import NodeSettings
 
 if TYPE_CHECKING:

@@ -40,8 +40,9 @@ from engine.model.parallel.sharding import kv_slice
 from engine.model.parallel.stages import Stage
 from engine.model.runner import TorchModelRunner
 from node import pool_size
-from node.data_parallel import PeerNodes, join_ranks, meet
+from node.data_parallel import join_ranks, meet
 from node.errors import StartupError
+from node.peer_nodes import PeerNodes
 from node.ranks import Ranks
 from node.settings import GIB, NodeSettings
 from node.tokenizer import TokenizerFiles, read_tokenizer
@@ -119,7 +120,9 @@ def build(settings: NodeSettings, wake: Callable[[], None] | None = None, ranks:
     if ranks is None and peers is None:
         return _build(settings, checkpoint, wake, None, ONE_STAGE)
     try:
-        everyone = ONE_RANK if ranks is None else ranks.join(device_of(settings), peers and peers.store)
+        everyone = (
+            ONE_RANK if ranks is None else ranks.join(device_of(settings), None if peers is None else peers.store.at)
+        )
         return _build(settings, checkpoint, wake, ranks, Pipeline(everyone, settings.pipeline_parallel_size), peers)
     except RuntimeError as error:  # of a collective: another rank has ended
         raise StartupError(str(error)) if ranks is None else ranks.why(error) from error
@@ -130,6 +133,7 @@ def _meet_peers(settings: NodeSettings, checkpoint: Checkpoint, wake: Callable[[
     if device.type == "cuda":
         raise ValueError("--data-parallel-size: nodes that share experts compute on a CPU so far, with --device cpu")
     serves = {
+        "--max-model-len": str(settings.max_model_len),
         "--model": _fingerprint(settings, checkpoint, settings.max_model_len or checkpoint.max_model_len),
         "--tensor-parallel-size": str(settings.tensor_parallel_size),
         "--dtype": settings.dtype,
@@ -147,7 +151,7 @@ def _build(
     peers: PeerNodes | None = None,
 ) -> Built:
     tokenizer = _read_tokenizer(settings, checkpoint.path)
-    data = ONE_NODE if peers is None else join_ranks(settings, 0, peers.store)
+    data = ONE_NODE if peers is None else join_ranks(settings, 0, peers.store.at)
     part = load_part(settings, checkpoint, pipeline, data)
     config, device = part.config, part.model.device
     layer_groups = settings.layer_groups(device.type == "cuda")

@@ -14,8 +14,8 @@ _RECEIVE_BYTES = 4096
 
 
 class PeerLink:
-    """A connection to one other node. Any thread may `send`; one thread reads. Raises OSError once it is broken, or the
-    other node sends what is no such line."""
+    """Any thread may `send`; one thread reads. Raises OSError once the connection is broken, or the other node sends
+    what is no such line."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -34,7 +34,19 @@ class PeerLink:
 
     def receive(self) -> list[dict[str, Any]]:
         """What has come since the last call; waits for something, which may be less than a line."""
-        data = self._socket.recv(_RECEIVE_BYTES)
+        return self._receive(_RECEIVE_BYTES)
+
+    def receive_one(self, timeout_s: float) -> dict[str, Any]:
+        """The next line, and nothing of what follows. Raises TimeoutError."""
+        deadline = time.monotonic() + timeout_s
+        while select.select([self], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            line, newline, _ = self._socket.recv(_RECEIVE_BYTES, socket.MSG_PEEK).partition(b"\n")
+            if said := self._receive(len(line) + len(newline) or 1):
+                return said[0]
+        raise TimeoutError(f"nothing has come for {timeout_s:g} s")
+
+    def _receive(self, num_bytes: int) -> list[dict[str, Any]]:
+        data = self._socket.recv(num_bytes)
         if not data:
             raise ConnectionResetError("the other node has closed the connection")
         *lines, self._data = (self._data + data).split(b"\n")
@@ -42,20 +54,12 @@ class PeerLink:
             raise OSError("a line is too long")
         try:
             said = [json.loads(line) for line in lines]
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise OSError(f"what it sent is not JSON: {error}") from error
         if not all(isinstance(one, dict) for one in said):
             raise OSError("what it sent is no object")
         self.num_silent = 0
         return said
-
-    def receive_one(self, timeout_s: float) -> dict[str, Any]:
-        """The next line, of an end that sends no more than that before it is answered. Raises TimeoutError."""
-        deadline = time.monotonic() + timeout_s
-        while select.select([self], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            if said := self.receive():
-                return said[0]
-        raise TimeoutError(f"nothing has come for {timeout_s:g} s")
 
     def close(self) -> None:
         self._socket.close()

@@ -27,9 +27,9 @@ from baton.open_files import raise_open_files
 from baton.signals import stop_signals
 from baton.telemetry import configure_logging
 from node import preflight
-from node.data_parallel import PeerNodes
 from node.errors import StartupError
 from node.loop import NodeLoop
+from node.peer_nodes import PeerNodes
 from node.rank_process import run_rank
 from node.ranks import Ranks, fork_ranks
 from node.settings import NodeSettings

@@ -26,11 +26,11 @@ from baton.v1 import node_pb2_grpc
 from baton.wire import Limits
 from node.audit import verdict
 from node.books import Books
-from node.data_parallel import PeerNodes
 from node.errors import StartupError
 from node.events import Draining, Role
 from node.handoff_stream import PeerTransport, Post
 from node.loop import Counts, NodeLoop, Turn
+from node.peer_nodes import PeerNodes
 from node.profiling import Profiling, Watch
 from node.sessions import Sessions
 from node.settings import NodeSettings

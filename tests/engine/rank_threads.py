@@ -21,6 +21,7 @@ from engine.model.attention import Probe, probe
 from engine.model.fast import FusedReport
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
+from engine.model.parallel.data_parallel import NO_WAVES, ONE_NODE, DataParallel, Waves
 from engine.model.parallel.group import GlooRanks, RankGroup
 from engine.model.parallel.others import RemoteRanks, serve
 from engine.model.parallel.part import RankPart
@@ -52,11 +53,11 @@ class Load:
         self._whole_experts, self.num_stages = whole_experts, num_stages
         self.reports: list[FusedReport] = []
 
-    def __call__(self, pipeline: Pipeline) -> tuple[PreTrainedModel, Probe]:
+    def __call__(self, pipeline: Pipeline, data: DataParallel | None = None) -> tuple[PreTrainedModel, Probe]:
         model = loader.load_model(
             Checkpoint.open(self._folder),
             quantization=self._quantization,
-            part=RankPart(pipeline.peers, pipeline.stage, self._whole_experts),
+            part=RankPart(pipeline.peers, pipeline.stage, self._whole_experts, data),
         )
         probed = probe(model, self.config.max_model_len)
         if self._fused:
@@ -93,12 +94,15 @@ def ranked_runner(
     *,
     before: Callable[[int], object] = lambda rank: None,
     wake: Callable[[], None] | None = None,
+    join: Callable[[int], DataParallel | None] = lambda rank: None,
+    waves: Waves = NO_WAVES,
 ) -> Iterator[tuple[TorchModelRunner, list[RankModel]]]:
     """The runner of rank 0, and the models of all `size` ranks. before: is called by each other rank, on its thread,
-    when it has a message and has not done it."""
+    when it has a message and has not done it. join: meets data parallel nodes, on each rank's thread."""
     if size == 1:
-        model, probed = load(ONE_STAGE)
-        runner = make(model, load.config, probed)
+        data = join(0)
+        model, probed = load(ONE_STAGE, data)
+        runner = make(model, load.config, probed, data=data or ONE_NODE, waves=waves)
         yield runner, [runner.rank]
         return
     inboxes: list[Inbox] = [SimpleQueue() for _ in range(1, size)]
@@ -106,9 +110,11 @@ def ranked_runner(
 
     def run(group: RankGroup) -> None:
         pipeline = Pipeline(group, load.num_stages)
-        model, probed = load(pipeline)
+        data = join(group.rank)
+        model, probed = load(pipeline, data)
         last_tokens = torch.zeros(load.config.max_num_seqs, dtype=torch.int32)
-        ranks[group.rank] = RankModel(model, load.config, probed, last_tokens, pipeline=pipeline)
+        place = {"pipeline": pipeline, "data": data or ONE_NODE}
+        ranks[group.rank] = RankModel(model, load.config, probed, last_tokens, **place)  # type: ignore[arg-type]
         group.minimum(0)  # all are there
 
         def receive() -> tuple[int, Int32Array]:
@@ -126,8 +132,10 @@ def ranked_runner(
         others = RemoteRanks(send)
         try:
             pipeline = Pipeline(group, load.num_stages)
-            model, probed = load(pipeline)
-            runner = make(model, load.config, probed, pipeline=pipeline, others=others, wake=wake)
+            data = join(0)
+            model, probed = load(pipeline, data)
+            together = {"data": data or ONE_NODE, "waves": waves}
+            runner = make(model, load.config, probed, pipeline=pipeline, others=others, wake=wake, **together)  # type: ignore[arg-type]
             group.minimum(0)
             yield runner, [runner.rank, *(ranks[rank] for rank in range(1, size))]
         finally:

@@ -42,7 +42,7 @@ def misfortune(case: str, moment: str) -> None:
 def run_rank(case: str, seat: RankSeat) -> None:
     mine = case if seat.number == SIZE - 1 else ""
     misfortune(mine, "start")
-    group = seat.join(CPU)
+    group = seat.join(CPU)[0]
     group.minimum(SIZE)  # all have met
     misfortune(mine, "load")
     group.minimum(seat.number)  # as loading does

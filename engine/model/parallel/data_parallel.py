@@ -63,7 +63,7 @@ class DataParallel:
         return total[..., first : first + self._num_rows[node], :]
 
     def _told(self, num_rows: int) -> list[int]:
-        return self.peers.all_gather(torch.tensor([num_rows])).tolist()  # type: ignore[no-any-return]
+        return self.peers.all_gather(torch.tensor([num_rows])).tolist()
 
 
 ONE_NODE = DataParallel(ONE_RANK)

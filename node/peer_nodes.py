@@ -1,0 +1,210 @@
+"""The other data parallel nodes, as this one sees them: they step in waves, and end together.
+
+    all have loaded -> waves of steps -> one is told to stop, so all drain -> all have drained -> all leave
+
+Rank 0 passes on what one node says to the others. Each node has experts that the others need, so one that dies or hangs
+ends them all, by name, and routers go on elsewhere. How they meet: `node.data_parallel`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from baton.address import HostPort
+from node.peer_links import PeerLink
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 0.2
+_LEFT_S = 5.0
+_HAS_ENDED = "has ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds. join: until all nodes have come. silence: a node that says nothing for so long hangs; loading_silence:
+    while some load, which may hold Python's lock. report: what a node has to say why its own start failed, before the
+    end of another ends it."""
+
+    join: float = 300.0
+    silence: float = 5.0
+    loading_silence: float = 60.0
+    report: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Where the ranks of all nodes meet. server: on rank 0, which serves it as long as it has this object."""
+
+    at: HostPort
+    server: object = None
+
+
+class PeerNodes:
+    """Implements `engine.model.parallel.data_parallel.Waves`. links: to all others on rank 0, else to rank 0. wake: is
+    called, on another thread, when the engine should step for others.
+
+    Watches the others from the beginning; ends this process when one is lost, until `leave`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        links: Mapping[int, PeerLink],
+        store: Store,
+        wake: Callable[[], None],
+        limits: Limits,
+    ) -> None:
+        self.store = store
+        self._rank, self._size, self._links = rank, size, links
+        self._wake, self._limits = wake, limits
+        self._wave, self._last_started = 0, -1
+        self._state = threading.Condition()
+        self._ready: set[int] = set()
+        self._drained: set[int] = set()
+        self._told_to_stop = False
+        self._stop: Callable[[], object] | None = None
+        self._left = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="peer nodes", daemon=True)
+        self._watcher.start()
+
+    # ---- waves, on the engine's thread ----
+
+    @property
+    def running(self) -> bool:
+        return self._last_started >= self._wave
+
+    def start(self) -> None:
+        with self._state:
+            if self.running:
+                return
+            self._last_started = self._wave
+        self._say(wave=self._wave)
+
+    def end(self) -> None:
+        with self._state:
+            self._wave += 1
+            self._state.notify_all()
+
+    # ---- the node's life ----
+
+    def ready(self, stop: Callable[[], object]) -> None:
+        """This node has loaded, and serves. stop: is called, on another thread, when another one is told to stop: this
+        one should drain, too."""
+        with self._state:
+            self._stop = stop
+            self._ready.add(self._rank)
+            told = self._told_to_stop
+        self._say(ready=True)
+        if told:
+            stop()
+
+    def stop_others(self) -> None:
+        """This node is told to stop, and all others with it."""
+        self._say(stopping=True)
+
+    def leave(self, timeout_s: float) -> bool:
+        """This node has drained. Wait until all have, while it still takes part in their steps; after that, the loss of
+        one means nothing any more. False: some have not in time."""
+        deadline = time.monotonic() + timeout_s
+        with self._state:
+            self._state.wait_for(lambda: not self.running, timeout_s)
+        self._say(drained=True)
+        with self._state:
+            self._drained.add(self._rank)
+            all_have = self._state.wait_for(lambda: len(self._drained) == self._size, deadline - time.monotonic())
+        self._left.set()
+        return all_have
+
+    def close(self) -> None:
+        """End the links; on rank 0 after the others have, whose ranks have connections to this one's. Idempotent."""
+        self._left.set()
+        self._watcher.join()
+        links, self._links = self._links, {}
+        for link in links.values():
+            if self._rank == 0:
+                with contextlib.suppress(OSError):
+                    while select.select([link], [], [], _LEFT_S)[0]:
+                        link.receive()
+            link.close()
+
+    # ---- the others ----
+
+    def _say(self, **said: Any) -> None:
+        self._pass_on({"rank": self._rank, **said}, of=self._rank)
+
+    def _pass_on(self, said: dict[str, Any], of: int) -> None:
+        for rank, link in self._links.items():
+            if rank != of:
+                with contextlib.suppress(OSError):  # the watch knows
+                    link.send(**said)
+
+    def _watch(self) -> None:
+        next_beat = time.monotonic()
+        while not self._left.is_set():
+            ready, _, _ = select.select(list(self._links.values()), [], [], max(0.0, next_beat - time.monotonic()))
+            for rank in [rank for rank, link in self._links.items() if link in ready]:
+                self._receive(rank)
+            if time.monotonic() >= next_beat:
+                next_beat = time.monotonic() + BEAT_S
+                self._beat()
+
+    def _receive(self, rank: int) -> None:
+        try:
+            for said in self._links[rank].receive():
+                self._heard(rank, said)
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            log.debug("peer lost", exc_info=error)
+            self._lost(f"data parallel rank {rank} {_HAS_ENDED}")
+
+    def _beat(self) -> None:
+        """Silence counts in slices in which this node listened, as in `baton.silence`."""
+        self._say(beat=True)
+        limit_s = self._limits.silence if len(self._ready) == self._size else self._limits.loading_silence
+        for rank, link in self._links.items():
+            link.num_silent += 1
+            if link.num_silent * BEAT_S > limit_s:
+                self._lost(f"data parallel rank {rank} has been silent for {limit_s:g} s")
+
+    def _heard(self, of: int, said: dict[str, Any]) -> None:
+        if "beat" in said:
+            return
+        if self._rank == 0:
+            self._pass_on(said, of)
+        if "lost" in said:
+            self._lost(str(said["lost"]))
+        rank = int(said["rank"])
+        with self._state:
+            if "wave" in said:
+                self._last_started = max(self._last_started, int(said["wave"]))
+            if "ready" in said:
+                self._ready.add(rank)
+            if "drained" in said:
+                self._drained.add(rank)
+            self._told_to_stop |= "stopping" in said
+            stop = self._stop if "stopping" in said else None
+            self._state.notify_all()
+        if "wave" in said:
+            self._wake()
+        if stop is not None:
+            stop()
+
+    def _lost(self, why: str) -> None:
+        """End this process: what is under way cannot be unwound, since steps wait for the lost node for ever."""
+        if self._left.is_set():
+            return
+        self._say(lost=why)
+        if self._rank not in self._ready and self._left.wait(self._limits.report):
+            return  # the start of this node has failed, and said why
+        log.critical("%s: the node ends", why)
+        logging.shutdown()
+        os._exit(1)

@@ -1,0 +1,205 @@
+"""Nodes that divide experts among them: each has the logits that it would have alone, whatever the others compute."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._C._distributed_c10d import HashStore
+from transformers import Qwen2MoeConfig
+
+from engine.model.experts import expert_modules
+from engine.model.parallel.data_parallel import DataParallel
+from engine.model.parallel.group import GlooRanks, OneRank, RankGroup
+from engine.sequence import Sequence
+from engine.step import Chunk
+from tests.engine import tiny_models
+from tests.engine.rank_threads import TIMEOUT_S, Load, in_threads, ranked_runner
+from tests.engine.test_expert_parallel import FAMILIES
+from tests.engine.test_model_families import SIZES, sequences
+from tests.engine.test_sharding import LogitsOf, fill_biases
+
+torch.set_num_threads(1)
+
+SHARED = Qwen2MoeConfig(
+    **tiny_models.SHAPE,
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    shared_expert_intermediate_size=48,
+)
+MODELS = {**FAMILIES, "qwen2_moe": SHARED}
+CI = {
+    ("gpt_oss", 2, 2, None),
+    ("qwen2_moe", 2, 2, "fp8"),
+    ("glm4_moe", 4, 1, None),
+}
+CASES = [
+    pytest.param(*case, marks=[] if case in CI else pytest.mark.full)
+    for family in MODELS
+    for num_nodes, num_ranks in ((2, 1), (2, 2), (4, 1))
+    for quantization in (None, "fp8")
+    if (case := (family, num_nodes, num_ranks, quantization))
+]
+NUM_STEPS = 4
+
+
+class Always:
+    """Waves that never end."""
+
+    running = True
+
+    def start(self) -> None:
+        """They have started."""
+
+    def end(self) -> None:
+        """They go on."""
+
+
+def steps_of(node: int) -> dict[int, list[Chunk]]:
+    """By the number of the step: none of the nodes has one in each, in some there is one node alone, in the last none.
+    Their sizes differ."""
+    a, b = sequences([40 + 7 * node, 21])
+    end = len(a.tokens)
+    steps = {
+        0: [Chunk.of(a, 0, end - 9)],
+        1: [Chunk.of(a, end - 9, 8), Chunk.of(b, 0, 20)],
+        2: [Chunk.of(a, end - 1, 1), Chunk.of(b, 20, 1)],
+    }
+    return {number: steps[number] for number in steps if node == 0 or number != node % 2}
+
+
+def logits(load: Load, num_ranks: int, steps: dict[int, list[Chunk]], **node: Any) -> torch.Tensor:
+    """Of all steps, one below the other."""
+    with ranked_runner(num_ranks, load, LogitsOf, **node) as (runner, _):
+        assert isinstance(runner, LogitsOf)
+        rows: list[torch.Tensor] = []
+        for number in range(NUM_STEPS):
+            if number in steps:
+                rows += runner(*steps[number])
+            assert runner.keep_up(number in steps) == (runner._waves.running)
+        return torch.stack(rows)
+
+
+@pytest.mark.parametrize(("family", "num_nodes", "num_ranks", "quantization"), CASES)
+def test_logits_are_those_of_a_node_alone(
+    family: str, num_nodes: int, num_ranks: int, quantization: str | None, tmp_path: Path
+) -> None:
+    folder = tiny_models.save(MODELS[family], tmp_path)
+    fill_biases(folder)
+    store, size = HashStore(), num_nodes * num_ranks
+
+    def of_node(node: int) -> torch.Tensor:
+        def join(rank: int) -> DataParallel:
+            return DataParallel(GlooRanks(store, rank * num_nodes + node, size, TIMEOUT_S), num_nodes)
+
+        load = Load(folder, SIZES, fused=True, whole_experts=True, quantization=quantization)
+        return logits(load, num_ranks, steps_of(node), join=join, waves=Always())
+
+    with ThreadPoolExecutor(num_nodes) as pool:
+        together = list(pool.map(of_node, range(num_nodes), timeout=TIMEOUT_S))
+    for node, own in enumerate(together):
+        alone = logits(Load(folder, SIZES, fused=True, quantization=quantization), 1, steps_of(node))
+        assert own.shape == alone.shape
+        error = (own - alone).norm(dim=-1) / alone.norm(dim=-1)
+        assert float(error.max()) < 1e-5
+
+
+def test_each_expert_is_on_one_rank(tmp_path: Path) -> None:
+    """Of all nodes; a shared expert's columns likewise."""
+    folder, models = tiny_models.save(SHARED, tmp_path), {}
+
+    def run(group: RankGroup) -> None:
+        load = Load(folder, SIZES, fused=False, whole_experts=True)
+        with ranked_runner(1, load, LogitsOf, join=lambda _: DataParallel(group, 2)) as (runner, _):
+            models[group.rank] = runner.model
+
+    with in_threads(2, run) as group:
+        run(group)
+    whole: Any = tiny_models.reference(folder)
+    for index, (_, module) in enumerate(expert_modules(whole)):
+        parts: list[Any] = [expert_modules(models[rank])[index][1] for rank in (0, 1)]
+        assert torch.equal(torch.cat([part.down_proj for part in parts]), module.down_proj)
+    shared = [models[rank].model.layers[0].mlp.shared_expert.down_proj.weight for rank in (0, 1)]
+    assert torch.equal(torch.cat(shared, 1), whole.model.layers[0].mlp.shared_expert.down_proj.weight)
+    assert (
+        models[0].model.layers[0].self_attn.q_proj.weight.shape == whole.model.layers[0].self_attn.q_proj.weight.shape
+    )
+
+
+class Together(OneRank):
+    """One of several ranks, which sees what all of them give. given: by each of them, of the same call."""
+
+    def __init__(self, rank: int, given: list[torch.Tensor]) -> None:
+        self.rank, self.size, self.given = rank, len(given), given
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        assert torch.equal(x, self.given[self.rank])
+        return torch.cat(self.given, -1)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.size
+
+    def part(self, first: int, size: int) -> RankGroup:
+        assert (first, size) == (0, self.size)
+        return self
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 5), min_size=2, max_size=4), st.booleans())
+def test_rows_go_and_come_back(num_rows: list[int], meets: bool) -> None:
+    """Whatever number each node has, in a step or outside."""
+    rows = [torch.arange(num * 3.0).view(1, num, 3) + 100 * node for node, num in enumerate(num_rows)]
+    numbers = [torch.tensor([num]) for num in num_rows]
+    padded = [torch.cat([row[0], row.new_zeros(max(num_rows) - row.shape[1], 3)]).view(-1) for row in rows]
+    for node, own in enumerate(rows):
+        group = Together(node, numbers)
+        data = DataParallel(group, len(num_rows))
+        if meets:
+            assert data.meet(num_rows[node]) == any(num_rows)
+            group.given = padded
+        else:
+            data._told = lambda num: num_rows  # type: ignore[method-assign]
+            group.given = padded
+        everyone = data.gather(own)
+        assert torch.equal(everyone, torch.cat(rows, 1))
+        assert torch.equal(data.sum_own(everyone), own * len(num_rows))
+
+
+def test_a_node_alone_gathers_nothing() -> None:
+    x, data = torch.randn(1, 3, 4), DataParallel(OneRank())
+    assert data.gather(x) is x
+    assert data.sum_own(x) is x
+    assert data.meet(3)
+
+
+def test_steps_begin_waves_and_an_idle_one_ends_them(tmp_path: Path) -> None:
+    class Counted:
+        """Of one node, so that none of the others has a step."""
+
+        def __init__(self) -> None:
+            self.running, self.calls = False, list[str]()
+
+        def start(self) -> None:
+            self.running = True
+            self.calls.append("start")
+
+        def end(self) -> None:
+            self.running = False
+            self.calls.append("end")
+
+    waves = Counted()
+    load = Load(tiny_models.save(tiny_models.CONFIGS["llama"], tmp_path), SIZES, fused=False)
+    with ranked_runner(1, load, waves=waves) as (runner, _):
+        assert not runner.keep_up(False)
+        sequence: Sequence = sequences([5])[0]
+        runner.launch([Chunk.of(sequence, 0, 5)])
+        assert runner.keep_up(True)
+        assert waves.calls == ["start"]
+        assert not runner.keep_up(False)
+        assert waves.calls == ["start", "end"]

@@ -1,0 +1,276 @@
+"""Data parallel nodes: who is let in, how waves of steps begin and end everywhere, how all stop, what a loss ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from baton.address import HostPort
+from deploy.ports import HeldPort
+from node.data_parallel import meet
+from node.errors import StartupError
+from node.peer_links import PeerLink
+from node.peer_nodes import BEAT_S, Limits, PeerNodes
+from node.settings import NodeSettings
+
+HOST = "127.0.0.1"
+PATIENCE_S = 20.0
+LIMITS = Limits(join=PATIENCE_S, silence=PATIENCE_S, loading_silence=PATIENCE_S, report=0.0)
+SERVES = {"--model": "m", "--dtype": "auto"}
+
+
+class Scene:
+    """Nodes as threads of this process; those that are not `meet` are played by the test."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+        self.held = HeldPort(HostPort(HOST, 0))
+        self.pool = ThreadPoolExecutor(8)
+        self.exits = threading.Semaphore(0)
+        self.log = caplog
+        self.nodes: list[PeerNodes] = []
+        self.links: list[PeerLink] = []
+        monkeypatch.setattr(os, "_exit", self._exit)
+        monkeypatch.setattr(logging, "shutdown", lambda: None)
+
+    def _exit(self, code: int) -> None:
+        assert code == 1
+        next(node for node in self.nodes if node._watcher is threading.current_thread())._left.set()
+        self.exits.release()
+
+    def settings(self, rank: int, size: int, port: int | None = None) -> NodeSettings:
+        return NodeSettings(
+            model="none",
+            enable_expert_parallel=True,
+            data_parallel_size=size,
+            data_parallel_rank=rank,
+            data_parallel_rpc_port=port or self.held.address.port,
+        )
+
+    def meet(
+        self, rank: int, size: int, wake: Callable[[], None] = lambda: None, limits: Limits = LIMITS, **serves: str
+    ) -> Future[PeerNodes]:
+        def run() -> PeerNodes:
+            self.nodes.append(meet(self.settings(rank, size), {**SERVES, **serves}, wake, limits))
+            return self.nodes[-1]
+
+        return self.pool.submit(run)
+
+    def together(self, size: int, wake: Callable[[], None] = lambda: None) -> list[PeerNodes]:
+        return [future.result(PATIENCE_S) for future in [self.meet(rank, size, wake) for rank in range(size)]]
+
+    def come(self, **said: Any) -> PeerLink:
+        """As a node that says this; once rank 0 listens."""
+        for _ in range(1000):
+            try:
+                link = PeerLink(socket.create_connection(self.address, timeout=PATIENCE_S))
+                break
+            except ConnectionRefusedError:
+                threading.Event().wait(0.01)
+        self.links.append(link)
+        if said:
+            link.send(**said)
+        return link
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.held.address.host, self.held.address.port
+
+    def ended(self, why: str, number: int = 1) -> None:
+        """So many nodes have ended, all for this reason."""
+        for _ in range(number):
+            assert self.exits.acquire(timeout=PATIENCE_S)
+        said = [record.getMessage() for record in self.log.records if record.levelno == logging.CRITICAL]
+        assert said == [f"{why}: the node ends"] * number
+
+    def close(self) -> None:
+        for node in self.nodes:
+            node._left.set()
+        for link in self.links:
+            link.close()
+        for node in sorted(self.nodes, key=lambda node: -node._rank):
+            node.close()
+        self.pool.shutdown()
+        self.held.close()
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Scene]:
+    scene = Scene(monkeypatch, caplog)
+    yield scene
+    scene.close()
+
+
+# ---- to meet ----
+
+
+def test_the_others_may_come_before_rank_0_and_all_know_where_ranks_meet(scene: Scene) -> None:
+    others = [scene.meet(rank, 3) for rank in (2, 1)]
+    first = scene.meet(0, 3).result(PATIENCE_S)
+    stores = [other.result(PATIENCE_S).store for other in others]
+    assert [store.at for store in stores] == [first.store.at] * 2
+    assert [store.server is None for store in (first.store, *stores)] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "serves", "why"),
+    [
+        (1, 2, {}, "--data-parallel-size: 2, and rank 0 has 3"),
+        (1, 3, {"--model": "other"}, "--model: other, and data parallel rank 0 has m"),
+        (2, 3, {}, "--data-parallel-rank: 2 is taken"),
+    ],
+)
+def test_a_node_that_does_not_belong_is_refused_and_the_right_one_is_not(
+    scene: Scene, rank: int, size: int, serves: dict[str, str], why: str
+) -> None:
+    first = scene.meet(0, 3)
+    taken = scene.come(rank=2, size=3, serves=SERVES)
+    with pytest.raises(StartupError, match=why):
+        scene.meet(rank, size, **serves).result(PATIENCE_S)
+    scene.meet(1, 3).result(PATIENCE_S)
+    assert taken.receive_one(PATIENCE_S) == {"store": first.result(PATIENCE_S).store.at.port}
+
+
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", b'{"rank": 1}\n', b"[" * 5000 + b"\n", b"[]\n", b'"a"\n'])
+def test_what_is_no_node_is_sent_away(scene: Scene, data: bytes) -> None:
+    first = scene.meet(0, 2)
+    link = scene.come()
+    link._socket.sendall(data)
+    with pytest.raises(OSError, match=r"closed|reset"):
+        link.receive_one(PATIENCE_S)
+    scene.meet(1, 2).result(PATIENCE_S)
+    first.result(PATIENCE_S)
+    assert "was no data parallel node" in scene.log.text
+
+
+def test_a_node_that_ended_while_others_were_missing_may_come_again(scene: Scene) -> None:
+    first = scene.meet(0, 3)
+    scene.come(rank=1, size=3, serves=SERVES).close()
+    others = [scene.meet(rank, 3) for rank in (1, 2)]
+    for future in (first, *others):
+        future.result(PATIENCE_S)
+
+
+def test_who_is_missing_is_named(scene: Scene) -> None:
+    first = scene.meet(0, 3, limits=Limits(join=0.5))
+    scene.come(rank=1, size=3, serves=SERVES)
+    with pytest.raises(StartupError, match=r"^--data-parallel-size: rank 2 of 3 has not come for 0.5 s"):
+        first.result(PATIENCE_S)
+    with pytest.raises(StartupError, match=f"--data-parallel-address: not all nodes have come to {HOST}:"):
+        scene.meet(1, 3, limits=Limits(join=0.3)).result(PATIENCE_S)
+
+
+def test_a_port_that_is_taken_is_named(scene: Scene) -> None:
+    with (
+        socket.create_server((HOST, 0)) as taken,
+        pytest.raises(StartupError, match="--data-parallel-rpc-port: cannot"),
+    ):
+        meet(scene.settings(0, 2, taken.getsockname()[1]), SERVES, lambda: None, LIMITS)
+
+
+# ---- waves ----
+
+
+@pytest.mark.parametrize("starter", [0, 1])
+def test_a_wave_begins_on_all_nodes_and_each_ends_it(scene: Scene, starter: int) -> None:
+    woken = threading.Semaphore(0)
+    nodes = scene.together(3, woken.release)
+    for _ in range(3):
+        assert not any(node.running for node in nodes)
+        nodes[starter].start()
+        for _ in range(2):
+            assert woken.acquire(timeout=PATIENCE_S)
+        assert all(node.running for node in nodes)
+        nodes[starter].start()  # says nothing more
+        for node in nodes:
+            node.end()
+    assert not woken.acquire(blocking=False)
+
+
+def test_a_wave_that_began_before_the_last_one_ended_here_is_not_lost(scene: Scene) -> None:
+    """The other node has ended wave 0, and has work again."""
+    woken = threading.Semaphore(0)
+    one, other = scene.together(2, woken.release)
+    one.start()
+    assert woken.acquire(timeout=PATIENCE_S)
+    one.end()
+    one.start()
+    assert woken.acquire(timeout=PATIENCE_S)
+    assert other.running
+    other.end()
+    assert other.running
+    other.end()
+    assert not other.running
+
+
+# ---- the end ----
+
+
+def test_all_stop_together_and_leave_when_all_have_drained(scene: Scene) -> None:
+    nodes = scene.together(3)
+    told = threading.Semaphore(0)
+    for node in nodes[:2]:
+        node.ready(told.release)
+    nodes[0].start()
+    nodes[1].stop_others()
+    assert told.acquire(timeout=PATIENCE_S)
+    heard_late = threading.Event()
+    with nodes[2]._state:
+        assert nodes[2]._state.wait_for(lambda: nodes[2]._told_to_stop, PATIENCE_S)
+    nodes[2].ready(heard_late.set)
+    assert heard_late.is_set(), "it was told before it was ready"
+    leaving = [scene.pool.submit(node.leave, PATIENCE_S) for node in nodes[1:]]
+    assert not nodes[1]._left.is_set()
+    first = scene.pool.submit(nodes[0].leave, PATIENCE_S)
+    assert not any(future.done() for future in (*leaving, first)), "a wave runs"
+    for node in nodes:
+        node.end()
+    assert all(future.result(PATIENCE_S) for future in (*leaving, first))
+    for node in reversed(nodes):
+        node.close()
+    assert not scene.exits.acquire(blocking=False)
+
+
+def test_one_that_does_not_drain_is_not_waited_for_without_end(scene: Scene) -> None:
+    nodes = scene.together(2)
+    assert not nodes[0].leave(0.1)
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_node_that_dies_ends_all_others_by_name(scene: Scene, lost: int) -> None:
+    nodes = scene.together(3)
+    for node in nodes:
+        node.ready(lambda: None)
+    nodes[lost]._left.set()
+    for link in nodes[lost]._links.values():
+        link._socket.shutdown(socket.SHUT_RDWR)
+    scene.ended(f"data parallel rank {lost} has ended", number=2)
+
+
+def test_a_node_that_says_nothing_ends_all_others_by_name(scene: Scene) -> None:
+    """Once all are ready: while they load it may be silent for longer. The last one beats no more."""
+    limits = Limits(PATIENCE_S, silence=3 * BEAT_S, loading_silence=PATIENCE_S, report=0.0)
+    started = [scene.meet(rank, 3, limits=limits) for rank in (0, 1)]
+    silent = scene.come(rank=2, size=3, serves=SERVES)
+    for future in started:
+        future.result(PATIENCE_S).ready(lambda: None)
+    silent.send(rank=2, ready=True)
+    scene.ended(f"data parallel rank 2 has been silent for {limits.silence:g} s", number=2)
+
+
+def test_a_node_whose_own_start_fails_says_its_own_reason(scene: Scene) -> None:
+    """It has a moment for it when another one ends."""
+    limits = Limits(PATIENCE_S, PATIENCE_S, PATIENCE_S, report=PATIENCE_S)
+    started = scene.meet(0, 2, limits=limits)
+    other = scene.come(rank=1, size=2, serves=SERVES)
+    node = started.result(PATIENCE_S)
+    other.close()
+    node.close()
+    assert not scene.exits.acquire(blocking=False)
+    assert "the node ends" not in scene.log.text
