@@ -103,19 +103,24 @@ def placement(settings: OwnSettings, machine: Machine) -> str | None:
     if settings.device != "cpu" and machine.gpus:
         return _placement_on_gpus(settings, machine, ranks)
     for name, size in ranks.items():
-        if size > machine.num_cores:
-            flag = _rank_flag(settings, {name: size})
+        num_peers = settings.num_peers(name)
+        if size * num_peers > machine.num_cores:
+            flag = _rank_flag(settings, {name: size}) if size > 1 else _peers_flag(settings, name)
+            who = f"{name} and its peers" if num_peers > 1 else name
             raise ValueError(
-                f"{flag}: {name} would have {size} ranks on {machine.num_cores} cores; the ranks of a node wait for "
-                "each other in every step, so each needs a core of its own"
+                f"{flag}: {who} would have {size * num_peers} ranks on {machine.num_cores} cores; they wait for each "
+                "other in every step, so each needs a core of its own"
             )
     threads = _threads(settings, machine, names)
-    said = ", ".join(f"{name} {_ranks(*settings.parallel_sizes(name))}" for name in names)
+    said = ", ".join(f"{name} {_ranks(*settings.parallel_sizes(name))}{_sharing(settings, name)}" for name in names)
     return f"{said}; {sum(ranks.values())} ranks on {machine.num_cores} cores, threads of each: {threads}"
 
 
 def _placement_on_gpus(settings: OwnSettings, machine: Machine, ranks: Mapping[str, int]) -> str:
     for name, size in ranks.items():
+        if settings.num_peers(name) > 1:
+            flag = _peers_flag(settings, name)
+            raise ValueError(f"{flag}: nodes that share experts compute on a CPU so far, with --device cpu")
         if settings.parallel_sizes(name)[1] > 1:
             flag = flag_name("prefill_pipeline_parallel_size")
             raise ValueError(f"{flag}: stages compute on a CPU so far, with --device cpu")
@@ -141,6 +146,15 @@ def _gpus_of(machine: Machine, ranks: Mapping[str, int]) -> dict[str, list[int]]
 def _ranks(tensor: int, stages: int) -> str:
     number = f"{tensor * stages} rank{'s' if tensor * stages > 1 else ''}"
     return number if stages == 1 else f"{number} in {stages} stages"
+
+
+def _sharing(settings: OwnSettings, name: str) -> str:
+    return f" with experts shared with {settings.num_peers(name) - 1} more" if settings.num_peers(name) > 1 else ""
+
+
+def _peers_flag(settings: OwnSettings, name: str) -> str:
+    own = f"{name.split('-')[0]}_data_parallel_size"
+    return flag_name(own if getattr(settings, own) else "data_parallel_size")
 
 
 def _rank_flag(settings: OwnSettings, ranks: Mapping[str, int]) -> str:

@@ -121,7 +121,7 @@ def build(settings: NodeSettings, wake: Callable[[], None] | None = None, ranks:
         return _build(settings, checkpoint, wake, None, ONE_STAGE)
     try:
         everyone = (
-            ONE_RANK if ranks is None else ranks.join(device_of(settings), None if peers is None else peers.store.at)
+            ONE_RANK if ranks is None else ranks.join(device_of(settings), None if peers is None else peers.meeting.at)
         )
         return _build(settings, checkpoint, wake, ranks, Pipeline(everyone, settings.pipeline_parallel_size), peers)
     except RuntimeError as error:  # of a collective: another rank has ended
@@ -151,7 +151,7 @@ def _build(
     peers: PeerNodes | None = None,
 ) -> Built:
     tokenizer = _read_tokenizer(settings, checkpoint.path)
-    data = ONE_NODE if peers is None else join_ranks(settings, 0, peers.store.at)
+    data = ONE_NODE if peers is None else join_ranks(settings, 0, peers.meeting.at)
     part = load_part(settings, checkpoint, pipeline, data)
     config, device = part.config, part.model.device
     layer_groups = settings.layer_groups(device.type == "cuda")

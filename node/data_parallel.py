@@ -18,9 +18,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from baton.address import HostPort
+from baton.incarnation import new_incarnation
 from node.errors import StartupError
 from node.peer_links import PeerLink
-from node.peer_nodes import Limits, PeerNodes, Store
+from node.peer_nodes import Limits, Meeting, PeerNodes
 from node.settings import NodeSettings
 
 if TYPE_CHECKING:
@@ -41,19 +42,19 @@ def meet(
     rank, size = settings.data_parallel_rank or 0, settings.data_parallel_size
     at = HostPort(settings.data_parallel_address, settings.data_parallel_rpc_port)
     if rank:
-        link, port = _come(at, rank, size, serves, limits.join)
-        return PeerNodes(rank, size, {0: link}, Store(HostPort(at.host, port)), wake, limits)
+        link, meeting = _come(at, rank, size, serves, limits.join)
+        return PeerNodes(rank, size, {0: link}, meeting, wake, limits)
     links = _await_all(at, size, serves, limits.join)
-    store = _serve_store(at.host)
+    meeting = _meeting(at.host)
     for link in links.values():
         with contextlib.suppress(OSError):  # the watch knows
-            link.send(store=store.at.port)
-    return PeerNodes(rank, size, links, store, wake, limits)
+            link.send(port=meeting.at.port, group=meeting.group)
+    return PeerNodes(rank, size, links, meeting, wake, limits)
 
 
 def join_ranks(settings: NodeSettings, rank: int, store: HostPort) -> DataParallel:
-    """Meet the ranks of all nodes. rank: of this process in its node. store: see Store. Raises RuntimeError when a rank
-    is lost."""
+    """Meet the ranks of all nodes. rank: of this process in its node. store: where they do. Raises RuntimeError when a
+    rank is lost."""
     from torch._C._distributed_c10d import TCPStore
 
     from engine.model.parallel.data_parallel import DataParallel
@@ -128,20 +129,20 @@ def _why_not(
     return flag and f"{flag}: {serves.get(flag)}, and data parallel rank 0 has {own[flag]}"
 
 
-def _serve_store(host: str) -> Store:
+def _meeting(host: str) -> Meeting:
     from torch._C._distributed_c10d import TCPStore
 
     listener = socket.create_server((host, 0), family=_family(host))
     port = listener.getsockname()[1]
     server = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    return Store(HostPort(host, port), server)
+    return Meeting(HostPort(host, port), new_incarnation(), server)
 
 
 # ---- the others ----
 
 
-def _come(at: HostPort, rank: int, size: int, serves: Mapping[str, str], timeout_s: float) -> tuple[PeerLink, int]:
-    """To rank 0, which may come later. The link to it, and the port of the store."""
+def _come(at: HostPort, rank: int, size: int, serves: Mapping[str, str], timeout_s: float) -> tuple[PeerLink, Meeting]:
+    """To rank 0, which may come later."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -151,7 +152,7 @@ def _come(at: HostPort, rank: int, size: int, serves: Mapping[str, str], timeout
                 said = link.receive_one(max(0.0, deadline - time.monotonic()))
                 if "refused" in said:
                     raise StartupError(str(said["refused"]))
-                return link, int(said["store"])
+                return link, Meeting(HostPort(at.host, int(said["port"])), str(said["group"]))
         except OSError as error:
             if time.monotonic() > deadline:
                 why = f"--data-parallel-address: not all nodes have come to {at} for {timeout_s:g} s: {error}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -70,10 +69,6 @@ class ServedModel(Protocol):
 
     def warm_up(self) -> None:
         """On the engine's thread, before any request."""
-
-
-def new_incarnation() -> str:
-    return uuid.uuid4().hex[:16]
 
 
 def describe(

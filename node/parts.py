@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import kv_transfer
+from baton.incarnation import new_incarnation
 from baton.layout import KvSlice
 from baton.messages import TransportEndpoint
 from kv_transfer.parts import slot_bytes_for
 from node.base import Base, Link
 from node.core import RoleCore
-from node.describe import count, describe, new_incarnation
+from node.describe import count, describe
 from node.handoff_stream import PeerTransport
 from node.kv_events_config import KvEventsConfig
 from node.logits_processors import LogitsProcessors
@@ -155,4 +156,5 @@ def _make_torch_base(
     config = built.engine.config
     backend = StructuredBackend(settings.structured_outputs_backend)
     grammars = Grammars(built.tokenizer.json, config.vocab_size, config.eos_token_ids, wake, backend)
-    return Base(settings, built, links, make_links, new_incarnation(), grammars, processors, built.peers)
+    incarnation = new_incarnation() if built.peers is None else built.peers.incarnation
+    return Base(settings, built, links, make_links, incarnation, grammars, processors, built.peers)

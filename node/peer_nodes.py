@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.address import HostPort
+from baton.incarnation import in_group
 from node.peer_links import PeerLink
 
 log = logging.getLogger(__name__)
@@ -41,10 +42,12 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Store:
-    """Where the ranks of all nodes meet. server: on rank 0, which serves it as long as it has this object."""
+class Meeting:
+    """What all nodes have in common: where their ranks meet, and what their incarnations begin with. server: on rank 0,
+    which is that place as long as it has this object."""
 
     at: HostPort
+    group: str
     server: object = None
 
 
@@ -60,11 +63,11 @@ class PeerNodes:
         rank: int,
         size: int,
         links: Mapping[int, PeerLink],
-        store: Store,
+        meeting: Meeting,
         wake: Callable[[], None],
         limits: Limits,
     ) -> None:
-        self.store = store
+        self.meeting = meeting
         self._rank, self._size, self._links = rank, size, links
         self._wake, self._limits = wake, limits
         self._wave, self._last_started = 0, -1
@@ -76,6 +79,11 @@ class PeerNodes:
         self._left = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="peer nodes", daemon=True)
         self._watcher.start()
+
+    @property
+    def incarnation(self) -> str:
+        """This node's."""
+        return in_group(self.meeting.group, self._rank)
 
     # ---- waves, on the engine's thread ----
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from baton.incarnation import new_incarnation
 from baton.layout import KvLayout
 from baton.messages import GenerationDefaults
 from engine.checkpoint import local_folder, read_config
@@ -27,7 +28,7 @@ from kv_transfer.slots import Slots
 from kv_transfer.transports.carriers.simulated import SimulatedCarrier
 from kv_transfer.transports.pair.transport import PairTransport
 from node.base import Base, Link
-from node.describe import TokenizerFiles, new_incarnation
+from node.describe import TokenizerFiles
 from node.logits_processors import LogitsProcessors
 from node.settings import NodeSettings
 from node.slots import slot_sizes

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from random import Random
 
 from baton.errors import InvalidRequest, NodeUnavailable, RequestCancelled
+from baton.incarnation import fate
 from baton.messages import KvEvents, Load, NodeInfo, Update
 from router.actions import Action, Outbox
 from router.attempts import Attempts
@@ -95,7 +96,8 @@ class RouterCore:
         self._migrations.target_lost(incarnation)
         self._rebalancing.forget(incarnation)
         what = f"{node.info.role.value} node {node.info.node_id}" if node else f"node {incarnation}"
-        self._recovery.node_lost(incarnation, reason, what, stopped, now)
+        doomed = {info.incarnation for info in self.pool.infos() if fate(info.incarnation) == fate(incarnation)}
+        self._recovery.node_lost(incarnation, reason, what, stopped, now, doomed)
 
     def node_load(self, incarnation: str, load: Load, now: float) -> None:
         self.pool.told(incarnation, load)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from baton.errors import BatonError, InternalError, NodeUnavailable, Overloaded
 from router.attempts import Attempts
 from router.life import Attempt, RequestLife, SampleLife, Unplaced
@@ -21,16 +23,20 @@ class Recovery:
         self._requests = requests
         self._retries = retries
 
-    def node_lost(self, incarnation: str, reason: str, what: str, stopped: bool, now: float) -> None:
+    def node_lost(
+        self, incarnation: str, reason: str, what: str, stopped: bool, now: float, doomed: Set[str] = frozenset()
+    ) -> None:
         """Attempts that depended on the node are lost. `what`: the node, for people; `stopped`: it had been told to
-        end, so that its loss is nobody's fault."""
+        end, so that its loss is nobody's fault; `doomed`: nodes that end with it."""
         for life in self._requests:
             attempts = [attempt for attempt in life.attempts.values() if attempt.depends_on(incarnation)]
             if not stopped and (attempts or incarnation in life.blamed):
                 life.lost[incarnation] = f"{what}: {reason}"
             for attempt in attempts:
                 if attempt.id in life.attempts:  # one failure can end all the request's work
-                    self.fail(life, attempt, NodeUnavailable(f"{what} lost: {reason}"), now, {incarnation}, lost=True)
+                    self.fail(
+                        life, attempt, NodeUnavailable(f"{what} lost: {reason}"), now, {incarnation, *doomed}, lost=True
+                    )
 
     def fail(
         self,

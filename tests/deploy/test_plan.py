@@ -29,7 +29,7 @@ def settings(*flags: str) -> OwnSettings:
 def planned(machine: Machine, *flags: str) -> dict[str, Child]:
     up = settings(*flags)
     ports = {
-        name: NodePorts(HostPort("127.0.0.1", 9000 + i), HostPort("127.0.0.1", 9100 + i))
+        name: NodePorts(*(HostPort("127.0.0.1", port + i) for port in (9000, 9100, 9200)))
         for i, name in enumerate(node_names(up))
     }
     return {child.name: child for child in plan(up, machine, HTTP, GRPC, ports)}
@@ -122,6 +122,29 @@ def test_ranks_without_a_place_are_refused_by_the_flag(machine: Machine, flags: 
     with pytest.raises(ValueError, match=re.escape(why)):
         placement(settings(*flags), machine)
     assert placement(settings(*flags, "--device=cpu"), Machine(8, machine.gpus))
+
+
+def test_data_parallel_nodes_meet_at_the_port_of_their_first_one() -> None:
+    flags = ("--decode=2", "--decode-data-parallel-size=2", "--enable-expert-parallel")
+    children = planned(Machine(8, ()), *flags)
+    nodes = {name: parse(NodeSettings, child.arguments) for name, child in children.items() if name != "router"}
+    assert list(nodes) == ["prefill-0", "decode-0", "decode-1", "decode-2", "decode-3"]
+    assert [node.data_parallel_rank for node in nodes.values()] == [None, 0, 1, 0, 1]
+    assert [node.data_parallel_size for node in nodes.values()] == [1, 2, 2, 2, 2]
+    ports = [node.data_parallel_rpc_port for node in nodes.values()][1:]
+    assert ports[0] == ports[1] != ports[2] == ports[3]
+    assert {name: node.enable_expert_parallel for name, node in nodes.items()}["prefill-0"] is False
+    assert placement(settings(*flags), Machine(8, ())) == (
+        "prefill-0 1 rank, "
+        + ", ".join(f"decode-{i} 1 rank with experts shared with 1 more" for i in range(4))
+        + "; 5 ranks on 8 cores, threads of each: 1"
+    )
+    with pytest.raises(
+        ValueError, match=r"^--decode-data-parallel-size: decode-0 and its peers would have 2 ranks on 1"
+    ):
+        placement(settings(*flags), Machine(1, ()))
+    with pytest.raises(ValueError, match=r"^--data-parallel-size: nodes that share experts compute on a CPU so far"):
+        placement(settings("--data-parallel-size=2", "--enable-expert-parallel"), Machine(8, ("0", "1")))
 
 
 def test_experts_are_not_divided_where_no_node_has_ranks() -> None:

@@ -23,7 +23,7 @@ from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.parallel.data_parallel import NO_WAVES, ONE_NODE, DataParallel, Waves
 from engine.model.parallel.group import GlooRanks, RankGroup
-from engine.model.parallel.others import RemoteRanks, serve
+from engine.model.parallel.others import NO_OTHERS, OtherRanks, RemoteRanks, serve
 from engine.model.parallel.part import RankPart
 from engine.model.parallel.pipeline import ONE_STAGE, Pipeline
 from engine.model.rank import RankModel
@@ -86,6 +86,20 @@ def in_threads(size: int, run: Callable[[RankGroup], None]) -> Iterator[RankGrou
                 other.result(TIMEOUT_S)
 
 
+class Together:
+    """What ranks of one node do beside that: `join` meets the ranks of data parallel nodes, on each rank's thread."""
+
+    def __init__(self, join: Callable[[int], DataParallel | None] = lambda rank: None, waves: Waves = NO_WAVES) -> None:
+        self.join, self.waves = join, waves
+
+
+def _other_rank(group: RankGroup, load: Load, data: DataParallel | None) -> RankModel:
+    pipeline = Pipeline(group, load.num_stages)
+    model, probed = load(pipeline, data)
+    last_tokens = torch.zeros(load.config.max_num_seqs, dtype=torch.int32)
+    return RankModel(model, load.config, probed, last_tokens, pipeline=pipeline, data=data or ONE_NODE)
+
+
 @contextlib.contextmanager
 def ranked_runner(
     size: int,
@@ -94,27 +108,27 @@ def ranked_runner(
     *,
     before: Callable[[int], object] = lambda rank: None,
     wake: Callable[[], None] | None = None,
-    join: Callable[[int], DataParallel | None] = lambda rank: None,
-    waves: Waves = NO_WAVES,
+    together: Together | None = None,
 ) -> Iterator[tuple[TorchModelRunner, list[RankModel]]]:
     """The runner of rank 0, and the models of all `size` ranks. before: is called by each other rank, on its thread,
-    when it has a message and has not done it. join: meets data parallel nodes, on each rank's thread."""
+    when it has a message and has not done it."""
+    together = together or Together()
+
+    def rank_0(pipeline: Pipeline, others: OtherRanks) -> TorchModelRunner:
+        data = together.join(0)
+        model, probed = load(pipeline, data)
+        place = {"pipeline": pipeline, "others": others, "data": data or ONE_NODE, "waves": together.waves}
+        return make(model, load.config, probed, wake=wake, **place)  # type: ignore[arg-type]
+
     if size == 1:
-        data = join(0)
-        model, probed = load(ONE_STAGE, data)
-        runner = make(model, load.config, probed, data=data or ONE_NODE, waves=waves)
+        runner = rank_0(ONE_STAGE, NO_OTHERS)
         yield runner, [runner.rank]
         return
     inboxes: list[Inbox] = [SimpleQueue() for _ in range(1, size)]
     ranks: dict[int, RankModel] = {}
 
     def run(group: RankGroup) -> None:
-        pipeline = Pipeline(group, load.num_stages)
-        data = join(group.rank)
-        model, probed = load(pipeline, data)
-        last_tokens = torch.zeros(load.config.max_num_seqs, dtype=torch.int32)
-        place = {"pipeline": pipeline, "data": data or ONE_NODE}
-        ranks[group.rank] = RankModel(model, load.config, probed, last_tokens, **place)  # type: ignore[arg-type]
+        ranks[group.rank] = _other_rank(group, load, together.join(group.rank))
         group.minimum(0)  # all are there
 
         def receive() -> tuple[int, Int32Array]:
@@ -131,11 +145,7 @@ def ranked_runner(
     with in_threads(size, run) as group:
         others = RemoteRanks(send)
         try:
-            pipeline = Pipeline(group, load.num_stages)
-            data = join(0)
-            model, probed = load(pipeline, data)
-            together = {"data": data or ONE_NODE, "waves": waves}
-            runner = make(model, load.config, probed, pipeline=pipeline, others=others, wake=wake, **together)  # type: ignore[arg-type]
+            runner = rank_0(Pipeline(group, load.num_stages), others)
             group.minimum(0)
             yield runner, [runner.rank, *(ranks[rank] for rank in range(1, size))]
         finally:

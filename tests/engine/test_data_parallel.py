@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,15 @@ from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 from transformers import Qwen2MoeConfig
 
+from engine.engine import Engine
 from engine.model.experts import expert_modules
 from engine.model.parallel.data_parallel import DataParallel
 from engine.model.parallel.group import GlooRanks, OneRank, RankGroup
 from engine.sequence import Sequence
 from engine.step import Chunk
-from tests.engine import tiny_models
-from tests.engine.rank_threads import TIMEOUT_S, Load, in_threads, ranked_runner
+from tests.engine import counting, tiny_models
+from tests.engine.counting import Counting, sequence
+from tests.engine.rank_threads import TIMEOUT_S, Load, Together, in_threads, ranked_runner
 from tests.engine.test_expert_parallel import FAMILIES
 from tests.engine.test_model_families import SIZES, sequences
 from tests.engine.test_sharding import LogitsOf, fill_biases
@@ -74,9 +77,9 @@ def steps_of(node: int) -> dict[int, list[Chunk]]:
     return {number: steps[number] for number in steps if node == 0 or number != node % 2}
 
 
-def logits(load: Load, num_ranks: int, steps: dict[int, list[Chunk]], **node: Any) -> torch.Tensor:
+def logits(load: Load, num_ranks: int, steps: dict[int, list[Chunk]], together: Together | None = None) -> torch.Tensor:
     """Of all steps, one below the other."""
-    with ranked_runner(num_ranks, load, LogitsOf, **node) as (runner, _):
+    with ranked_runner(num_ranks, load, LogitsOf, together=together) as (runner, _):
         assert isinstance(runner, LogitsOf)
         rows: list[torch.Tensor] = []
         for number in range(NUM_STEPS):
@@ -99,7 +102,7 @@ def test_logits_are_those_of_a_node_alone(
             return DataParallel(GlooRanks(store, rank * num_nodes + node, size, TIMEOUT_S), num_nodes)
 
         load = Load(folder, SIZES, fused=True, whole_experts=True, quantization=quantization)
-        return logits(load, num_ranks, steps_of(node), join=join, waves=Always())
+        return logits(load, num_ranks, steps_of(node), Together(join, Always()))
 
     with ThreadPoolExecutor(num_nodes) as pool:
         together = list(pool.map(of_node, range(num_nodes), timeout=TIMEOUT_S))
@@ -116,13 +119,14 @@ def test_each_expert_is_on_one_rank(tmp_path: Path) -> None:
 
     def run(group: RankGroup) -> None:
         load = Load(folder, SIZES, fused=False, whole_experts=True)
-        with ranked_runner(1, load, LogitsOf, join=lambda _: DataParallel(group, 2)) as (runner, _):
+        with ranked_runner(1, load, LogitsOf, together=Together(lambda _: DataParallel(group, 2))) as (runner, _):
             models[group.rank] = runner.model
 
     with in_threads(2, run) as group:
         run(group)
     whole: Any = tiny_models.reference(folder)
-    for index, (_, module) in enumerate(expert_modules(whole)):
+    modules: list[Any] = [module for _, module in expert_modules(whole)]
+    for index, module in enumerate(modules):
         parts: list[Any] = [expert_modules(models[rank])[index][1] for rank in (0, 1)]
         assert torch.equal(torch.cat([part.down_proj for part in parts]), module.down_proj)
     shared = [models[rank].model.layers[0].mlp.shared_expert.down_proj.weight for rank in (0, 1)]
@@ -132,7 +136,7 @@ def test_each_expert_is_on_one_rank(tmp_path: Path) -> None:
     )
 
 
-class Together(OneRank):
+class Seeing(OneRank):
     """One of several ranks, which sees what all of them give. given: by each of them, of the same call."""
 
     def __init__(self, rank: int, given: list[torch.Tensor]) -> None:
@@ -157,14 +161,15 @@ def test_rows_go_and_come_back(num_rows: list[int], meets: bool) -> None:
     rows = [torch.arange(num * 3.0).view(1, num, 3) + 100 * node for node, num in enumerate(num_rows)]
     numbers = [torch.tensor([num]) for num in num_rows]
     padded = [torch.cat([row[0], row.new_zeros(max(num_rows) - row.shape[1], 3)]).view(-1) for row in rows]
+    numbers_told = list(num_rows)
     for node, own in enumerate(rows):
-        group = Together(node, numbers)
+        group = Seeing(node, numbers)
         data = DataParallel(group, len(num_rows))
         if meets:
             assert data.meet(num_rows[node]) == any(num_rows)
             group.given = padded
         else:
-            data._told = lambda num: num_rows  # type: ignore[method-assign]
+            data._told = lambda num_rows: numbers_told
             group.given = padded
         everyone = data.gather(own)
         assert torch.equal(everyone, torch.cat(rows, 1))
@@ -176,6 +181,21 @@ def test_a_node_alone_gathers_nothing() -> None:
     assert data.gather(x) is x
     assert data.sum_own(x) is x
     assert data.meet(3)
+
+
+def test_the_engine_goes_on_for_others() -> None:
+    """With steps of its own, and without."""
+    told, others_go_on = [], [True, True, False]
+
+    def keep_up(launched: bool) -> bool:
+        told.append(launched)
+        return others_go_on[len(told) - 1]
+
+    model: Any = Counting()
+    engine = Engine(dataclasses.replace(counting.SIZES), model, keep_up=keep_up)
+    engine.add(sequence(5, max_tokens=1))
+    assert [engine.compute(engine.schedule(0.0)).again for _ in others_go_on] == others_go_on
+    assert told == [True, False, False]
 
 
 def test_steps_begin_waves_and_an_idle_one_ends_them(tmp_path: Path) -> None:
@@ -195,10 +215,10 @@ def test_steps_begin_waves_and_an_idle_one_ends_them(tmp_path: Path) -> None:
 
     waves = Counted()
     load = Load(tiny_models.save(tiny_models.CONFIGS["llama"], tmp_path), SIZES, fused=False)
-    with ranked_runner(1, load, waves=waves) as (runner, _):
+    with ranked_runner(1, load, together=Together(waves=waves)) as (runner, _):
         assert not runner.keep_up(False)
-        sequence: Sequence = sequences([5])[0]
-        runner.launch([Chunk.of(sequence, 0, 5)])
+        seq: Sequence = sequences([5])[0]
+        runner.launch([Chunk.of(seq, 0, 5)])
         assert runner.keep_up(True)
         assert waves.calls == ["start"]
         assert not runner.keep_up(False)

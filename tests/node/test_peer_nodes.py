@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from baton.address import HostPort
+from baton.incarnation import fate
 from deploy.ports import HeldPort
 from node.data_parallel import meet
 from node.errors import StartupError
@@ -54,10 +55,15 @@ class Scene:
         )
 
     def meet(
-        self, rank: int, size: int, wake: Callable[[], None] = lambda: None, limits: Limits = LIMITS, **serves: str
+        self,
+        rank: int,
+        size: int,
+        wake: Callable[[], None] = lambda: None,
+        limits: Limits = LIMITS,
+        serves: dict[str, str] = SERVES,
     ) -> Future[PeerNodes]:
         def run() -> PeerNodes:
-            self.nodes.append(meet(self.settings(rank, size), {**SERVES, **serves}, wake, limits))
+            self.nodes.append(meet(self.settings(rank, size), serves, wake, limits))
             return self.nodes[-1]
 
         return self.pool.submit(run)
@@ -113,9 +119,11 @@ def scene(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
 def test_the_others_may_come_before_rank_0_and_all_know_where_ranks_meet(scene: Scene) -> None:
     others = [scene.meet(rank, 3) for rank in (2, 1)]
     first = scene.meet(0, 3).result(PATIENCE_S)
-    stores = [other.result(PATIENCE_S).store for other in others]
-    assert [store.at for store in stores] == [first.store.at] * 2
-    assert [store.server is None for store in (first.store, *stores)] == [False, True, True]
+    met = [first.meeting, *(other.result(PATIENCE_S).meeting for other in others)]
+    assert len({(meeting.at, meeting.group) for meeting in met}) == 1
+    assert [meeting.server is None for meeting in met] == [False, True, True]
+    assert fate(first.incarnation) == fate(others[0].result().incarnation) == first.meeting.group
+    assert first.incarnation != others[0].result().incarnation
 
 
 @pytest.mark.parametrize(
@@ -132,9 +140,10 @@ def test_a_node_that_does_not_belong_is_refused_and_the_right_one_is_not(
     first = scene.meet(0, 3)
     taken = scene.come(rank=2, size=3, serves=SERVES)
     with pytest.raises(StartupError, match=why):
-        scene.meet(rank, size, **serves).result(PATIENCE_S)
+        scene.meet(rank, size, serves={**SERVES, **serves}).result(PATIENCE_S)
     scene.meet(1, 3).result(PATIENCE_S)
-    assert taken.receive_one(PATIENCE_S) == {"store": first.result(PATIENCE_S).store.at.port}
+    meeting = first.result(PATIENCE_S).meeting
+    assert taken.receive_one(PATIENCE_S) == {"port": meeting.at.port, "group": meeting.group}
 
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", b'{"rank": 1}\n', b"[" * 5000 + b"\n", b"[]\n", b'"a"\n'])

@@ -85,6 +85,32 @@ def test_a_request_is_given_up_when_two_nodes_died_of_it_but_not_when_one_comes_
         assert "decode node d1: silent; decode node d2: silent" in rig.end.message
 
 
+@pytest.mark.parametrize("speaker", ["router", "p1"])
+def test_nodes_that_end_together_are_lost_once(speaker: str) -> None:
+    """A request that was on one of them goes to a third node at once, and is not held to be the cause."""
+    rig = RouterRig("p1", "d+0", "d+1", "d3")
+    first = rig.submit()
+    assert first.decode
+    lost = first.decode.incarnation
+    assert lost.startswith("d+")
+    if speaker == "p1":
+        rig.say("p1", first, End(PeerLost("gone")))
+    rig.core.node_lost(lost, "died", 1.0)
+    rig.collect()
+    for name in {"d+0", "d+1"} - {lost}:
+        rig.core.node_lost(name, "died", 1.0)
+    rig.collect()
+    assert rig.end is None
+    again = rig.prefills[-1][1]
+    assert again.decode
+    assert again.decode.incarnation == "d3"
+    if speaker == "router":
+        assert len(rig.prefills) == 2
+    rig.core.node_lost("d3", "died", 2.0)
+    rig.collect()
+    assert isinstance(rig.end, InternalError)
+
+
 def test_samples_that_have_output_go_on_one_by_one() -> None:
     rig = RouterRig("p1", "d1", "d2")
     first = rig.submit(n=2)
