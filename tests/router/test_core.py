@@ -100,7 +100,7 @@ def test_nodes_that_end_together_are_lost_once(speaker: str) -> None:
     for name in {"d+0", "d+1"} - {lost}:
         rig.core.node_lost(name, "died", 1.0)
     rig.collect()
-    assert rig.end is None
+    assert len(rig.core.requests) == 1
     again = rig.prefills[-1][1]
     assert again.decode
     assert again.decode.incarnation == "d3"
