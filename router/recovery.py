@@ -32,11 +32,10 @@ class Recovery:
             attempts = [attempt for attempt in life.attempts.values() if attempt.depends_on(incarnation)]
             if not stopped and (attempts or incarnation in life.blamed):
                 life.lost[incarnation] = f"{what}: {reason}"
+            gone = NodeUnavailable(f"{what} lost: {reason}")
             for attempt in attempts:
                 if attempt.id in life.attempts:  # one failure can end all the request's work
-                    self.fail(
-                        life, attempt, NodeUnavailable(f"{what} lost: {reason}"), now, {incarnation, *doomed}, lost=True
-                    )
+                    self.fail(life, attempt, gone, now, {incarnation, *doomed}, lost=True)
 
     def fail(
         self,
