@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from random import Random
 
@@ -9,11 +10,12 @@ from router.policies.base import Candidate, Option, Options, Policy
 
 
 class RoundRobin(Policy):
-    """Each placement takes the next node of each kind, by name. Where two kinds have equally many nodes, the pairs
-    shift by one after each round, so that all of them come."""
+    """Each placement takes the next node of each kind, by name. Once the pairs would repeat, they shift by one, so that
+    all of them come."""
 
     def choose(self, options: Options, draw: Random) -> Option:
-        turn, shift = options.turn, options.turn // max(1, len(options.prefills))
+        turn = options.turn
+        shift = turn // max(1, math.lcm(len(options.prefills), len(options.decodes)))
         prefills, decodes = _from(options.prefills, turn), _from(options.decodes, turn + shift)
         return next(options.pairs(prefills, decodes), None) or Option(_from(options.alone, turn)[0], None)
 

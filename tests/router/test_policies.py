@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from random import Random
 
 import pytest
@@ -138,10 +139,17 @@ def test_prefix_goes_where_most_is_cached_and_least_loaded_does_not() -> None:
     assert names(choose("least-loaded", options)) == ("p0", "d")
 
 
-def test_round_robin_uses_all_pairs_in_turn() -> None:
-    prefills, decodes = nodes("p", [{}, {}]), nodes("d", [{}, {}])
-    turns = [Options(prefills, decodes, lambda p, d: True, (), turn) for turn in range(4)]
-    assert len({names(choose("round-robin", options)) for options in turns}) == 4
+@given(st.integers(1, 6), st.integers(1, 6))
+def test_round_robin_uses_all_pairs_in_turn(num_prefill: int, num_decode: int) -> None:
+    """And all nodes of a kind before one comes again, but where the pairs shift."""
+    prefills, decodes = nodes("p", [{}] * num_prefill), nodes("d", [{}] * num_decode)
+    num_pairs = num_prefill * num_decode
+    turns = [Options(prefills, decodes, lambda p, d: True, (), turn) for turn in range(num_pairs)]
+    found = [names(choose("round-robin", options)) for options in turns]
+    assert len(set(found)) == num_pairs
+    for kind, number in ((0, num_prefill), (1, num_decode)):
+        for first in range(0, num_pairs, math.lcm(num_prefill, num_decode)):
+            assert len({pair[kind] for pair in found[first : first + number]}) == number
 
 
 def test_an_unknown_policy_is_named() -> None:
