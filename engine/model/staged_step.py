@@ -33,11 +33,12 @@ Sample = Callable[[Tensor], LaunchedStep]
 class StagedSteps:
     """The steps that are in stages, or wait to be sampled; on rank 0. All calls belong to the engine's thread.
 
-    num_layers: of all stages. wake: is called, on another thread, when a step's logits are there.
+    num_layers: of all stages. wake: is called, on another thread, when a step's logits are there; and at the launch of
+    a step that ends a prompt to hand off, whose KV of the first stage can leave while later ones compute theirs.
     """
 
     def __init__(self, pipeline: Pipeline, vocab_size: int, num_layers: int, wake: Callable[[], None] | None) -> None:
-        self.num_layers = num_layers
+        self.num_layers, self.num_own_layers = num_layers, len(pipeline.stage.layers(num_layers))
         self._pipeline, self._vocab_size, self._wake = pipeline, vocab_size, wake
         self._receiver = ThreadPoolExecutor(1, "last-stage")
         self._unsampled: deque[StagedStep] = deque()
@@ -46,9 +47,10 @@ class StagedSteps:
     def launched(self, chunks: Seq[Chunk], step: RankStep, score: Score, sample: Sample) -> StagedStep:
         """Rank 0 has computed its stage, and all others have been sent the step."""
         logits = self._receiver.submit(self._receive, step, score)
-        if self._wake is not None:
-            wake = self._wake
+        if (wake := self._wake) is not None:
             logits.add_done_callback(lambda _: wake())
+            if any(chunk.samples_token and chunk.sequence.hand_off for chunk in chunks):
+                wake()
         staged = StagedStep(self, {chunk.sequence for chunk in chunks}, logits, sample)
         self._unsampled.append(staged)
         return staged
@@ -93,7 +95,7 @@ class StagedStep:
         return self._logits.done()
 
     def num_layers_done(self) -> int:
-        return self._steps.num_layers if self.is_done() else 0
+        return self._steps.num_layers if self.is_done() else self._steps.num_own_layers  # the first stage's, at once
 
     def wait(self) -> list[list[Choice]]:
         return self._settled().wait()

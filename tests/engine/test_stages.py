@@ -28,9 +28,11 @@ from engine.model.parallel.part import RankPart
 from engine.model.parallel.pipeline import Pipeline
 from engine.model.parallel.sharding import kv_slice
 from engine.model.parallel.stages import Stage, keep_stage
+from engine.sequence import SequenceState
 from tests.engine import tiny_models
 from tests.engine.rank_threads import Load, in_threads, ranked_runner
 from tests.engine.test_model_families import SIZES
+from tests.engine.test_parity import ask
 from tests.engine.test_sharding import logits_and_kv, own_part, parameters, request, story
 from tools.quantize import write
 
@@ -206,7 +208,8 @@ def test_rank_0_computes_as_many_steps_as_there_are_stages(stages: int, tmp_path
                 assert len(engine._in_flight) == launched + 1
             assert [step.chunks[0].start for step in engine._in_flight] == list(range(0, 25, size))
             assert not any(step.step.is_done() for step in engine._in_flight)
-            assert engine.layers_computed() == {}
+            ends = engine._in_flight[-1].chunks[0].sequence
+            assert engine.layers_computed() == {ends: runner.pool.tensor.shape[1]}
             assert not engine.has_room
             assert not woken.acquire(blocking=False)
         finally:
@@ -215,6 +218,32 @@ def test_rank_0_computes_as_many_steps_as_there_are_stages(stages: int, tmp_path
         assert engine.compute(engine.schedule(now[0])).num_tokens == size
         assert len(answer(engine, "long")) == 12
         engine.check_integrity()
+
+
+def test_kv_of_the_first_stage_is_there_while_the_second_computes(tmp_path: Path) -> None:
+    """Whoever sends it is woken at the launch of the step that ends the prompt, and not of those before."""
+    folder = tiny_models.save(CONFIGS["llama"], tmp_path)
+    config = dataclasses.replace(SIZES, max_num_batched_tokens=16, async_scheduling=True, num_stages=2)
+    may_go_on, woken = threading.Event(), threading.Semaphore(0)
+    load = Load(folder, config, fused=True, num_stages=2)
+    with ranked_runner(2, load, before=lambda rank: may_go_on.wait(60), wake=woken.release) as (runner, ranks):
+        engine = Engine(config, runner)
+        sent = ask("sent", tuple(range(1, 26)), hand_off=True, max_tokens=4)
+        try:
+            engine.add(sent)
+            engine.compute(engine.schedule(0.0), wait=False)
+            assert (engine.layers_computed(), woken.acquire(blocking=False)) == ({}, False)
+            engine.compute(engine.schedule(0.0), wait=False)
+            assert woken.acquire(blocking=False)
+            own, later = (rank.pool.tensor.shape[1] for rank in ranks)
+            assert engine.layers_computed() == {sent: own}
+            assert own + later == runner.model.config.num_hidden_layers
+            early = runner.pool.tensor[list(sent.block_table)].clone()
+        finally:
+            may_go_on.set()
+        while sent.state is not SequenceState.PARKED:
+            engine.compute(engine.schedule(0.0))
+        assert torch.equal(runner.pool.tensor[list(sent.block_table)], early)
 
 
 def test_a_row_is_not_given_anew_while_a_step_in_a_stage_has_it(tmp_path: Path) -> None:
