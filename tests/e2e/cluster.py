@@ -114,11 +114,19 @@ class Member:
     def thaw(self) -> None:
         self._signal(signal.SIGCONT)
 
+    def stop(self) -> None:
+        """SIGTERM."""
+        self._signal(signal.SIGTERM)
+
+    def wait_exit(self, timeout_s: float = PATIENCE_S) -> int:
+        """The exit code, once it has ended."""
+        assert self._process
+        return self._process.wait(timeout_s)
+
     def terminate(self) -> int:
         """SIGTERM; the exit code."""
-        self._signal(signal.SIGTERM)
-        assert self._process
-        return self._process.wait(STOP_S)
+        self.stop()
+        return self.wait_exit(STOP_S)
 
     def close(self) -> None:
         """End it at once, if it runs."""
