@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
+import baton
 from baton.kv_groups import group_layers
 from baton.layout import QUANTIZED_TOKENS, KvLayout, LayerKv, as_quantized, num_blocks_for
 from baton.messages import GenerationDefaults
@@ -57,6 +58,8 @@ _POOL_ADVICE = (
     "--gpu-memory-utilization, --kv-cache-memory-bytes, --num-gpu-blocks-override, --max-num-seqs: lower what was set, "
     "the KV pool and its tables do not fit"
 )
+_NOTICED_S = 1.0
+"""The bound for noticing that a data parallel node has ended, once a collective has failed."""
 _NULL_BLOCK = 1
 """The pool's block 0, which is never given to a request."""
 
@@ -119,25 +122,36 @@ def build(settings: NodeSettings, wake: Callable[[], None] | None = None, ranks:
     peers = _meet_peers(settings, checkpoint, wake) if settings.data_parallel_size > 1 else None
     if ranks is None and peers is None:
         return _build(settings, checkpoint, wake, None, ONE_STAGE)
+    if ranks is not None and peers is not None:
+        ranks.settle = lambda: peers.why_lost(_NOTICED_S)
     try:
         everyone = (
             ONE_RANK if ranks is None else ranks.join(device_of(settings), None if peers is None else peers.meeting.at)
         )
         return _build(settings, checkpoint, wake, ranks, Pipeline(everyone, settings.pipeline_parallel_size), peers)
     except RuntimeError as error:  # of a collective: another rank has ended
-        raise StartupError(str(error)) if ranks is None else ranks.why(error) from error
+        if peers is not None and (why := peers.why_lost(_NOTICED_S)) is not None:
+            raise StartupError(why) from error
+        if ranks is None:
+            raise
+        raise ranks.why(error) from error
 
 
 def _meet_peers(settings: NodeSettings, checkpoint: Checkpoint, wake: Callable[[], None] | None) -> PeerNodes:
     device = device_of(settings)
     if device.type == "cuda":
         raise ValueError("--data-parallel-size: nodes that share experts compute on a CPU so far, with --device cpu")
+    max_model_len, dtype = settings.max_model_len or checkpoint.max_model_len, settings.dtype
+    is_dummy = settings.load_format == "dummy"
     serves = {
-        "--max-model-len": str(settings.max_model_len),
-        "--model": _fingerprint(settings, checkpoint, settings.max_model_len or checkpoint.max_model_len),
+        "the command": settings.prog,
+        "the version": baton.__version__,
+        "--max-model-len": str(max_model_len),
+        "--model": f"weights {_fingerprint(settings, checkpoint, max_model_len)[:12]}",
         "--tensor-parallel-size": str(settings.tensor_parallel_size),
-        "--dtype": settings.dtype,
+        "--dtype": "float32" if dtype == "auto" else _DTYPES.get(dtype, dtype),
         "--quantization": str(settings.quantization),
+        "--seed": str(settings.seed if is_dummy else None),  # of weights
     }
     return meet(settings, serves, wake or (lambda: None))
 

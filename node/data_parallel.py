@@ -9,6 +9,7 @@ As between torch's processes, nothing is authenticated here: the network among t
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import select
 import socket
@@ -95,7 +96,9 @@ def _listening(at: HostPort) -> socket.socket:
     try:
         return socket.create_server((at.host, at.port), family=_family(at.host))
     except OSError as error:
-        raise StartupError(f"--data-parallel-rpc-port: cannot listen on {at}: {error.strerror}") from error
+        is_taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        flag = "--data-parallel-rpc-port" if is_taken else "--data-parallel-address"
+        raise StartupError(f"{flag}: cannot listen on {at}: {error.strerror}") from error
 
 
 def _greet(
@@ -153,7 +156,7 @@ def _come(at: HostPort, rank: int, size: int, serves: Mapping[str, str], timeout
                 if "refused" in said:
                     raise StartupError(str(said["refused"]))
                 return link, Meeting(HostPort(at.host, int(said["port"])), str(said["group"]))
-        except OSError as error:
+        except (OSError, KeyError, ValueError) as error:
             if time.monotonic() > deadline:
                 why = f"--data-parallel-address: not all nodes have come to {at} for {timeout_s:g} s: {error}"
                 raise StartupError(why) from error

@@ -75,6 +75,7 @@ class PeerNodes:
         self._ready: set[int] = set()
         self._drained: set[int] = set()
         self._told_to_stop = False
+        self._why_lost: str | None = None
         self._stop: Callable[[], object] | None = None
         self._left = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="peer nodes", daemon=True)
@@ -120,18 +121,31 @@ class PeerNodes:
         """This node is told to stop, and all others with it."""
         self._say(stopping=True)
 
-    def leave(self, timeout_s: float) -> bool:
-        """This node has drained. Wait until all have, while it still takes part in their steps; after that, the loss of
-        one means nothing any more. False: some have not in time."""
+    def leave(self, timeout_s: float, drained: bool = True) -> bool:
+        """Wait until all have drained, as this node has, while it still takes part in their steps; after that, the loss
+        of one means nothing any more. drained: False, if it gives up. False: some have not drained in time."""
         deadline = time.monotonic() + timeout_s
         with self._state:
-            self._state.wait_for(lambda: not self.running, timeout_s)
+            if drained:
+                self._state.wait_for(lambda: not self.running or self._left.is_set(), timeout_s)
+            self._has_drained(self._rank)
         self._say(drained=True)
         with self._state:
-            self._drained.add(self._rank)
-            all_have = self._state.wait_for(lambda: len(self._drained) == self._size, deadline - time.monotonic())
-        self._left.set()
-        return all_have
+            self._state.wait_for(self._left.is_set, deadline - time.monotonic())
+            self._left.set()
+            return len(self._drained) == self._size
+
+    def give_up(self) -> None:
+        """End `leave`: this node ends, and so do the others."""
+        with self._state:
+            self._left.set()
+            self._state.notify_all()
+
+    def why_lost(self, timeout_s: float) -> str | None:
+        """Which node is lost, in a line, if it is noticed in that time."""
+        with self._state:
+            self._state.wait_for(lambda: self._why_lost is not None, timeout_s)
+            return self._why_lost
 
     def close(self) -> None:
         """End the links; on rank 0 after the others have, whose ranks have connections to this one's. Idempotent."""
@@ -197,7 +211,7 @@ class PeerNodes:
             if "ready" in said:
                 self._ready.add(rank)
             if "drained" in said:
-                self._drained.add(rank)
+                self._has_drained(rank)
             self._told_to_stop |= "stopping" in said
             stop = self._stop if "stopping" in said else None
             self._state.notify_all()
@@ -206,13 +220,23 @@ class PeerNodes:
         if stop is not None:
             stop()
 
+    def _has_drained(self, rank: int) -> None:
+        """From the moment that all have, nodes end; so the one that hears it last must not take that for a loss."""
+        self._drained.add(rank)
+        if len(self._drained) == self._size:
+            self._left.set()
+            self._state.notify_all()
+
     def _lost(self, why: str) -> None:
         """End this process: what is under way cannot be unwound, since steps wait for the lost node for ever."""
         if self._left.is_set():
             return
         self._say(lost=why)
+        with self._state:
+            self._why_lost = self._why_lost or why
+            self._state.notify_all()
         if self._rank not in self._ready and self._left.wait(self._limits.report):
-            return  # the start of this node has failed, and said why
+            return  # this node's start has failed, and it has said why
         log.critical("%s: the node ends", why)
         logging.shutdown()
         os._exit(1)

@@ -140,6 +140,8 @@ class Ranks:
         self._writer = RingWriter(ring)
         self._closing = threading.Event()
         self._others: RemoteRanks | None = None
+        self.settle: Callable[[], object] = lambda: None
+        """Waits a moment for what ends the process for a reason elsewhere, which a rank may meet first."""
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._watcher.start()
 
@@ -241,6 +243,8 @@ class Ranks:
         """What is under way cannot be unwound: it may wait for the rank for ever."""
         if not rank.ready and self._closing.wait(self._limits.report):
             return  # rank 0 has met it, and reported it
+        if (_heard(rank) or {}).get("met"):
+            self.settle()
         log.critical("%s: the node ends", _story(rank, why))
         logging.shutdown()
         os._exit(1)

@@ -37,7 +37,7 @@ from node.shell import Node, NodeParts, RoleSide
 
 log = logging.getLogger(__name__)
 
-_PEERS_MARGIN_S = 5.0
+_PEERS_MARGIN_S = 2.0
 """For other data parallel nodes, which hear a moment later that they should drain."""
 
 MakeParts = Callable[[NodeSettings, Callable[[], None], Ranks | None], NodeParts]
@@ -128,9 +128,10 @@ async def _serve(settings: NodeSettings, side: RoleSide, parts: NodeParts, loop:
     log.info("ready address=%s metrics=http://%s/metrics seconds=%.2f", node.address, node.metrics.address, _age_s())
     ends: list[asyncio.Future[Any]] = [stop, node.failure, _told_by(parts.peers)]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    deadline = time.monotonic() + settings.drain_timeout
     drained = not node.failure.done() and await _drain(node, parts.peers)
     if parts.peers is not None and not node.failure.done():
-        drained &= await _leave(parts.peers, node, settings.drain_timeout)
+        drained &= await _leave(parts.peers, node, deadline, drained)
     ended = await node.stop()
     code = 0 if drained and ended else 1
     log.info("stopped exit_code=%d", code)
@@ -159,12 +160,15 @@ def _told_by(peers: PeerNodes | None) -> asyncio.Future[None]:
     return told
 
 
-async def _leave(peers: PeerNodes, node: Node, timeout_s: float) -> bool:
-    """Wait until all data parallel nodes have drained, since they need this one's experts."""
-    leave = asyncio.get_running_loop().run_in_executor(None, peers.leave, timeout_s + _PEERS_MARGIN_S)
+async def _leave(peers: PeerNodes, node: Node, deadline: float, drained: bool) -> bool:
+    """Wait until all data parallel nodes have drained, since they need this one's experts; if it has given up, only
+    until they know."""
+    left_s = max(0.0, deadline - time.monotonic()) if drained else 0.0
+    leave = asyncio.get_running_loop().run_in_executor(None, peers.leave, left_s + _PEERS_MARGIN_S, drained)
     ends: list[asyncio.Future[Any]] = [leave, node.failure]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    return leave.done() and leave.result()
+    peers.give_up()
+    return await leave
 
 
 async def _drain(node: Node, peers: PeerNodes | None) -> bool:

@@ -90,12 +90,14 @@ class NodeParts:
     peers: PeerNodes | None = None
 
     def close(self) -> None:
-        """End all transfers and threads of the transports, and the publisher of KV events."""
+        """End all transfers and threads of the transports, the publisher of KV events, and the links to peers."""
         if self.kv_events is not None:
             self.kv_events.close()
         self.transport.close()
         if self.outward is not None:
             self.outward.transport.close()
+        if self.peers is not None:
+            self.peers.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,12 @@ _OF_PROCESSES: Mapping[str, Any] = {
 }
 """What concerns ports and peers, of which there are none: stated, so that an environment meant for nodes that are
 processes does not matter."""
+_OF_ONE_PROCESS: Mapping[str, Any] = {
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "data_parallel_size": 1,
+    "data_parallel_rank": None,
+}
 _OTHERS = ("config", "drain_timeout", "log_format", "log_level")
 NAMES = frozenset(NodeSettings.model_fields) - _OF_PROCESSES.keys() - {*_OTHERS}
 """The flags of a node that also mean something here."""
@@ -38,7 +44,7 @@ def make_settings(flags: Mapping[str, Any]) -> tuple[PrefillSettings, DecodeSett
             meant = closest(name, NAMES)
             hint = f", did you mean {meant!r}?" if meant else ""
             raise TypeError(f"{name!r} is no flag of a node that can be set here{hint}")
-    given = {**_OF_PROCESSES, "tensor_parallel_size": 1, "pipeline_parallel_size": 1, **flags}
+    given = {**_OF_PROCESSES, **_OF_ONE_PROCESS, **flags}
     try:
         first = load(PrefillSettings, given)
         _require_one_rank(first)
@@ -51,8 +57,8 @@ def make_settings(flags: Mapping[str, Any]) -> tuple[PrefillSettings, DecodeSett
 
 
 def _require_one_rank(settings: NodeSettings) -> None:
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if getattr(settings, name) > 1:
+    for name in _OF_ONE_PROCESS:
+        if (getattr(settings, name) or 1) > 1:
             raise ValueError(
                 f"{flag_name(name)}: ranks are processes, and the nodes of an LLM are in this one; start a cluster "
                 "with baton up and give its router: LLM(router=...)"

@@ -34,7 +34,8 @@ def expert_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def expert_blocks(model: nn.Module) -> list[nn.Module]:
     """The modules that experts are in, beside their router, in the order of their layers."""
-    return [model.get_submodule(name.rpartition(".")[0]) for name, _ in expert_modules(model)]
+    names = dict.fromkeys(name.rpartition(".")[0] for name, _ in expert_modules(model))
+    return [model.get_submodule(name) for name in names]
 
 
 def _holds_experts(module: nn.Module) -> bool:

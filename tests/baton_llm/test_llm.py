@@ -216,6 +216,8 @@ def test_flags_are_checked(monkeypatch):
         LLM(tensor_parallel_size=2)
     with pytest.raises(ValueError, match=r"--pipeline-parallel-size: .* LLM\(router=...\)"):
         LLM(pipeline_parallel_size=2)
+    with pytest.raises(ValueError, match="--data-parallel-size: ranks are processes"):
+        LLM(data_parallel_size=2, data_parallel_rank=0, enable_expert_parallel=True)
     with pytest.raises(ValueError, match="--model /nowhere"):
         LLM("/nowhere", tensor_parallel_size=1)
     with pytest.raises(TypeError, match="for a router"):

@@ -91,6 +91,7 @@ async def stop_together(client: Client, wanted: list[Reference], nodes: list[Nod
     for request in running:
         await request.until(1)
     nodes[-1].stop()
+    assert any(len(request.answer.tokens[0]) < LONG for request in running), "none was under way"
     answers = [await request.end() for request in running]
     assert [(answer.error, len(answer.tokens[0])) for answer in answers] == [(None, LONG)] * len(wanted)
     assert [await asyncio.to_thread(node.wait_exit) for node in nodes] == [0] * len(nodes)

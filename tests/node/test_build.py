@@ -5,6 +5,8 @@ import json
 import logging
 import re
 import shutil
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from engine.model.errors import ModelNotFound, UnsupportedModel
 from engine.model.load import loader
 from engine.model.parallel.stages import WHOLE, Stage
 from node.build import build, kv_groups
+from node.errors import StartupError
 from node.settings import NodeSettings
 from node.tokenizer import read_tokenizer
 from prefill_node.settings import PrefillSettings
@@ -212,3 +215,62 @@ def test_stages_of_a_model_with_windows_are_refused(windows: tuple[int | None, .
         return
     with pytest.raises(ValueError, match=r"^--pipeline-parallel-size: .* --disable-hybrid-kv-cache-manager"):
         kv_groups(kv, Stage(1, 2))
+
+
+DATA_PARALLEL: dict[str, Any] = {"data_parallel_size": 2, "data_parallel_rank": 1, "enable_expert_parallel": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"enable_expert_parallel": False}, "--data-parallel-size: goes with --enable-expert-parallel"),
+        ({"data_parallel_rank": None}, "--data-parallel-rank: each of the 2 nodes needs one, from 0"),
+        ({"data_parallel_rank": 2}, "--data-parallel-rank: each of the 2 nodes needs one, from 0"),
+        ({"data_parallel_size": 1, "tensor_parallel_size": 2}, "--data-parallel-rank: 1 of a --data-parallel-size of"),
+        ({"engine": "simulated", "profile": "h200-8b"}, "--data-parallel-size: a simulated node is alone"),
+    ],
+)
+def test_what_data_parallel_nodes_need_is_named(changes, why):
+    NodeSettings(model="none", **DATA_PARALLEL)
+    with pytest.raises(ValueError, match=why):
+        NodeSettings(model="none", **{**DATA_PARALLEL, **changes})
+
+
+def test_stages_are_not_for_data_parallel_nodes():
+    with pytest.raises(ValueError, match="--pipeline-parallel-size: not with --data-parallel-size so far"):
+        PrefillSettings(model="none", pipeline_parallel_size=2, **DATA_PARALLEL)
+
+
+@pytest.mark.parametrize("why", ["data parallel rank 0 has ended", None])
+def test_a_start_that_the_loss_of_another_node_has_broken_names_it(checkpoint, monkeypatch, why):
+    """Anything else that breaks it is told as it is."""
+
+    class Peers:
+        meeting = SimpleNamespace(at=None)
+
+        def why_lost(self, timeout_s):
+            return why
+
+    def broken(*_):
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr("node.build.meet", lambda *_: Peers())
+    monkeypatch.setattr("node.build.join_ranks", broken)
+    with pytest.raises(StartupError if why else RuntimeError, match=why or "Connection closed"):
+        build(settings(checkpoint, **DATA_PARALLEL))
+
+
+def test_data_parallel_nodes_say_what_they_serve(checkpoint, monkeypatch):
+    """The same, whether a default is stated or not."""
+    said = []
+
+    def meet(_, serves, wake):
+        said.append(serves)
+        raise StartupError("alone")
+
+    monkeypatch.setattr("node.build.meet", meet)
+    for fields in ({}, {"dtype": "float32", "max_model_len": 256}, {"dtype": "bfloat16"}, {"seed": 7}):
+        with pytest.raises(StartupError, match="alone"):
+            build(settings(checkpoint, **DATA_PARALLEL, **fields))
+    assert said[0] == said[1] == said[3] != said[2]
+    assert said[0]["the command"] != DecodeSettings.prog

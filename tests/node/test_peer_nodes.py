@@ -169,7 +169,7 @@ def test_a_node_that_ended_while_others_were_missing_may_come_again(scene: Scene
 def test_who_is_missing_is_named(scene: Scene) -> None:
     first = scene.meet(0, 3, limits=Limits(join=0.5))
     scene.come(rank=1, size=3, serves=SERVES)
-    with pytest.raises(StartupError, match=r"^--data-parallel-size: rank 2 of 3 has not come for 0.5 s"):
+    with pytest.raises(StartupError, match=r"^--data-parallel-size: rank (1, )?2 of 3 has not come for 0.5 s"):
         first.result(PATIENCE_S)
     with pytest.raises(StartupError, match=f"--data-parallel-address: not all nodes have come to {HOST}:"):
         scene.meet(1, 3, limits=Limits(join=0.3)).result(PATIENCE_S)
@@ -234,16 +234,44 @@ def test_all_stop_together_and_leave_when_all_have_drained(scene: Scene) -> None
         assert nodes[2]._state.wait_for(lambda: nodes[2]._told_to_stop, PATIENCE_S)
     nodes[2].ready(heard_late.set)
     assert heard_late.is_set(), "it was told before it was ready"
-    leaving = [scene.pool.submit(node.leave, PATIENCE_S) for node in nodes[1:]]
-    assert not nodes[1]._left.is_set()
-    first = scene.pool.submit(nodes[0].leave, PATIENCE_S)
-    assert not any(future.done() for future in (*leaving, first)), "a wave runs"
+    leaving = [scene.pool.submit(node.leave, PATIENCE_S) for node in nodes]
+    for node in nodes[:2]:
+        node.stop_others()  # comes after all that they have said
+        assert told.acquire(timeout=PATIENCE_S)
+    assert not any(node._drained for node in nodes), "a wave runs"
     for node in nodes:
         node.end()
-    assert all(future.result(PATIENCE_S) for future in (*leaving, first))
+    assert all(future.result(PATIENCE_S) for future in leaving)
     for node in reversed(nodes):
         node.close()
     assert not scene.exits.acquire(blocking=False)
+
+
+def test_a_node_that_ends_at_once_when_all_have_drained_is_not_lost(scene: Scene) -> None:
+    """Though nobody here has seen yet that all have: its last word and the end of its connection come together."""
+    started = scene.meet(0, 2)
+    other = scene.come(rank=1, size=2, serves=SERVES)
+    node = started.result(PATIENCE_S)
+    node.ready(lambda: None)
+    with node._state:
+        leaving = scene.pool.submit(node.leave, PATIENCE_S)
+        node._has_drained(0)
+    other.send(rank=1, drained=True)
+    other._socket.shutdown(socket.SHUT_RDWR)
+    assert leaving.result(PATIENCE_S)
+    node._watcher.join(PATIENCE_S)
+    assert not scene.exits.acquire(blocking=False)
+
+
+def test_one_that_gives_up_says_so_at_once_and_can_be_ended(scene: Scene) -> None:
+    """While its own requests still run."""
+    nodes = scene.together(2)
+    nodes[0].start()
+    other = scene.pool.submit(nodes[1].leave, PATIENCE_S, False)
+    with nodes[0]._state:
+        assert nodes[0]._state.wait_for(lambda: 1 in nodes[0]._drained, PATIENCE_S)
+    nodes[1].give_up()
+    assert not other.result(PATIENCE_S)
 
 
 def test_one_that_does_not_drain_is_not_waited_for_without_end(scene: Scene) -> None:
@@ -273,13 +301,17 @@ def test_a_node_that_says_nothing_ends_all_others_by_name(scene: Scene) -> None:
     scene.ended(f"data parallel rank 2 has been silent for {limits.silence:g} s", number=2)
 
 
-def test_a_node_whose_own_start_fails_says_its_own_reason(scene: Scene) -> None:
-    """It has a moment for it when another one ends."""
+def test_a_node_whose_start_another_one_has_broken_can_say_which(scene: Scene) -> None:
+    """It has a moment for it before it is ended."""
     limits = Limits(PATIENCE_S, PATIENCE_S, PATIENCE_S, report=PATIENCE_S)
     started = scene.meet(0, 2, limits=limits)
     other = scene.come(rank=1, size=2, serves=SERVES)
     node = started.result(PATIENCE_S)
+    assert node.why_lost(0) is None
     other.close()
-    node.close()
+    assert node.why_lost(PATIENCE_S) == "data parallel rank 1 has ended"
+    assert node._watcher.is_alive()
+    node.give_up()
+    node._watcher.join(PATIENCE_S)
     assert not scene.exits.acquire(blocking=False)
     assert "the node ends" not in scene.log.text
