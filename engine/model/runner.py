@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from engine.model.extensions import BatchExtension
 from engine.model.input_batch import InputBatch
 from engine.model.kv_pool import KvPool
 from engine.model.layer_marks import LayerMarks
+from engine.model.parallel.eplb import Eplb
 from engine.model.parallel.others import NO_OTHERS, OtherRanks
 from engine.model.parallel.pipeline import ONE_STAGE, Pipeline
 from engine.model.prompt_logprobs import Scored, ScoredPiece
@@ -43,7 +45,7 @@ class TorchModelRunner:
     rank's place in the `pipeline`. Pass `probed` if the probe was made before, to size the pool. `wake` is called, on a
     thread of its own, when a GPU or the last stage is done with a step, or a GPU with a group of layers of a step that
     ends a prompt to hand off; `layer_groups`: the number of these groups. `extensions`: what the model takes for each
-    token besides its id. Raises UnsupportedModel.
+    token besides its id. `eplb`: decides when experts change places. Raises UnsupportedModel.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class TorchModelRunner:
         extensions: tuple[BatchExtension, ...] = (),
         pipeline: Pipeline = ONE_STAGE,
         others: OtherRanks = NO_OTHERS,
+        eplb: Eplb | None = None,
     ) -> None:
         probed = probed or probe(model, config.max_model_len)
         self.model = model
@@ -72,6 +75,7 @@ class TorchModelRunner:
             extensions=extensions,
         )
         self._others = others
+        self._eplb = eplb
         self._input_batch = InputBatch(config, self._sampler)
         self._wake = wake
         self._watch = EventThread(model.device, "device-watch") if wake and model.device.type == "cuda" else None
@@ -109,6 +113,8 @@ class TorchModelRunner:
         """See `engine.step.ModelRunner`."""
         if self._staged is not None:
             self._staged.before_launch(chunks)
+        if self._eplb is not None:
+            self._rebalance(self._eplb)
         ordered = batch.singles_first(chunks)
         rows, tables = self._input_batch.place(ordered)
         columns = self._sampler.prepare(batch.sample_batch(ordered, rows))
@@ -132,6 +138,15 @@ class TorchModelRunner:
             for event in step.events:
                 self._watch.add(event, self._wake)
         return step
+
+    def _rebalance(self, eplb: Eplb) -> None:
+        """Between two steps, let the experts of one layer change places, if it is time for that."""
+        if (change := eplb.before_step()) is None:
+            return
+        began = time.perf_counter()
+        self._others.rearrange_experts(change.layer, change.placement)
+        self.rank.rearrange_experts(change.layer, change.placement)
+        eplb.changed(change, time.perf_counter() - began)
 
     def _begin(
         self, staged: StagedSteps, chunks: Seq[Chunk], step: RankStep, score: Score, sample: Sample

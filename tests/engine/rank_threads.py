@@ -21,6 +21,7 @@ from engine.model.attention import Probe, probe
 from engine.model.fast import FusedReport
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
+from engine.model.parallel.eplb import Eplb
 from engine.model.parallel.group import GlooRanks, RankGroup
 from engine.model.parallel.others import RemoteRanks, serve
 from engine.model.parallel.part import RankPart
@@ -36,7 +37,7 @@ Inbox = SimpleQueue[tuple[int, Int32Array]]
 class Load:
     """What each rank does first, on its own thread. reports: of all ranks, in no order, if `fused`. config: with the
     windows of the model's KV groups, or with one that keeps everything. num_stages: among which the layers are
-    divided."""
+    divided. num_redundant_experts: see RankPart."""
 
     def __init__(
         self,
@@ -46,17 +47,18 @@ class Load:
         fused: bool,
         quantization: str | None = None,
         whole_experts: bool = False,
+        num_redundant_experts: int | None = None,
         num_stages: int = 1,
     ) -> None:
         self._folder, self.config, self._fused, self._quantization = folder, config, fused, quantization
-        self._whole_experts, self.num_stages = whole_experts, num_stages
+        self._experts, self.num_stages = (whole_experts, num_redundant_experts), num_stages
         self.reports: list[FusedReport] = []
 
     def __call__(self, pipeline: Pipeline) -> tuple[PreTrainedModel, Probe]:
         model = loader.load_model(
             Checkpoint.open(self._folder),
             quantization=self._quantization,
-            part=RankPart(pipeline.peers, pipeline.stage, self._whole_experts),
+            part=RankPart(pipeline.peers, pipeline.stage, *self._experts),
         )
         probed = probe(model, self.config.max_model_len)
         if self._fused:
@@ -93,9 +95,10 @@ def ranked_runner(
     *,
     before: Callable[[int], object] = lambda rank: None,
     wake: Callable[[], None] | None = None,
+    eplb: Callable[[PreTrainedModel], Eplb | None] = lambda model: None,
 ) -> Iterator[tuple[TorchModelRunner, list[RankModel]]]:
     """The runner of rank 0, and the models of all `size` ranks. before: is called by each other rank, on its thread,
-    when it has a message and has not done it."""
+    when it has a message and has not done it. eplb: of rank 0's model."""
     if size == 1:
         model, probed = load(ONE_STAGE)
         runner = make(model, load.config, probed)
@@ -127,7 +130,7 @@ def ranked_runner(
         try:
             pipeline = Pipeline(group, load.num_stages)
             model, probed = load(pipeline)
-            runner = make(model, load.config, probed, pipeline=pipeline, others=others, wake=wake)
+            runner = make(model, load.config, probed, pipeline=pipeline, others=others, wake=wake, eplb=eplb(model))
             group.minimum(0)
             yield runner, [runner.rank, *(ranks[rank] for rank in range(1, size))]
         finally:

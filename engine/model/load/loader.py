@@ -153,7 +153,10 @@ def _skeleton(
     part.require_possible(model)
     weights = keep_stage(model, part.stage)
     group = part.group
-    sharding = shard(model, group.rank, group.size, whole_experts=part.whole_experts) if group.size > 1 else None
+    sharding = None
+    if group.size > 1:
+        whole, num_redundant = part.whole_experts, part.num_redundant_experts
+        sharding = shard(model, group.rank, group.size, whole_experts=whole, num_redundant_experts=num_redundant)
     if sharding is not None:
         quantization.divide(sharding.columns, group)
     create_weights(model, quantization)

@@ -10,6 +10,7 @@ ranks on several hosts, are left out.
 from __future__ import annotations
 
 from collections import Counter
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -45,11 +46,10 @@ def rank_loads(placement: Placement, load: Load, num_ranks: int) -> npt.NDArray[
 def balanced(load: Load, num_slots: int, num_ranks: int) -> Placement:
     """The best placement known for that load: the busiest rank has never more to do than with experts divided evenly in
     their order, where that can be. The same for the same arguments."""
-    packed = _packed(load, num_replicas(load, num_slots, num_ranks), num_ranks)
-    even = _even(len(load), num_slots, num_ranks)
-    if even is not None and _busiest(even, load, num_ranks) < _busiest(packed, load, num_ranks):
-        return even
-    return packed
+    counts = num_replicas(load, num_slots, num_ranks)
+    found = [_packed(load, counts, num_ranks, spread=spread) for spread in (True, False)]
+    found += _even(len(load), num_slots, num_ranks)
+    return min(found, key=lambda placement: _busiest(placement, load, num_ranks))
 
 
 def rebalanced(current: Placement, load: Load, num_ranks: int) -> Placement:
@@ -70,28 +70,28 @@ def num_replicas(load: Load, num_slots: int, num_ranks: int) -> npt.NDArray[np.i
     return counts
 
 
-def _packed(load: Load, counts: npt.NDArray[np.int64], num_ranks: int) -> Placement:
-    """The heaviest first, each to the rank with the least load of those with a free slot; if possible, one that does
-    not have the expert."""
+def _packed(load: Load, counts: npt.NDArray[np.int64], num_ranks: int, *, spread: bool) -> Placement:
+    """The heaviest first, each to the rank with the least load of those with a free slot. spread: if possible, one that
+    does not have the expert, so that more ranks share its load; but two replicas may be what a rank has room for."""
     size = int(counts.sum()) // num_ranks
     held: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0.0] * num_ranks
     for expert in sorted(range(len(load)), key=lambda expert: (-load[expert] / counts[expert], expert)):
         for _ in range(counts[expert]):
             free = [rank for rank in range(num_ranks) if len(held[rank]) < size]
-            rank = min(free, key=lambda rank: (expert in held[rank], loads[rank], rank))
+            rank = min(free, key=lambda rank: (spread and expert in held[rank], loads[rank], rank))
             held[rank].append(expert)
             loads[rank] += load[expert] / counts[expert]
     return np.array(held, np.int32).reshape(-1)
 
 
-def _even(num_experts: int, num_slots: int, num_ranks: int) -> Placement | None:
+def _even(num_experts: int, num_slots: int, num_ranks: int) -> list[Placement]:
     """Equally many experts for each rank, in their order, which repeats them in redundant slots: that changes no rank's
-    load. None: they cannot be divided so."""
+    load. Nothing, if they cannot be divided so."""
     if num_experts % num_ranks:
-        return None
+        return []
     rows = np.arange(num_experts, dtype=np.int32).reshape(num_ranks, -1)
-    return np.concatenate([np.resize(row, num_slots // num_ranks) for row in rows])
+    return [np.concatenate([np.resize(row, num_slots // num_ranks) for row in rows])]
 
 
 def _busiest(placement: Placement, load: Load, num_ranks: int) -> float:
@@ -126,3 +126,22 @@ def _in_place(part: list[int], has: list[int]) -> list[int]:
         kept.append(expert if stays else None)
     others = iter(sorted(left.elements()))
     return [next(others) if expert is None else expert for expert in kept]
+
+
+class Move(NamedTuple):
+    """The slot `target` gets what `source` had before all moves."""
+
+    source: int
+    target: int
+
+
+def moves(current: Placement, new: Placement, num_ranks: int) -> list[Move]:
+    """What makes `new` of `current`, in the order of targets: from a slot of the same rank if one has the expert, else
+    from ranks that have it in turn."""
+    size = len(current) // num_ranks
+    found = []
+    for target in np.flatnonzero(current != new).tolist():
+        sources = np.flatnonzero(current == new[target])
+        own = sources[sources // size == target // size]
+        found.append(Move(int(own[0] if len(own) else sources[target % len(sources)]), target))
+    return found

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.model.linear_method import LinearMethod, Product, attach, method_of
+from engine.model.parallel.expert_slots import connect_slots
 from engine.model.parallel.experts import connect_experts, sum_block
 from engine.model.parallel.group import RankGroup
 from engine.model.parallel.sharding import Sharding, WideNorm
@@ -29,8 +30,11 @@ def connect(model: PreTrainedModel, sharding: Sharding, group: RankGroup) -> Non
             parts[within[module]].append(module)
         else:
             attach(module, RowParallelLinear(_method(module), group))
-    for experts in sharding.experts.values():
-        connect_experts(experts, group, whole=sharding.whole_experts)
+    for layer, experts in enumerate(sharding.experts.values()):
+        if sharding.num_redundant_experts is not None:
+            connect_slots(layer, experts, group, sharding.num_redundant_experts)
+        else:
+            connect_experts(experts, group, whole=sharding.whole_experts)
     for block, summed in parts.items():
         sum_block(block, model.get_submodule(block), summed, _few_tokens(model), group)
     for norm in sharding.wide_norms:

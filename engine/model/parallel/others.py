@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from engine.model.parallel.expert_placement import Placement
 from engine.model.rank import RankModel
 from engine.model.rank_step import Int32Array, RankStep
 
@@ -19,6 +20,8 @@ class OtherRanks(Protocol):
     def compute(self, step: RankStep) -> None: ...
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None: ...
+
+    def rearrange_experts(self, layer: int, placement: Placement) -> None: ...
 
     def warm_up(self) -> None: ...
 
@@ -32,6 +35,9 @@ class NoOthers:
         """Nothing to do."""
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Nothing to do."""
+
+    def rearrange_experts(self, layer: int, placement: Placement) -> None:
         """Nothing to do."""
 
     def warm_up(self) -> None:
@@ -52,6 +58,7 @@ class Kind(IntEnum):
     WARM_UP = 2
     CAPTURE = 3
     CLOSE = 4
+    REARRANGE_EXPERTS = 5
 
 
 class RemoteRanks:
@@ -65,6 +72,9 @@ class RemoteRanks:
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         self._send(Kind.COPY_BLOCKS, np.array(pairs, np.int32).reshape(-1))
+
+    def rearrange_experts(self, layer: int, placement: Placement) -> None:
+        self._send(Kind.REARRANGE_EXPERTS, np.array([layer, *placement], np.int32))
 
     def warm_up(self) -> None:
         self._send(Kind.WARM_UP, np.zeros(0, np.int32))
@@ -86,6 +96,8 @@ def serve(rank: RankModel, receive: Callable[[], tuple[int, Int32Array]]) -> Non
                 rank.compute(RankStep.from_array(array))
             case Kind.COPY_BLOCKS:
                 rank.copy_blocks([(source, target) for source, target in array.reshape(-1, 2).tolist()])
+            case Kind.REARRANGE_EXPERTS:
+                rank.rearrange_experts(int(array[0]), array[1:])
             case Kind.WARM_UP:
                 rank.warm_up_kernels()
             case Kind.CAPTURE:

@@ -15,11 +15,13 @@ from engine.model.parallel.stages import WHOLE, Stage
 
 class RankPart(NamedTuple):
     """Of a stage's layers what the rank has in its group, which is all ranks of that stage. whole_experts: some experts
-    as a whole, instead of a part of each."""
+    as a whole, instead of a part of each; num_redundant_experts: not None if these change places, with so many more
+    slots than experts."""
 
     group: RankGroup = ONE_RANK
     stage: Stage = WHOLE
     whole_experts: bool = False
+    num_redundant_experts: int | None = None
 
     @property
     def is_divided(self) -> bool:

@@ -47,13 +47,14 @@ class WideNorm(NamedTuple):
 
 @dataclass(slots=True)
 class Sharding:
-    """One rank's part. whole_experts: of experts, too. cuts: by the id of each parameter that is a part of a stored
+    """One rank's part. whole_experts: of experts, too; num_redundant_experts: if these change places. cuts: by the id of each parameter that is a part of a stored
     tensor. row_parallel: modules whose results are parts of a sum. experts: modules by name, which are divided."""
 
     rank: int
     size: int
     kv: KvSlice
     whole_experts: bool = False
+    num_redundant_experts: int | None = None
     cuts: dict[int, Cut] = field(default_factory=dict)
     row_parallel: list[nn.Linear] = field(default_factory=list)
     wide_norms: list[WideNorm] = field(default_factory=list)
@@ -90,11 +91,19 @@ class Sharding:
                     self.cuts[id(parameter)] = _in_proportion(own, cut, _by_rows(module, cut), shape, part)
 
 
-def shard(model: PreTrainedModel, rank: int, size: int, *, whole_experts: bool = False) -> Sharding:
+def shard(
+    model: PreTrainedModel,
+    rank: int,
+    size: int,
+    *,
+    whole_experts: bool = False,
+    num_redundant_experts: int | None = None,
+) -> Sharding:
     """Shrink the parameters of a model without weights, or of a stage of it, to the rank's part. whole_experts:
-    `--enable-expert-parallel`. Raises UnsupportedModel, by name, for a model that cannot be divided so."""
+    `--enable-expert-parallel`; num_redundant_experts: not None with `--enable-eplb`. Raises UnsupportedModel, by name,
+    for a model that cannot be divided so."""
     config = model.config.get_text_config()
-    sharding = Sharding(rank, size, kv_slice(config, rank, size), whole_experts)
+    sharding = Sharding(rank, size, kv_slice(config, rank, size), whole_experts, num_redundant_experts)
     style_of = styles(model)
     embedding, head = _vocabulary(model)
     if embedding is not None and head is not None and head.weight is embedding.weight:
@@ -126,7 +135,14 @@ def shard(model: PreTrainedModel, rank: int, size: int, *, whole_experts: bool =
 def _cut_experts(sharding: Sharding, model: PreTrainedModel) -> None:
     sharding.experts = dict(expert_modules(model))
     for name, module in sharding.experts.items():
-        cuts = expert_cuts(name, module, sharding.rank, sharding.size, whole=sharding.whole_experts)
+        cuts = expert_cuts(
+            name,
+            module,
+            sharding.rank,
+            sharding.size,
+            whole=sharding.whole_experts,
+            num_redundant=sharding.num_redundant_experts,
+        )
         for parameter, cut in cuts.items():
             _shrink(sharding, module, parameter, cut)
 
