@@ -57,6 +57,10 @@ class OwnSettings(Settings):
         False,
         description="of a mixture of experts, give each rank some experts as a whole, instead of a part of each",
     )
+    enable_eplb: bool = Field(
+        False, description="with --enable-expert-parallel, move experts between a node's ranks while it serves"
+    )
+    eplb_config: str | None = Field(None, description="see the nodes' flag of the same name")
     cpu_threads: int | None = Field(
         None,
         ge=1,

@@ -31,6 +31,8 @@ from engine.model.graphs import decode_capture_sizes, step_padding
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.memory import out_of_memory
+from engine.model.parallel.eplb import Eplb
+from engine.model.parallel.expert_slots import expert_slots
 from engine.model.parallel.others import NO_OTHERS
 from engine.model.parallel.part import RankPart
 from engine.model.parallel.pipeline import ONE_STAGE, Pipeline
@@ -74,6 +76,7 @@ class Built:
     tokenizer: TokenizerFiles
     checkpoint: Checkpoint
     expert_counts: ExpertCounts | None = None
+    eplb: Eplb | None = None
 
     def warm_up(self) -> None:
         """On a GPU, do the work that would delay the first requests. On the engine's thread, before any request; takes
@@ -97,6 +100,15 @@ class Built:
     @property
     def expert_imbalance(self) -> Callable[[], float] | None:
         return None if self.expert_counts is None else self.expert_counts.imbalance
+
+    @property
+    def expert_rank_imbalance(self) -> Callable[[], float] | None:
+        counts = self.expert_counts
+        return None if counts is None or counts.num_parts == 1 else counts.rank_imbalance
+
+    @property
+    def num_expert_rebalances(self) -> int:
+        return 0 if self.eplb is None else self.eplb.num_rebalances
 
     @property
     def generation_defaults(self) -> GenerationDefaults:
@@ -123,10 +135,18 @@ def _build(settings: NodeSettings, wake: Callable[[], None] | None, ranks: Ranks
     part = load_part(settings, checkpoint, pipeline)
     config, device = part.config, part.model.device
     layer_groups = settings.layer_groups(device.type == "cuda")
+    expert_counts = ExpertCounts.of(part.model, pipeline.peers.size if settings.enable_expert_parallel else 1)
+    eplb = _eplb(settings, part.model, expert_counts)
     with out_of_memory(_POOL_ADVICE):
-        others = NO_OTHERS if ranks is None else ranks.others
         runner = TorchModelRunner(
-            part.model, config, part.probed, wake=wake, layer_groups=layer_groups, pipeline=pipeline, others=others
+            part.model,
+            config,
+            part.probed,
+            wake=wake,
+            layer_groups=layer_groups,
+            pipeline=pipeline,
+            others=NO_OTHERS if ranks is None else ranks.others,
+            eplb=eplb,
         )
     layout = _layout(settings, checkpoint, part)
     pools = [runner.pool.as_bytes()]
@@ -144,8 +164,19 @@ def _build(settings: NodeSettings, wake: Callable[[], None] | None, ranks: Ranks
         served_model_name=settings.served_model_name or settings.model,
         tokenizer=tokenizer,
         checkpoint=checkpoint,
-        expert_counts=ExpertCounts.of(part.model, pipeline.peers.size if settings.enable_expert_parallel else 1),
+        expert_counts=expert_counts,
+        eplb=eplb,
     )
+
+
+def _eplb(settings: NodeSettings, model: PreTrainedModel, counts: ExpertCounts | None) -> Eplb | None:
+    """Raises ValueError where experts cannot change places."""
+    config = settings.eplb
+    if config is None:
+        return None
+    if counts is None:
+        raise ValueError("--enable-eplb: experts change places on a CPU so far, with --device cpu")
+    return Eplb(counts.tokens, expert_slots(model), config.window_size, config.step_interval)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +311,12 @@ def _load(
             device,
             settings.load_format,
             settings.quantization,
-            part=RankPart(pipeline.peers, pipeline.stage, settings.enable_expert_parallel),
+            part=RankPart(
+                pipeline.peers,
+                pipeline.stage,
+                settings.enable_expert_parallel,
+                None if settings.eplb is None else settings.eplb.num_redundant_experts,
+            ),
         )
     weights = sum(p.nbytes for p in model.parameters())
     probed = probe(model, max_model_len)

@@ -12,6 +12,7 @@ from baton.address import HostPort
 from baton.messages import NodeRole
 from baton.settings import ListenAddress, Sizes
 from baton.trust import ClusterSettings
+from node.eplb_config import EplbConfig
 
 GIB = 1024**3
 METRICS_PORT_OFFSET = 1000
@@ -119,6 +120,17 @@ class NodeSettings(ClusterSettings):
     enable_expert_parallel: bool = Field(
         False,
         description="of a mixture of experts, give each rank some experts as a whole, instead of a part of each",
+    )
+    enable_eplb: bool = Field(
+        False,
+        description="with --enable-expert-parallel, move experts between ranks while serving, so that all are equally "
+        "busy; on a CPU so far",
+    )
+    eplb_config: str | None = Field(
+        None,
+        description='JSON in vLLM\'s form: {"window_size": 1000, "step_interval": 3000, "num_redundant_experts": 0}, '
+        "which are the defaults: how many steps count, how many are between two decisions, and how many slots for "
+        "another copy of an expert all ranks have (docs/parallel.md)",
     )
     cpu_threads: int | None = Field(
         None,
@@ -249,6 +261,7 @@ class NodeSettings(ClusterSettings):
             raise ValueError("--tensor-parallel-size: a simulated node has one rank")
         if self.enable_expert_parallel and self.tensor_parallel_size == 1:
             raise ValueError("--enable-expert-parallel: divides experts among ranks, and --tensor-parallel-size is 1")
+        self._check_eplb()
         if self.engine == "simulated" and self.pipeline_parallel_size > 1:
             raise ValueError("--pipeline-parallel-size: a simulated node has one rank")
         if self.engine == "simulated" and self.verify_transfers:
@@ -256,6 +269,22 @@ class NodeSettings(ClusterSettings):
         if self.advertise is not None and self.advertise.is_wildcard:
             raise ValueError(f"--advertise: nobody can connect to {self.advertise}")
         return self
+
+    def _check_eplb(self) -> None:
+        if self.eplb_config is not None and not self.enable_eplb:
+            raise ValueError("--eplb-config: only goes with --enable-eplb")
+        if self.enable_eplb and not self.enable_expert_parallel:
+            raise ValueError("--enable-eplb: moves whole experts, which needs --enable-expert-parallel")
+        if self.enable_eplb and self.pipeline_parallel_size > 1:
+            raise ValueError("--enable-eplb: rank 0 must have all layers, and not those of one stage alone")
+        if self.enable_eplb and self.load_format == "dummy":
+            raise ValueError("--enable-eplb: copies of an expert must be equal, which --load-format dummy does not do")
+        EplbConfig.parse(self.eplb_config or "{}")
+
+    @property
+    def eplb(self) -> EplbConfig | None:
+        """None without --enable-eplb."""
+        return EplbConfig.parse(self.eplb_config or "{}") if self.enable_eplb else None
 
     @property
     def num_ranks(self) -> int:

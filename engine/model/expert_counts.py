@@ -16,14 +16,15 @@ from engine.model.parallel.expert_slots import slots_of
 
 class ExpertCounts:
     """tokens: [num_layers, num_experts] int64, how many chose each expert since the start, as the router chose: of the
-    experts of all ranks. The thread that computes counts; any one other may read."""
+    experts of all ranks. num_parts: ranks that have whole experts. The thread that computes counts; any one other may
+    read."""
 
     def __init__(self, modules: list[nn.Module], num_parts: int) -> None:
         """num_parts: ranks among which whole experts are divided, so that each module has a part of them."""
         self._slots = [slots for module in modules if (slots := slots_of(module)) is not None]
         held = [expert_shape(module, NAMES[0])[0] * num_parts for module in modules]
         most = max(slots.num_experts for slots in self._slots) if self._slots else max(held)
-        self._num_parts = num_parts
+        self.num_parts = num_parts
         self.tokens = np.zeros((len(modules), most), np.int64)
         self._experts, self._ranks = _Imbalance(self.tokens), _Imbalance(self._rank_tokens())
         for layer, module in zip(self.tokens, modules, strict=True):
@@ -50,7 +51,8 @@ class ExpertCounts:
         """[num_layers, num_ranks], since the start."""
         if self._slots:
             return np.stack([slots.rank_tokens for slots in self._slots])
-        return self.tokens.reshape(len(self.tokens), self._num_parts, -1).sum(axis=2)
+        by_rank: npt.NDArray[np.int64] = self.tokens.reshape(len(self.tokens), self.num_parts, -1).sum(axis=2)
+        return by_rank
 
 
 class _Imbalance:

@@ -47,8 +47,9 @@ class WideNorm(NamedTuple):
 
 @dataclass(slots=True)
 class Sharding:
-    """One rank's part. whole_experts: of experts, too; num_redundant_experts: if these change places. cuts: by the id of each parameter that is a part of a stored
-    tensor. row_parallel: modules whose results are parts of a sum. experts: modules by name, which are divided."""
+    """One rank's part. whole_experts: of experts, too; num_redundant_experts: if these change places. cuts: by the id
+    of each parameter that is a part of a stored tensor. row_parallel: modules whose results are parts of a sum.
+    experts: modules by name, which are divided."""
 
     rank: int
     size: int
