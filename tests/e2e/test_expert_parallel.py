@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from engine.checkpoint import EMBEDDED
 from engine.model.load.checkpoint import Checkpoint
 from tests.e2e import references
 from tests.e2e.asked_twice import check_twice
-from tests.e2e.cluster import Cluster, Node
+from tests.e2e.cluster import Cluster, Node, wait_until
 from tests.e2e.reference_file import NEAR_TIE, Reference
 
 pytestmark = pytest.mark.timeout(300)
@@ -55,6 +56,36 @@ async def test_answers_are_those_of_transformers(
             assert 1 < each.metrics().sum("baton:expert_imbalance") < 8
 
 
+async def test_no_answer_is_lost_or_changed_when_experts_change_places(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """Every few steps, on both sides of a handoff. Both nodes say so, and blocks and slots are whole after it."""
+    folder, wanted = await asyncio.to_thread(embedded)
+    with Cluster(tmp_path) as cluster:
+        nodes = tuple(
+            node(cluster, folder, role, "ep2", *eplb(num_redundant), "--max-num-batched-tokens=64")
+            for role, num_redundant in (("prefill", 2), ("decode", 4))
+        )
+        for name, count in await check_twice(cluster, *nodes, wanted[::2], model="tiny"):
+            record_property(name, count)
+        for each in nodes:
+            await asyncio.to_thread(wait_until, functools.partial(why_not_rebalanced, each))
+            assert 1 <= each.metric("baton:expert_rank_imbalance") < 2
+            assert "experts rebalanced layers=" in each.log_tail(limit=10**6)
+        assert nodes[1].metric("baton:expert_rebalances_total") > 1, "its steps are many"
+
+
+def eplb(num_redundant: int) -> list[str]:
+    config = {"window_size": 4, "step_interval": 4, "num_redundant_experts": num_redundant}
+    return ["--enable-eplb", f"--eplb-config={json.dumps(config)}"]
+
+
+def why_not_rebalanced(each: Node) -> str | None:
+    """The count is shown a moment later."""
+    count = each.metric("baton:expert_rebalances_total")
+    return None if count else f"{each.name} has rebalanced {count:g} times"
+
+
 def test_an_answer_may_differ_only_after_a_near_tie_of_experts() -> None:
     reference = Reference("ids", (1,), (5, 6, 7), (1.0, 1.0, 1.0), 3, True, "length", (1e-2, 1e-5, 1e-5))
     at = {
@@ -77,11 +108,11 @@ def test_margins_of_experts_are_the_least_so_far() -> None:
     assert near < NUM_PROMPTS // 2, "most answers must be held against their references without an excuse"
 
 
-def node(cluster: Cluster, folder: Path, role: Any, way: str) -> Node:
+def node(cluster: Cluster, folder: Path, role: Any, way: str, *more: str) -> Node:
     flags = [f"--model={folder}", "--served-model-name=tiny", "--num-gpu-blocks-override=400", "--verify-transfers"]
     flags += [f"--tensor-parallel-size={way[-1]}"]
     flags += ["--enable-expert-parallel"] if way.startswith("ep") else []
-    return cluster.node(role, role, *flags, "--cpu-threads=1")
+    return cluster.node(role, role, *flags, "--cpu-threads=1", *more)
 
 
 @functools.cache
