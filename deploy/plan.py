@@ -72,7 +72,8 @@ def plan(
         sizes = zip(_PARALLEL, settings.parallel_sizes(name), strict=True)
         own += [f"{flag_name(flag)}={size}" for flag, size in sizes if size > 1]
         if settings.enable_expert_parallel and settings.parallel_sizes(name)[0] > 1:
-            own += ["--enable-expert-parallel", *_eplb(settings)]
+            own.append("--enable-expert-parallel")
+            own += _eplb(settings)
         env = {"OMP_NUM_THREADS": threads, **gpus[name].env}
         arguments = (*settings.node_flags(), *own, f"--cpu-threads={threads}", *gpus[name].arguments)
         nodes.append(Child(name, f"{name.split('-')[0]}_node.main", arguments, env))

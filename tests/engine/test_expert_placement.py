@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from engine.model.parallel.expert_placement import (
     MIN_GAIN,
     Load,
+    Move,
     Placement,
     balanced,
     first_expert,
     first_placement,
+    moves,
     num_replicas,
     rank_loads,
     rebalanced,
@@ -117,16 +119,33 @@ def test_a_greedy_division_may_be_worse_than_the_even_one() -> None:
     assert sorted(rank_loads(balanced(load, 6, 2), load, 2)) == [6, 6]
 
 
+def test_two_replicas_on_one_rank_may_be_the_best() -> None:
+    """Of three experts with all of the load, two on one rank each and one on both would be 8 beside 4."""
+    load = np.array([4, 4, 4, 0, 0, 0, 0, 0], np.int64)
+    assert rank_loads(balanced(load, 10, 2), load, 2).tolist() == [6, 6]
+
+
 def test_what_can_stay_stays() -> None:
-    """Ranks that changed places would move everything, and so would slots of one rank."""
+    """Whatever the ranks' numbers are, and the slots': two experts change places."""
+    load = np.array([10, 6, 1, 1, 2, 1, 1, 1], np.int64)
+    for current in ([0, 1, 2, 3, 4, 5, 6, 7], [5, 4, 7, 6, 3, 0, 1, 2]):
+        found = rebalanced(np.array(current, np.int32), load, 2)
+        assert sorted(rank_loads(found, load, 2)) == [10, 13]
+        assert sorted(found[found != current].tolist()) == [0, 4]
+
+
+def test_what_does_not_help_does_not_happen() -> None:
     current = np.array([4, 5, 6, 7, 2, 3, 0, 1], np.int32)
-    load = np.array([8, 9, 8, 9, 8, 9, 8, 1], np.int64)
+    load = np.array([95, 95, 95, 95, 100, 100, 100, 100], np.int64)
+    assert busiest(balanced(load, 8, 2), Case(load, 8, 2)) < busiest(current, Case(load, 8, 2))
     assert (rebalanced(current, load, 2) == current).all()
-    load = np.array([10, 10, 1, 1, 1, 1, 1, 1], np.int64)
-    found = rebalanced(current, load, 2)
-    assert sorted(rank_loads(found, load, 2)) == [13, 13]
-    assert (found != current).sum() == 4
-    assert (rebalanced(found[[4, 5, 6, 7, 0, 1, 2, 3]], load, 2) == found[[4, 5, 6, 7, 0, 1, 2, 3]]).all()
+
+
+def test_an_expert_comes_from_its_own_rank_if_it_is_there() -> None:
+    """Else from those that have it in turn."""
+    current, new = (np.array(slots, np.int32) for slots in ([0, 1, 2, 0, 3, 4, 3, 5, 2], [0, 0, 3, 0, 2, 1, 3, 5, 2]))
+    assert moves(current, new, 3) == [Move(0, 1), Move(4, 2), Move(2, 4), Move(1, 5)]
+    assert moves(current, current, 3) == []
 
 
 def test_experts_that_cannot_be_divided_evenly() -> None:

@@ -70,8 +70,8 @@ def _equal_part(number: int, rank: int, size: int, name: str, what: str) -> tupl
 def _slots(name: str, num_experts: int, num_redundant: int, rank: int, size: int) -> tuple[int, int]:
     """The experts that the rank has in its slots at first."""
     what = f"experts and {num_redundant} redundant ones"
-    own, rest = divmod(num_experts + num_redundant, size)
-    if rest:
+    own = (num_experts + num_redundant) // size
+    if own * size != num_experts + num_redundant:
         raise UnsupportedModel(f"{_REDUNDANT}: {name}: {num_experts} {what} cannot be divided among {size} ranks")
     if own > num_experts:
         raise UnsupportedModel(f"{_REDUNDANT}: {name}: {num_experts} {what} are more than one of each on {size} ranks")
