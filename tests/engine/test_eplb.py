@@ -33,6 +33,7 @@ from tests.engine import tiny_models
 from tests.engine.rank_threads import Load, ranked_runner
 from tests.engine.test_model_families import SIZES, sequences
 from tests.engine.test_sharding import LogitsOf, fill_biases
+from tools.quantize import write
 
 torch.set_num_threads(1)
 
@@ -129,6 +130,21 @@ def test_logits_are_those_of_one_rank_wherever_experts_are(
             assert float(((actual - expected).norm(dim=-1) / expected.norm(dim=-1)).max()) < 1e-5
         for layers in zip(*(expert_slots(rank.model) for rank in ranks), strict=True):
             assert all((slots.placement == layers[0].placement).all() for slots in layers)
+
+
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    """On a CPU they have the values that the codes stand for."""
+    sizes = {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
+    source = tiny_models.save(GptOssConfig(**{**tiny_models.SHAPE, **sizes}, sliding_window=20), tmp_path / "source")
+    fill_biases(source)
+    write(source, tmp_path / "mxfp4", "mxfp4")
+    one = loader.load_model(Checkpoint.open(tmp_path / "mxfp4"))
+    load = Load(tmp_path / "mxfp4", SIZES, fused=True, whole_experts=True, num_redundant_experts=2)
+    with ranked_runner(2, load) as (runner, ranks):
+        for seed in range(2):
+            check_weights(one, ranks)
+            rearrange(runner, 0, any_placement(4, 6, seed))
+        check_weights(one, ranks)
 
 
 def test_an_exchange_does_not_read_what_it_has_written(folders: dict[str, Path]) -> None:

@@ -61,7 +61,7 @@ class ExpertSlots:
         """The parameters of a slot of that rank, which sends them if it is another."""
         if rank == self._group.rank:
             return [rows[slot].clone() for rows in self._rows]
-        values = [torch.empty_like(rows[0]) for rows in self._rows]
+        values = [rows.new_empty(rows.shape[1:]) for rows in self._rows]  # contiguous, which rows need not be
         for value in values:
             self._group.receive(value, rank)
         return values
