@@ -40,27 +40,27 @@ class ExpertSlots:
     def rearrange(self, placement: Placement) -> None:
         """Let the slots hold these experts from now on. Takes as long as the ranks need to exchange the weights of
         those that move; a rank holds those that it gets twice meanwhile. Raises RuntimeError when a rank is lost."""
-        first, of_rank = self._group.rank * self._size, self._group.rank
+        size, rank = self._size, self._group.rank
         changes = moves(self.placement, placement, self.num_ranks)
-        sends, taken = [], []
-        found = [(move, move.source // self._size, move.target // self._size) for move in changes]
-        for move, source, target in found:
-            if source == of_rank != target:
-                sends += [self._group.send(rows[move.source - first], target) for rows in self._rows]
-        for move, source, target in found:
-            if target == of_rank:
-                taken.append((move.target - first, self._take(move.source - source * self._size, source)))
+        sends = [
+            self._group.send(rows[source % size], target // size)
+            for source, target in changes
+            if source // size == rank != target // size
+            for rows in self._rows
+        ]
+        taken = [(target % size, self._take(source)) for source, target in changes if target // size == rank]
         for wait in sends:  # until then the rows must not change
             wait()
-        for slot, values in taken:
+        for own, values in taken:
             for rows, value in zip(self._rows, values, strict=True):
-                rows[slot].copy_(value)
+                rows[own].copy_(value)
         self._place(placement)
 
-    def _take(self, slot: int, rank: int) -> list[Tensor]:
-        """The parameters of a slot of that rank, which sends them if it is another."""
+    def _take(self, slot: int) -> list[Tensor]:
+        """The parameters of a slot, which its rank sends if it is another."""
+        rank, own = divmod(slot, self._size)
         if rank == self._group.rank:
-            return [rows[slot].clone() for rows in self._rows]
+            return [rows[own].clone() for rows in self._rows]
         values = [rows.new_empty(rows.shape[1:]) for rows in self._rows]  # contiguous, which rows need not be
         for value in values:
             self._group.receive(value, rank)
