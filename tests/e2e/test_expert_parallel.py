@@ -52,8 +52,10 @@ async def test_answers_are_those_of_transformers(
         nodes = node(cluster, folder, "prefill", prefill), node(cluster, folder, "decode", decode)
         for name, count in await check_twice(cluster, *nodes, wanted, model="tiny"):
             record_property(name, count)
-        for each in nodes:
-            assert 1 < each.metrics().sum("baton:expert_imbalance") < 8
+        for each, way in zip(nodes, (prefill, decode), strict=True):
+            metrics = each.metrics()
+            assert 1 < metrics.sum("baton:expert_imbalance") < 8
+            assert (metrics.sum("baton:expert_rank_imbalance") >= 1) == way.startswith("ep")
 
 
 async def test_no_answer_is_lost_or_changed_when_experts_change_places(
