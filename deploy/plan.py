@@ -82,6 +82,7 @@ def plan(
         own += [f"{flag_name(flag)}={size}" for flag, size in sizes if size > 1]
         if settings.enable_expert_parallel and settings.parallel_sizes(name)[0] * settings.num_peers(name) > 1:
             own.append("--enable-expert-parallel")
+            own += _eplb(settings)
         own += _data_parallel(settings, name, ports)
         env = {"OMP_NUM_THREADS": threads, **gpus[name].env}
         arguments = (*settings.node_flags(), *own, f"--cpu-threads={threads}", *gpus[name].arguments)
@@ -98,6 +99,7 @@ def placement(settings: OwnSettings, machine: Machine) -> str | None:
         settings.parallel_sizes(name)[0] * settings.num_peers(name) == 1 for name in names
     ):
         raise ValueError("--enable-expert-parallel: divides experts among ranks, and no stage has more than one")
+    _check_eplb(settings)
     if not any(size > 1 for size in ranks.values()) and len(names) == settings.prefill + settings.decode:
         return None
     if settings.device != "cpu" and machine.gpus:
@@ -116,6 +118,22 @@ def placement(settings: OwnSettings, machine: Machine) -> str | None:
     return f"{said}; {sum(ranks.values())} ranks on {machine.num_cores} cores, threads of each: {threads}"
 
 
+def _eplb(settings: OwnSettings) -> list[str]:
+    """Of a node whose ranks have whole experts."""
+    stated = [] if settings.eplb_config is None else [f"--eplb-config={settings.eplb_config}"]
+    return ["--enable-eplb", *stated] if settings.enable_eplb else []
+
+
+def _check_eplb(settings: OwnSettings) -> None:
+    """Here, since only nodes with several ranks get the flags."""
+    if settings.eplb_config is not None and not settings.enable_eplb:
+        raise ValueError("--eplb-config: only goes with --enable-eplb")
+    if settings.enable_eplb and not settings.enable_expert_parallel:
+        raise ValueError("--enable-eplb: moves whole experts, which needs --enable-expert-parallel")
+    if settings.enable_eplb and settings.prefill_pipeline_parallel_size > 1:
+        raise ValueError(f"--enable-eplb: not with stages, of {flag_name('prefill_pipeline_parallel_size')}")
+
+
 def _placement_on_gpus(settings: OwnSettings, machine: Machine, ranks: Mapping[str, int]) -> str:
     for name, size in ranks.items():
         if settings.num_peers(name) > 1:
@@ -124,6 +142,8 @@ def _placement_on_gpus(settings: OwnSettings, machine: Machine, ranks: Mapping[s
         if settings.parallel_sizes(name)[1] > 1:
             flag = flag_name("prefill_pipeline_parallel_size")
             raise ValueError(f"{flag}: stages compute on a CPU so far, with --device cpu")
+        if settings.enable_eplb:
+            raise ValueError("--enable-eplb: experts change places on a CPU so far, with --device cpu")
         if size > len(machine.gpus):
             flag, there = _rank_flag(settings, {name: size}), len(machine.gpus)
             raise ValueError(

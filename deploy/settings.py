@@ -70,6 +70,10 @@ class OwnSettings(Settings):
     decode_data_parallel_size: int | None = Field(
         None, ge=1, le=64, description="likewise, for each of --decode; unset: --data-parallel-size"
     )
+    enable_eplb: bool = Field(
+        False, description="with --enable-expert-parallel, move experts between a node's ranks while it serves"
+    )
+    eplb_config: str | None = Field(None, description="see the nodes' flag of the same name")
     cpu_threads: int | None = Field(
         None,
         ge=1,

@@ -33,6 +33,8 @@ from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.memory import out_of_memory
 from engine.model.parallel.data_parallel import NO_WAVES, ONE_NODE, DataParallel
+from engine.model.parallel.eplb import Eplb
+from engine.model.parallel.expert_slots import expert_slots
 from engine.model.parallel.group import ONE_RANK
 from engine.model.parallel.others import NO_OTHERS
 from engine.model.parallel.part import RankPart
@@ -83,6 +85,7 @@ class Built:
     checkpoint: Checkpoint
     expert_counts: ExpertCounts | None = None
     peers: PeerNodes | None = None
+    eplb: Eplb | None = None
 
     def warm_up(self) -> None:
         """On a GPU, do the work that would delay the first requests. On the engine's thread, before any request; takes
@@ -106,6 +109,15 @@ class Built:
     @property
     def expert_imbalance(self) -> Callable[[], float] | None:
         return None if self.expert_counts is None else self.expert_counts.imbalance
+
+    @property
+    def expert_rank_imbalance(self) -> Callable[[], float] | None:
+        counts = self.expert_counts
+        return None if counts is None or counts.num_parts == 1 else counts.rank_imbalance
+
+    @property
+    def num_expert_rebalances(self) -> int:
+        return 0 if self.eplb is None else self.eplb.num_rebalances
 
     @property
     def generation_defaults(self) -> GenerationDefaults:
@@ -151,6 +163,7 @@ def _meet_peers(settings: NodeSettings, checkpoint: Checkpoint, wake: Callable[[
         "--tensor-parallel-size": str(settings.tensor_parallel_size),
         "--dtype": "float32" if dtype == "auto" else _DTYPES.get(dtype, dtype),
         "--quantization": str(settings.quantization),
+        "--eplb-config": str(settings.eplb),
         "--seed": str(settings.seed if is_dummy else None),  # of weights
     }
     return meet(settings, serves, wake or (lambda: None))
@@ -169,8 +182,9 @@ def _build(
     part = load_part(settings, checkpoint, pipeline, data)
     config, device = part.config, part.model.device
     layer_groups = settings.layer_groups(device.type == "cuda")
+    expert_counts = ExpertCounts.of(part.model, _num_expert_parts(settings, pipeline))
+    eplb = _eplb(settings, part.model, expert_counts)
     with out_of_memory(_POOL_ADVICE):
-        others = NO_OTHERS if ranks is None else ranks.others
         runner = TorchModelRunner(
             part.model,
             config,
@@ -178,9 +192,10 @@ def _build(
             wake=wake,
             layer_groups=layer_groups,
             pipeline=pipeline,
-            others=others,
+            others=NO_OTHERS if ranks is None else ranks.others,
             data=data,
             waves=peers or NO_WAVES,
+            eplb=eplb,
         )
     layout = _layout(settings, checkpoint, part)
     pools = [runner.pool.as_bytes()]
@@ -198,9 +213,20 @@ def _build(
         served_model_name=settings.served_model_name or settings.model,
         tokenizer=tokenizer,
         checkpoint=checkpoint,
-        expert_counts=ExpertCounts.of(part.model, _num_expert_parts(settings, pipeline)),
+        expert_counts=expert_counts,
+        eplb=eplb,
         peers=peers,
     )
+
+
+def _eplb(settings: NodeSettings, model: PreTrainedModel, counts: ExpertCounts | None) -> Eplb | None:
+    """Raises ValueError where experts cannot change places."""
+    config = settings.eplb
+    if config is None:
+        return None
+    if counts is None:
+        raise ValueError("--enable-eplb: experts change places on a CPU so far, with --device cpu")
+    return Eplb(counts.tokens, expert_slots(model), config.window_size, config.step_interval)
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,6 +373,7 @@ def _load(
                 pipeline.peers,
                 pipeline.stage,
                 settings.enable_expert_parallel,
+                None if settings.eplb is None else settings.eplb.num_redundant_experts,
                 None if data is ONE_NODE else data,
             ),
         )

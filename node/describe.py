@@ -33,8 +33,8 @@ class TokenizerFiles:
 class ServedModel(Protocol):
     """An engine with all that a role is built on: `build.Built`, or `simulated.Simulated`.
 
-    pools: the KV pool of each rank, see `KvMover`. graph_sizes: empty without CUDA graphs. expert_imbalance: see
-    `ExpertCounts`; None where it is not counted.
+    pools: the KV pool of each rank, see `KvMover`. graph_sizes: empty without CUDA graphs. expert_imbalance,
+    expert_rank_imbalance: see `ExpertCounts`; None where it is not counted. num_expert_rebalances: see `Eplb`.
     """
 
     @property
@@ -45,6 +45,12 @@ class ServedModel(Protocol):
 
     @property
     def expert_imbalance(self) -> Callable[[], float] | None: ...
+
+    @property
+    def expert_rank_imbalance(self) -> Callable[[], float] | None: ...
+
+    @property
+    def num_expert_rebalances(self) -> int: ...
 
     @property
     def layer_groups(self) -> int: ...
@@ -99,7 +105,10 @@ def describe(
     )
 
 
-def count(engine: Engine, num_damaged_pieces: int = 0) -> Counts:
+def count(built: ServedModel, num_damaged_pieces: int = 0) -> Counts:
     """For metrics. Engine's thread only."""
+    engine = built.engine
     blocks = {state.value: number for state, number in engine.blocks.counts_by_state().items()}
-    return Counts(blocks, engine.num_preemptions, num_damaged_pieces, engine.counters.totals())
+    return Counts(
+        blocks, engine.num_preemptions, num_damaged_pieces, engine.counters.totals(), built.num_expert_rebalances
+    )

@@ -28,12 +28,13 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Counts:
     """The engine's counters, for metrics. blocks: KV blocks by state. num_damaged_pieces: pieces of KV blocks with
-    wrong checksums. steps: None without an engine."""
+    wrong checksums. steps: None without an engine. num_expert_rebalances: see `Eplb`."""
 
     blocks: Mapping[str, int]
     num_preemptions: int = 0
     num_damaged_pieces: int = 0
     steps: StepTotals | None = None
+    num_expert_rebalances: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,13 +86,14 @@ def assemble(
         ),
         tokenizer=built.tokenizer.json,
         part_blocks=role.mover.part_blocks,
-        count=lambda: count(built.engine, role.count_damaged()),
+        count=lambda: count(built, role.count_damaged()),
         num_slots=sum(mover.num_slots for mover in movers),
         count_free_slots=lambda: sum(mover.num_free_slots for mover in movers),
         outward=_outward(settings, role),
         watch_steps=built.engine.counters.watch,
         expert_imbalance=built.expert_imbalance,
         peers=base.peers,
+        expert_rank_imbalance=built.expert_rank_imbalance,
     )
 
 

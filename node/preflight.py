@@ -94,6 +94,8 @@ def _check_ranks(settings: NodeSettings) -> None:
         return
     if settings.pipeline_parallel_size > 1:
         raise StartupError("--pipeline-parallel-size: stages compute on a CPU so far, with --device cpu")
+    if settings.enable_eplb:
+        raise StartupError("--enable-eplb: experts change places on a CPU so far, with --device cpu")
     if settings.num_ranks > there:
         wanted = settings.num_ranks
         raise StartupError(f"--tensor-parallel-size: {wanted} ranks need a GPU each, and this process sees {there}")

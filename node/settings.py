@@ -12,6 +12,7 @@ from baton.address import HostPort
 from baton.messages import NodeRole
 from baton.settings import ListenAddress, Sizes
 from baton.trust import ClusterSettings
+from node.eplb_config import EplbConfig
 
 GIB = 1024**3
 METRICS_PORT_OFFSET = 1000
@@ -131,6 +132,17 @@ class NodeSettings(ClusterSettings):
     data_parallel_address: str = Field("127.0.0.1", description="host of the one with rank 0, as the others reach it")
     data_parallel_rpc_port: int = Field(
         29550, ge=1, le=65535, description="port on that host at which they meet; nothing is authenticated there"
+    )
+    enable_eplb: bool = Field(
+        False,
+        description="with --enable-expert-parallel, move experts between ranks while serving, so that all are equally "
+        "busy; on a CPU so far",
+    )
+    eplb_config: str | None = Field(
+        None,
+        description='JSON in vLLM\'s form: {"window_size": 1000, "step_interval": 3000, "num_redundant_experts": 0}, '
+        "which are the defaults: how many steps count, how many are between two decisions, and how many slots for "
+        "another copy of an expert all ranks have (docs/parallel.md)",
     )
     cpu_threads: int | None = Field(
         None,
@@ -262,6 +274,7 @@ class NodeSettings(ClusterSettings):
         if self.enable_expert_parallel and self.tensor_parallel_size * self.data_parallel_size == 1:
             raise ValueError("--enable-expert-parallel: divides experts among ranks, and --tensor-parallel-size is 1")
         self._check_data_parallel()
+        self._check_eplb()
         if self.engine == "simulated" and self.pipeline_parallel_size > 1:
             raise ValueError("--pipeline-parallel-size: a simulated node has one rank")
         if self.engine == "simulated" and self.verify_transfers:
@@ -286,6 +299,22 @@ class NodeSettings(ClusterSettings):
             raise ValueError(f"--data-parallel-rank: each of the {self.data_parallel_size} nodes needs one, from 0")
         if self.pipeline_parallel_size > 1:
             raise ValueError("--pipeline-parallel-size: not with --data-parallel-size so far")
+
+    def _check_eplb(self) -> None:
+        if self.eplb_config is not None and not self.enable_eplb:
+            raise ValueError("--eplb-config: only goes with --enable-eplb")
+        if self.enable_eplb and not self.enable_expert_parallel:
+            raise ValueError("--enable-eplb: moves whole experts, which needs --enable-expert-parallel")
+        if self.enable_eplb and self.pipeline_parallel_size > 1:
+            raise ValueError("--enable-eplb: rank 0 must have all layers, and not those of one stage alone")
+        if self.enable_eplb and self.load_format == "dummy":
+            raise ValueError("--enable-eplb: copies of an expert must be equal, which --load-format dummy does not do")
+        EplbConfig.parse(self.eplb_config or "{}")
+
+    @property
+    def eplb(self) -> EplbConfig | None:
+        """None without --enable-eplb."""
+        return EplbConfig.parse(self.eplb_config or "{}") if self.enable_eplb else None
 
     @property
     def num_ranks(self) -> int:

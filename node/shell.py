@@ -70,7 +70,7 @@ class NodeParts:
     """The parts of a node except its network. `info.address` is filled in once the port is known.
 
     `warm_up` is called on the role's thread, before any request; it may take seconds, and raises ValueError. `count` is
-    called there too, `count_free_slots` and `expert_imbalance` on any thread. `watch_steps`: see `StepCounters.watch`;
+    called there too, `count_free_slots` and both imbalances on any thread. `watch_steps`: see `StepCounters.watch`;
     likewise there. `peers`: the other data parallel nodes.
     """
 
@@ -88,6 +88,7 @@ class NodeParts:
     kv_events: Closeable | None = None
     expert_imbalance: Callable[[], float] | None = None
     peers: PeerNodes | None = None
+    expert_rank_imbalance: Callable[[], float] | None = None
 
     def close(self) -> None:
         """End all transfers and threads of the transports, the publisher of KV events, and the links to peers."""
@@ -160,7 +161,7 @@ class Node:
         self._metrics.set_cache_config(info.layout.block_size, info.num_blocks, info.layout.layers[0].dtype)
         self._metrics.watch_slots(self._parts.num_slots, self._parts.count_free_slots)
         if self._parts.expert_imbalance is not None:
-            self._metrics.watch_experts(self._parts.expert_imbalance)
+            self._metrics.watch_experts(self._parts.expert_imbalance, self._parts.expert_rank_imbalance)
         limits = Limits.of(info, self._settings.request_timeout)
         self._sessions = Sessions(info.incarnation, self._loop.post, self._metrics, limits, trust)
         self._peers = self._side.serve(
@@ -255,7 +256,8 @@ class Node:
             self._idle.clear()
         if turn.counts is not None:
             counts = turn.counts
-            self._metrics.set_counts(counts.blocks, counts.num_preemptions, counts.num_damaged_pieces)
+            damaged, rebalances = counts.num_damaged_pieces, counts.num_expert_rebalances
+            self._metrics.set_counts(counts.blocks, counts.num_preemptions, damaged, rebalances)
             if counts.steps is not None:
                 self._metrics.set_steps(counts.steps.seconds, counts.steps.num_steps, counts.steps.num_tokens)
         self._sessions.deliver(turn)

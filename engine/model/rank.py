@@ -23,6 +23,8 @@ from engine.model.graphs import StepGraph, StepGraphs, single_prompt_sizes
 from engine.model.kv_pool import KvPool
 from engine.model.layer_marks import SeesLayers
 from engine.model.parallel.data_parallel import ONE_NODE, DataParallel
+from engine.model.parallel.expert_placement import Placement
+from engine.model.parallel.expert_slots import expert_slots
 from engine.model.parallel.pipeline import ONE_STAGE, Pipeline
 from engine.model.parallel.stages import received_by
 from engine.model.prompt_logprobs import HiddenStates
@@ -69,6 +71,7 @@ class RankModel:
         self._hidden_states = HiddenStates(model)
         self._received = received_by(model)
         self._expert_blocks = expert_blocks(model)
+        self._expert_slots = expert_slots(model)
         self._graphs: StepGraphs | None = None
         groups = layer_groups_of(len(probed.kv), layer_groups)
         self.group_ends = tuple(end for _, end in groups) if len(groups) > 1 else ()
@@ -143,6 +146,11 @@ class RankModel:
         self._follow_rank_0()
         self.pool.copy(pairs)
         self.group.all_reduce(torch.zeros(1, device=self.pool.tensor.device))
+
+    def rearrange_experts(self, layer: int, placement: Placement) -> None:
+        """Between two steps, exchange the weights of a layer's experts with the other ranks until slots hold these, see
+        `ExpertSlots`. layer: counted over layers with experts."""
+        self._expert_slots[layer].rearrange(placement)
 
     def _follow_rank_0(self) -> None:
         """Begin what reads or writes KV with a tensor of rank 0. On GPUs, copies between pools and slots are ordered

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from engine.model.input_batch import InputBatch
 from engine.model.kv_pool import KvPool
 from engine.model.layer_marks import LayerMarks
 from engine.model.parallel.data_parallel import NO_WAVES, ONE_NODE, DataParallel, Waves
+from engine.model.parallel.eplb import Eplb
 from engine.model.parallel.others import NO_OTHERS, OtherRanks
 from engine.model.parallel.pipeline import ONE_STAGE, Pipeline
 from engine.model.prompt_logprobs import Scored, ScoredPiece
@@ -45,7 +47,7 @@ class TorchModelRunner:
     takes part in. Pass `probed` if the probe was made before, to size the pool. `wake` is called, on a
     thread of its own, when a GPU or the last stage is done with a step, or a GPU with a group of layers of a step that
     ends a prompt to hand off; `layer_groups`: the number of these groups. `extensions`: what the model takes for each
-    token besides its id. Raises UnsupportedModel.
+    token besides its id. `eplb`: decides when experts change places. Raises UnsupportedModel.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class TorchModelRunner:
         others: OtherRanks = NO_OTHERS,
         data: DataParallel = ONE_NODE,
         waves: Waves = NO_WAVES,
+        eplb: Eplb | None = None,
     ) -> None:
         probed = probed or probe(model, config.max_model_len)
         self.model = model
@@ -76,7 +79,7 @@ class TorchModelRunner:
             layer_groups=layer_groups,
             extensions=extensions,
         )
-        self._others, self._waves = others, waves
+        self._others, self._waves, self._eplb = others, waves, eplb
         self._input_batch = InputBatch(config, self._sampler)
         self._wake = wake
         self._watch = EventThread(model.device, "device-watch") if wake and model.device.type == "cuda" else None
@@ -114,6 +117,8 @@ class TorchModelRunner:
         """See `engine.step.ModelRunner`."""
         if self._staged is not None:
             self._staged.before_launch(chunks)
+        self._waves.start()
+        self._rebalance()
         ordered = batch.singles_first(chunks)
         rows, tables = self._input_batch.place(ordered)
         columns = self._sampler.prepare(batch.sample_batch(ordered, rows))
@@ -130,7 +135,6 @@ class TorchModelRunner:
             return TorchStep(list(chunks), ordered, sampled, _mark(sampled), marks, len(self.pool.layers), scored)
 
         numbers = self._as_numbers(ordered, rows, tables, pieces)
-        self._waves.start()
         if self._staged is not None:
             return self._begin(self._staged, chunks, numbers, score, sample)
         step = sample(self._compute(numbers, marks, score))
@@ -143,10 +147,21 @@ class TorchModelRunner:
         """If no step was launched, take part in one of the data parallel nodes, should they step. Returns whether they
         go on, as far as is known: then the next step must be launched or kept up with soon."""
         if not launched and self._waves.running:
+            self._rebalance()
             self._others.idle()
             if not self.rank.idle():
                 self._waves.end()
         return self._waves.running
+
+    def _rebalance(self) -> None:
+        """Between two steps, let the experts of one layer change places, if it is time for that. Data parallel nodes
+        decide alike, since they see the same steps with the same tokens."""
+        if self._eplb is None or (change := self._eplb.before_step()) is None:
+            return
+        began = time.perf_counter()
+        self._others.rearrange_experts(change.layer, change.placement)
+        self.rank.rearrange_experts(change.layer, change.placement)
+        self._eplb.changed(change, time.perf_counter() - began)
 
     def _begin(
         self, staged: StagedSteps, chunks: Seq[Chunk], step: RankStep, score: Score, sample: Sample

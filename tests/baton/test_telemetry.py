@@ -98,9 +98,9 @@ def test_node_messages_become_metrics():
         metrics.sent(Update(WORK, kind))
     metrics.set_load(Load(num_waiting=1, num_running=2, num_blocks_free=6, num_blocks_total=8))
     for num_preemptions in (2, 2, 5):
-        metrics.set_counts({"free": 5, "cached": 1}, num_preemptions, num_damaged=num_preemptions - 2)
+        metrics.set_counts({"free": 5, "cached": 1}, num_preemptions, num_damaged=num_preemptions - 2, num_rebalances=1)
     metrics.watch_slots(8, lambda: 6)
-    metrics.watch_experts(lambda: 1.5)
+    metrics.watch_experts(lambda: 1.5, lambda: 1.25)
     labels = {"model_name": "tiny", "role": "decode"}
 
     def value(name: str, **more: str) -> float | None:
@@ -118,7 +118,8 @@ def test_node_messages_become_metrics():
     assert value("kv_cache_usage_perc") == 0.25
     assert value("kv_blocks", state="cached") == 1
     assert value("num_preemptions_total") == 5
-    assert value("expert_imbalance") == 1.5
+    assert (value("expert_imbalance"), value("expert_rank_imbalance")) == (1.5, 1.25)
+    assert value("expert_rebalances_total") == 1
     assert value("kv_transfer_damaged_blocks_total") == 3
     assert (value("kv_slots", state="free"), value("kv_slots", state="in_use")) == (6, 2)
     for outcome, reason in (("finished", ""), ("cancelled", ""), ("failed", "overloaded"), ("handed_off", "")):

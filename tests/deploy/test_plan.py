@@ -82,6 +82,38 @@ def test_experts_are_divided_on_nodes_that_have_ranks() -> None:
     assert {name: node.enable_expert_parallel for name, node in nodes.items()} == {"prefill-0": False, "decode-0": True}
 
 
+def test_experts_change_places_on_nodes_that_have_ranks() -> None:
+    config = '{"num_redundant_experts": 4}'
+    flags = ("--decode-tensor-parallel-size=2", "--enable-expert-parallel", "--enable-eplb")
+    for stated, number in (((), 0), ((f"--eplb-config={config}",), 4)):
+        children = planned(Machine(4, ()), *flags, *stated)
+        prefill, decode = (parse(NodeSettings, children[name].arguments) for name in ("prefill-0", "decode-0"))
+        assert prefill.eplb is None
+        assert decode.eplb is not None
+        assert decode.eplb.num_redundant_experts == number
+        assert placement(settings(*flags, *stated), Machine(4, ())) is not None
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (("--eplb-config={}", "--enable-expert-parallel"), "--eplb-config: only goes with --enable-eplb"),
+        (("--enable-eplb",), "--enable-eplb: moves whole experts, which needs --enable-expert-parallel"),
+        (
+            ("--enable-eplb", "--enable-expert-parallel", "--prefill-pipeline-parallel-size=2"),
+            "--enable-eplb: not with stages, of --prefill-pipeline-parallel-size",
+        ),
+        (
+            ("--enable-eplb", "--enable-expert-parallel", "--device=auto"),
+            "--enable-eplb: experts change places on a CPU so far, with --device cpu",
+        ),
+    ],
+)
+def test_experts_that_cannot_change_places_are_refused_by_the_flag(flags: tuple[str, ...], why: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(why)):
+        placement(settings("--tensor-parallel-size=2", *flags), Machine(8, ("0", "1")))
+
+
 def test_prefill_nodes_alone_have_stages() -> None:
     flags = ("--tensor-parallel-size=2", "--prefill-pipeline-parallel-size=3")
     children = planned(Machine(16, ()), *flags)

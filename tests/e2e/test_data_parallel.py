@@ -14,7 +14,7 @@ from deploy.ports import HeldPort
 from tests.e2e.client import Client
 from tests.e2e.cluster import Cluster, Node, Role, wait_until
 from tests.e2e.reference_file import Reference
-from tests.e2e.test_expert_parallel import MAX_TOKENS, embedded
+from tests.e2e.test_expert_parallel import MAX_TOKENS, embedded, eplb, why_not_rebalanced
 from tests.summary import COMPARED, EXPERT_TIES
 
 pytestmark = pytest.mark.timeout(300)
@@ -37,6 +37,7 @@ def start(cluster: Cluster, role: Role, way: str, port: HeldPort) -> list[Node]:
     size, num_ranks = WAYS[way]
     flags = [f"--model={embedded()[0]}", *FLAGS, f"--tensor-parallel-size={num_ranks}"]
     flags += ["--enable-expert-parallel"] if size * num_ranks > 1 else []
+    flags += eplb(4) if size * num_ranks > 1 and role == "decode" else []
     meet = [f"--data-parallel-size={size}", f"--data-parallel-rpc-port={port.address.port}"] if size > 1 else []
     return [
         cluster.node(role, f"{role}-{rank}", *flags, *meet, *([f"--data-parallel-rank={rank}"] if size > 1 else []))
@@ -52,8 +53,8 @@ def free_port() -> HeldPort:
 async def test_answers_are_those_of_transformers_and_nodes_stop_together(
     prefill: str, decode: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """Each prompt twice, the second time from prefix caches. All nodes of a role have some. Then one of them is told to
-    stop while each has a request."""
+    """Each prompt twice, the second time from prefix caches. All nodes of a role have some. Experts of decode nodes
+    change places meanwhile, alike on all nodes. Then one of them is told to stop while each has a request."""
     _, wanted = await asyncio.to_thread(embedded)
     with Cluster(tmp_path) as cluster, free_port() as one, free_port() as other:
         prefills, decodes = start(cluster, "prefill", prefill, one), start(cluster, "decode", decode, other)
@@ -65,6 +66,8 @@ async def test_answers_are_those_of_transformers_and_nodes_stop_together(
             assert sum(node.metric("baton:prefix_cache_hits_total") for node in prefills)
             for node in (*prefills, *decodes):
                 await asyncio.to_thread(node.wait_whole)
+            if len(decodes) > 1:
+                assert len({await asyncio.to_thread(rebalances, node) for node in decodes}) == 1
             await stop_together(client, wanted[:4], decodes)
     record_property(COMPARED, 2 * len(wanted))
     record_property(EXPERT_TIES, ties)
@@ -81,6 +84,12 @@ async def check(client: Client, wanted: list[Reference], *pools: list[Node]) -> 
     for pool in pools:
         assert {answer.timings[f"{pool[0].role}_node"] for answer in answers} == {node.name for node in pool}
     return len(differences)
+
+
+def rebalances(node: Node) -> float:
+    """How many; the count is shown a moment later."""
+    wait_until(lambda: why_not_rebalanced(node))
+    return node.metric("baton:expert_rebalances_total")
 
 
 async def stop_together(client: Client, wanted: list[Reference], nodes: list[Node]) -> None:

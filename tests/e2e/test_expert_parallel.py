@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from engine.checkpoint import EMBEDDED
 from engine.model.load.checkpoint import Checkpoint
 from tests.e2e import references
 from tests.e2e.asked_twice import check_twice
-from tests.e2e.cluster import Cluster, Node
+from tests.e2e.cluster import Cluster, Node, wait_until
 from tests.e2e.reference_file import NEAR_TIE, Reference
 
 pytestmark = pytest.mark.timeout(300)
@@ -51,8 +52,38 @@ async def test_answers_are_those_of_transformers(
         nodes = node(cluster, folder, "prefill", prefill), node(cluster, folder, "decode", decode)
         for name, count in await check_twice(cluster, *nodes, wanted, model="tiny"):
             record_property(name, count)
-        for each in nodes:
-            assert 1 < each.metrics().sum("baton:expert_imbalance") < 8
+        for each, way in zip(nodes, (prefill, decode), strict=True):
+            metrics = each.metrics()
+            assert 1 < metrics.sum("baton:expert_imbalance") < 8
+            assert (metrics.sum("baton:expert_rank_imbalance") >= 1) == way.startswith("ep")
+
+
+async def test_no_answer_is_lost_or_changed_when_experts_change_places(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """Every few steps, on both sides of a handoff. Both nodes say so, and blocks and slots are whole after it."""
+    folder, wanted = await asyncio.to_thread(embedded)
+    with Cluster(tmp_path) as cluster:
+        prefill = node(cluster, folder, "prefill", "ep2", *eplb(2), "--max-num-batched-tokens=64")
+        decode = node(cluster, folder, "decode", "ep2", *eplb(4))
+        for name, count in await check_twice(cluster, prefill, decode, wanted[::2], model="tiny"):
+            record_property(name, count)
+        for each in (prefill, decode):
+            await asyncio.to_thread(wait_until, functools.partial(why_not_rebalanced, each))
+            assert 1 <= each.metric("baton:expert_rank_imbalance") < 2
+            assert "experts rebalanced layers=" in each.log_tail(limit=10**6)
+        assert decode.metric("baton:expert_rebalances_total") > 1, "its steps are many"
+
+
+def eplb(num_redundant: int) -> list[str]:
+    config = {"window_size": 4, "step_interval": 4, "num_redundant_experts": num_redundant}
+    return ["--enable-eplb", f"--eplb-config={json.dumps(config)}"]
+
+
+def why_not_rebalanced(each: Node) -> str | None:
+    """The count is shown a moment later."""
+    count = each.metric("baton:expert_rebalances_total")
+    return None if count else f"{each.name} has rebalanced {count:g} times"
 
 
 def test_an_answer_may_differ_only_after_a_near_tie_of_experts() -> None:
@@ -77,11 +108,11 @@ def test_margins_of_experts_are_the_least_so_far() -> None:
     assert near < NUM_PROMPTS // 2, "most answers must be held against their references without an excuse"
 
 
-def node(cluster: Cluster, folder: Path, role: Any, way: str) -> Node:
+def node(cluster: Cluster, folder: Path, role: Any, way: str, *more: str) -> Node:
     flags = [f"--model={folder}", "--served-model-name=tiny", "--num-gpu-blocks-override=400", "--verify-transfers"]
     flags += [f"--tensor-parallel-size={way[-1]}"]
     flags += ["--enable-expert-parallel"] if way.startswith("ep") else []
-    return cluster.node(role, role, *flags, "--cpu-threads=1")
+    return cluster.node(role, role, *flags, "--cpu-threads=1", *more)
 
 
 @functools.cache

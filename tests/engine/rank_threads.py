@@ -7,6 +7,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -22,6 +23,7 @@ from engine.model.fast import FusedReport
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.parallel.data_parallel import NO_WAVES, ONE_NODE, DataParallel, Waves
+from engine.model.parallel.eplb import Eplb
 from engine.model.parallel.group import GlooRanks, RankGroup
 from engine.model.parallel.others import NO_OTHERS, OtherRanks, RemoteRanks, serve
 from engine.model.parallel.part import RankPart
@@ -37,7 +39,7 @@ Inbox = SimpleQueue[tuple[int, Int32Array]]
 class Load:
     """What each rank does first, on its own thread. reports: of all ranks, in no order, if `fused`. config: with the
     windows of the model's KV groups, or with one that keeps everything. num_stages: among which the layers are
-    divided."""
+    divided. num_redundant_experts: see RankPart."""
 
     def __init__(
         self,
@@ -47,17 +49,18 @@ class Load:
         fused: bool,
         quantization: str | None = None,
         whole_experts: bool = False,
+        num_redundant_experts: int | None = None,
         num_stages: int = 1,
     ) -> None:
         self._folder, self.config, self._fused, self._quantization = folder, config, fused, quantization
-        self._whole_experts, self.num_stages = whole_experts, num_stages
+        self._experts, self.num_stages = (whole_experts, num_redundant_experts), num_stages
         self.reports: list[FusedReport] = []
 
     def __call__(self, pipeline: Pipeline, data: DataParallel | None = None) -> tuple[PreTrainedModel, Probe]:
         model = loader.load_model(
             Checkpoint.open(self._folder),
             quantization=self._quantization,
-            part=RankPart(pipeline.peers, pipeline.stage, self._whole_experts, data),
+            part=RankPart(pipeline.peers, pipeline.stage, *self._experts, data),
         )
         probed = probe(model, self.config.max_model_len)
         if self._fused:
@@ -86,11 +89,14 @@ def in_threads(size: int, run: Callable[[RankGroup], None]) -> Iterator[RankGrou
                 other.result(TIMEOUT_S)
 
 
+@dataclass
 class Together:
-    """What ranks of one node do beside that: `join` meets the ranks of data parallel nodes, on each rank's thread."""
+    """What ranks of one node do beside that. join: meets the ranks of data parallel nodes, on each rank's thread. eplb:
+    of rank 0's model."""
 
-    def __init__(self, join: Callable[[int], DataParallel | None] = lambda rank: None, waves: Waves = NO_WAVES) -> None:
-        self.join, self.waves = join, waves
+    join: Callable[[int], DataParallel | None] = lambda rank: None
+    waves: Waves = NO_WAVES
+    eplb: Callable[[PreTrainedModel], Eplb | None] = lambda model: None
 
 
 def _other_rank(group: RankGroup, load: Load, data: DataParallel | None) -> RankModel:
@@ -118,7 +124,7 @@ def ranked_runner(
         data = together.join(0)
         model, probed = load(pipeline, data)
         place = {"pipeline": pipeline, "others": others, "data": data or ONE_NODE, "waves": together.waves}
-        return make(model, load.config, probed, wake=wake, **place)  # type: ignore[arg-type]
+        return make(model, load.config, probed, wake=wake, eplb=together.eplb(model), **place)  # type: ignore[arg-type]
 
     if size == 1:
         runner = rank_0(ONE_STAGE, NO_OTHERS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
-from transformers import Qwen2MoeConfig
+from transformers import PreTrainedModel, Qwen2MoeConfig
 
 from engine.engine import Engine
+from engine.model.expert_counts import ExpertCounts
 from engine.model.experts import expert_modules
 from engine.model.parallel.data_parallel import DataParallel
+from engine.model.parallel.eplb import Eplb
+from engine.model.parallel.expert_slots import expert_slots
 from engine.model.parallel.group import GlooRanks, OneRank, RankGroup
 from engine.sequence import Sequence
 from engine.step import Chunk
@@ -95,19 +99,50 @@ def test_logits_are_those_of_a_node_alone(
 ) -> None:
     folder = tiny_models.save(MODELS[family], tmp_path)
     fill_biases(folder)
+    load = Load(folder, SIZES, fused=True, whole_experts=True, quantization=quantization)
+    together = logits_together(load, num_nodes, num_ranks)
+    check_alone(Load(folder, SIZES, fused=True, quantization=quantization), together)
+
+
+@pytest.mark.parametrize(("num_nodes", "num_ranks"), [(2, 2), pytest.param(4, 1, marks=pytest.mark.full)])
+def test_experts_change_places_between_nodes(num_nodes: int, num_ranks: int, tmp_path: Path) -> None:
+    """Before a step on all of them alike, also on those that have none."""
+    folder = tiny_models.save(MODELS["qwen3_moe"], tmp_path)
+    decided: list[Eplb] = []
+
+    def eplb(model: PreTrainedModel) -> Eplb:
+        counts = ExpertCounts.of(model, num_nodes * num_ranks)
+        assert counts is not None
+        decided.append(Eplb(counts.tokens, expert_slots(model), window_size=1, step_interval=1))
+        return decided[-1]
+
+    load = Load(folder, SIZES, fused=True, whole_experts=True, num_redundant_experts=4)
+    check_alone(Load(folder, SIZES, fused=True), logits_together(load, num_nodes, num_ranks, eplb))
+    assert len(decided) == num_nodes
+    assert all(one.num_rebalances == decided[0].num_rebalances > 0 for one in decided)
+    for layers in zip(*(one._slots for one in decided), strict=True):
+        assert all((slots.placement == layers[0].placement).all() for slots in layers)
+
+
+def logits_together(
+    load: Load, num_nodes: int, num_ranks: int, eplb: Callable[[PreTrainedModel], Eplb | None] = lambda model: None
+) -> list[torch.Tensor]:
+    """Of each node."""
     store, size = HashStore(), num_nodes * num_ranks
 
     def of_node(node: int) -> torch.Tensor:
         def join(rank: int) -> DataParallel:
             return DataParallel(GlooRanks(store, rank * num_nodes + node, size, TIMEOUT_S), num_nodes)
 
-        load = Load(folder, SIZES, fused=True, whole_experts=True, quantization=quantization)
-        return logits(load, num_ranks, steps_of(node), Together(join, Always()))
+        return logits(load, num_ranks, steps_of(node), Together(join, Always(), eplb))
 
     with ThreadPoolExecutor(num_nodes) as pool:
-        together = list(pool.map(of_node, range(num_nodes), timeout=TIMEOUT_S))
+        return list(pool.map(of_node, range(num_nodes), timeout=TIMEOUT_S))
+
+
+def check_alone(load: Load, together: list[torch.Tensor]) -> None:
     for node, own in enumerate(together):
-        alone = logits(Load(folder, SIZES, fused=True, quantization=quantization), 1, steps_of(node))
+        alone = logits(load, 1, steps_of(node))
         assert own.shape == alone.shape
         error = (own - alone).norm(dim=-1) / alone.norm(dim=-1)
         assert float(error.max()) < 1e-5

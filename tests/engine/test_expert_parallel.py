@@ -366,5 +366,17 @@ def test_the_imbalance_is_that_since_the_last_reading(folders: dict[str, Path]) 
     assert counts.imbalance() == pytest.approx(2)
 
 
+def test_the_imbalance_of_ranks_with_whole_experts(folders: dict[str, Path]) -> None:
+    """Each of two has four of eight experts."""
+    counts = ExpertCounts.of(loader.load_model(Checkpoint.open(folders["gpt_oss"])), 2)
+    assert counts is not None
+    assert counts.rank_imbalance() == 0
+    counts.tokens[0] += [3, 1, 0, 0, 4, 4, 2, 2]
+    assert counts.rank_imbalance() == pytest.approx(1.5)
+    counts.tokens[1] += [8, 0, 0, 0, 0, 8, 0, 0]
+    assert counts.imbalance() == pytest.approx((2 + 4) / 2)
+    assert counts.rank_imbalance() == pytest.approx(1)
+
+
 def test_a_dense_model_has_no_choices_to_count() -> None:
     assert ExpertCounts.of(skeleton("llama"), 1) is None

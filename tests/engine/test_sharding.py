@@ -57,6 +57,7 @@ class LogitsOf(TorchModelRunner):
 
     @torch.inference_mode()
     def __call__(self, *chunks: Chunk) -> list[torch.Tensor]:
+        self._rebalance()
         ordered = singles_first(chunks)
         step = self._as_numbers(ordered, *self._input_batch.place(ordered), [])
         if self._staged is None:

@@ -157,7 +157,8 @@ def _skeleton(
     if part.cuts_weights:
         groups = part.group, part.experts.everyone
         places = (Place(group.rank, group.size) for group in groups)
-        sharding = shard(model, *places, whole_experts=part.whole_experts)
+        whole, num_redundant = part.whole_experts, part.num_redundant_experts
+        sharding = shard(model, *places, whole_experts=whole, num_redundant_experts=num_redundant)
         quantization.divide(sharding.columns(*groups))
     create_weights(model, quantization)
     return model, sharding, weights

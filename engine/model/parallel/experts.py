@@ -20,18 +20,22 @@ from engine.model.errors import UnsupportedModel
 from engine.model.experts import NAMES, argument_names, attach, is_transposed, weights_of, why_not
 from engine.model.parallel.cut import Cut
 from engine.model.parallel.data_parallel import DataParallel
+from engine.model.parallel.expert_placement import first_expert
 from engine.model.parallel.group import RankGroup
 from engine.model.tolerance import Tolerance, close, rounding
 
 FLAG = "--enable-expert-parallel"
+_REDUNDANT = "--eplb-config: num_redundant_experts"
 _UNDIVIDED = "its experts cannot be divided among ranks"
 _ROUNDINGS = 4
 _BIASES = tuple(f"{name}_bias" for name in NAMES)
 
 
-def expert_cuts(name: str, module: nn.Module, rank: int, size: int, *, whole: bool) -> dict[str, Cut]:
-    """What a rank has of the module's parameters, by their names; others are whole. name: of the module. Raises
-    UnsupportedModel."""
+def expert_cuts(
+    name: str, module: nn.Module, rank: int, size: int, *, whole: bool, num_redundant: int | None = None
+) -> dict[str, Cut]:
+    """What a rank has of the module's parameters, by their names; others are whole. name: of the module. num_redundant:
+    of whole experts that change places, see `connect_slots`. Raises UnsupportedModel."""
     reason, of = why_not(module), weights_of(module)
     shapes = {own: tuple(parameter.shape) for own, parameter in module.named_parameters(recurse=False)}
     if reason is None and (unknown := sorted(shapes.keys() - {*NAMES, *_BIASES})):
@@ -39,7 +43,11 @@ def expert_cuts(name: str, module: nn.Module, rank: int, size: int, *, whole: bo
     if reason is not None or of is None:
         raise UnsupportedModel(f"{name}: these experts cannot be divided among ranks: {reason}")
     if whole:
-        first, end = _equal_part(of.num_experts, rank, size, f"{FLAG}: {name}", "experts")
+        first, end = (
+            _equal_part(of.num_experts, rank, size, f"{FLAG}: {name}", "experts")
+            if num_redundant is None
+            else _slots(name, of.num_experts, num_redundant, rank, size)
+        )
         return {own: Cut(0, first, end, shape) for own, shape in shapes.items()}
     hint = f"features of each expert ({FLAG} divides whole experts)"
     first, end = _equal_part(of.intermediate_size, rank, size, name, hint)
@@ -58,6 +66,18 @@ def _equal_part(number: int, rank: int, size: int, name: str, what: str) -> tupl
     if rest:
         raise UnsupportedModel(f"{name}: {number} {what} cannot be divided among {size} ranks")
     return rank * part, (rank + 1) * part
+
+
+def _slots(name: str, num_experts: int, num_redundant: int, rank: int, size: int) -> tuple[int, int]:
+    """The experts that the rank has in its slots at first."""
+    what = f"experts and {num_redundant} redundant ones"
+    own = (num_experts + num_redundant) // size
+    if own * size != num_experts + num_redundant:
+        raise UnsupportedModel(f"{_REDUNDANT}: {name}: {num_experts} {what} cannot be divided among {size} ranks")
+    if own > num_experts:
+        raise UnsupportedModel(f"{_REDUNDANT}: {name}: {num_experts} {what} are more than one of each on {size} ranks")
+    first = first_expert(num_experts, own * size, size, rank)
+    return first, first + own
 
 
 def connect_experts(module: nn.Module, group: RankGroup, *, whole: bool) -> None:

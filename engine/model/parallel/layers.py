@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from engine.model.linear_method import LinearMethod, Product, attach, method_of
 from engine.model.parallel.data_parallel import DataParallel
+from engine.model.parallel.expert_slots import connect_slots
 from engine.model.parallel.experts import connect_experts, sum_block
 from engine.model.parallel.group import RankGroup
 from engine.model.parallel.sharding import Sharding, WideNorm
@@ -24,8 +25,11 @@ def connect(model: PreTrainedModel, sharding: Sharding, group: RankGroup, expert
     group: of the node. experts: the ranks that divide blocks of experts."""
     within = sharding.modules_of_blocks
     summed: dict[str, list[nn.Module]] = {name: [] for name in sharding.blocks}
-    for name, module in sharding.experts.items():
-        connect_experts(module, experts.everyone, whole=sharding.whole_experts)
+    for layer, (name, module) in enumerate(sharding.experts.items()):
+        if sharding.num_redundant_experts is not None:
+            connect_slots(layer, module, experts.everyone, sharding.num_redundant_experts)
+        else:
+            connect_experts(module, experts.everyone, whole=sharding.whole_experts)
         summed[name.rpartition(".")[0]].append(module)
     for module in sharding.row_parallel:
         ranks = experts.everyone if module in within else group

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from engine.model.parallel.expert_placement import Placement
 from engine.model.rank import RankModel
 from engine.model.rank_step import Int32Array, RankStep
 
@@ -21,6 +22,8 @@ class OtherRanks(Protocol):
     def idle(self) -> None: ...
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None: ...
+
+    def rearrange_experts(self, layer: int, placement: Placement) -> None: ...
 
     def warm_up(self) -> None: ...
 
@@ -37,6 +40,9 @@ class NoOthers:
         """Nothing to do."""
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Nothing to do."""
+
+    def rearrange_experts(self, layer: int, placement: Placement) -> None:
         """Nothing to do."""
 
     def warm_up(self) -> None:
@@ -57,7 +63,8 @@ class Kind(IntEnum):
     WARM_UP = 2
     CAPTURE = 3
     IDLE = 4
-    CLOSE = 5
+    REARRANGE_EXPERTS = 5
+    CLOSE = 6
 
 
 class RemoteRanks:
@@ -74,6 +81,9 @@ class RemoteRanks:
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         self._send(Kind.COPY_BLOCKS, np.array(pairs, np.int32).reshape(-1))
+
+    def rearrange_experts(self, layer: int, placement: Placement) -> None:
+        self._send(Kind.REARRANGE_EXPERTS, np.array([layer, *placement], np.int32))
 
     def warm_up(self) -> None:
         self._send(Kind.WARM_UP, np.zeros(0, np.int32))
@@ -97,6 +107,8 @@ def serve(rank: RankModel, receive: Callable[[], tuple[int, Int32Array]]) -> Non
                 rank.idle()
             case Kind.COPY_BLOCKS:
                 rank.copy_blocks([(source, target) for source, target in array.reshape(-1, 2).tolist()])
+            case Kind.REARRANGE_EXPERTS:
+                rank.rearrange_experts(int(array[0]), array[1:])
             case Kind.WARM_UP:
                 rank.warm_up_kernels()
             case Kind.CAPTURE:

@@ -16,12 +16,14 @@ from engine.model.parallel.stages import WHOLE, Stage
 
 class RankPart(NamedTuple):
     """Of a stage's layers what the rank has in its group, which is all ranks of that stage. whole_experts: some experts
-    as a whole, instead of a part of each. data: the rank's place among those of several nodes that divide experts;
-    None: there is one node."""
+    as a whole, instead of a part of each; num_redundant_experts: not None if these change places, with so many more
+    slots than experts. data: the rank's place among those of several nodes that divide experts; None: there is one
+    node."""
 
     group: RankGroup = ONE_RANK
     stage: Stage = WHOLE
     whole_experts: bool = False
+    num_redundant_experts: int | None = None
     data: DataParallel | None = None
 
     @property

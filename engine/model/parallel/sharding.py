@@ -56,14 +56,15 @@ class Place(NamedTuple):
 @dataclass(slots=True)
 class Sharding:
     """One rank's part. place: in its node. block_place: among the ranks that divide blocks of experts, which may be
-    those of several nodes. whole_experts: of experts, too. cuts: by the id of each parameter that is a part of a stored
-    tensor. row_parallel: modules whose results are parts of a sum. experts, and the blocks that they are in: modules by
-    name."""
+    those of several nodes. whole_experts: of experts, too; num_redundant_experts: if these change places. cuts: by the
+    id of each parameter that is a part of a stored tensor. row_parallel: modules whose results are parts of a sum.
+    experts, and the blocks that they are in: modules by name."""
 
     place: Place
     block_place: Place
     kv: KvSlice
     whole_experts: bool = False
+    num_redundant_experts: int | None = None
     cuts: dict[int, Cut] = field(default_factory=dict)
     row_parallel: list[nn.Linear] = field(default_factory=list)
     wide_norms: list[WideNorm] = field(default_factory=list)
@@ -112,13 +113,19 @@ class Sharding:
 
 
 def shard(
-    model: PreTrainedModel, place: Place, block_place: Place | None = None, *, whole_experts: bool = False
+    model: PreTrainedModel,
+    place: Place,
+    block_place: Place | None = None,
+    *,
+    whole_experts: bool = False,
+    num_redundant_experts: int | None = None,
 ) -> Sharding:
     """Shrink the parameters of a model without weights, or of a stage of it, to the rank's part. block_place: see
-    Sharding; None: `place`. whole_experts: `--enable-expert-parallel`. Raises UnsupportedModel, by name, for a model
-    that cannot be divided so."""
+    Sharding; None: `place`. whole_experts: `--enable-expert-parallel`; num_redundant_experts: not None with
+    `--enable-eplb`. Raises UnsupportedModel, by name, for a model that cannot be divided so."""
     config = model.config.get_text_config()
-    sharding = Sharding(place, block_place or place, kv_slice(config, *place), whole_experts)
+    kv = kv_slice(config, *place)
+    sharding = Sharding(place, block_place or place, kv, whole_experts, num_redundant_experts)
     style_of = styles(model)
     embedding, head = _vocabulary(model)
     if embedding is not None and head is not None and head.weight is embedding.weight:
@@ -152,7 +159,8 @@ def _cut_experts(sharding: Sharding, model: PreTrainedModel) -> None:
     for name, module in sharding.experts.items():
         block = name.rpartition(".")[0]
         sharding.blocks[block] = model.get_submodule(block)
-        cuts = expert_cuts(name, module, *sharding.block_place, whole=sharding.whole_experts)
+        whole, num_redundant = sharding.whole_experts, sharding.num_redundant_experts
+        cuts = expert_cuts(name, module, *sharding.block_place, whole=whole, num_redundant=num_redundant)
         for parameter, cut in cuts.items():
             _shrink(sharding, module, parameter, cut)
 

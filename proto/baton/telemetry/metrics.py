@@ -193,7 +193,8 @@ class NodeMetrics:
         )
         self._preemptions = counter("num_preemptions", "Sequences that lost their KV blocks to others, to begin anew.")
         self._damaged = counter("kv_transfer_damaged_blocks", "KV blocks that came with a wrong checksum.")
-        self._num_preemptions = self._num_damaged = 0
+        self._rebalances = counter("expert_rebalances", "How often experts changed places between ranks.")
+        self._num_preemptions = self._num_damaged = self._num_rebalances = 0
         self._steps = StepMetrics(registry, names, values)
         self._prompt_tokens = counter("node_prompt_tokens", "Prompt tokens received.")
         self._generation_tokens = counter("node_generation_tokens", "Tokens generated.")
@@ -253,13 +254,17 @@ class NodeMetrics:
         used = load.num_blocks_total - load.num_blocks_free
         self._usage.set(used / load.num_blocks_total if load.num_blocks_total else 0.0)
 
-    def set_counts(self, blocks: Mapping[str, int], num_preemptions: int, num_damaged: int = 0) -> None:
-        """blocks: counts by state. num_preemptions, num_damaged: totals since the start."""
+    def set_counts(
+        self, blocks: Mapping[str, int], num_preemptions: int, num_damaged: int = 0, num_rebalances: int = 0
+    ) -> None:
+        """blocks: counts by state. The others: totals since the start."""
         for state, count in blocks.items():
             self._blocks.labels(*self._values, state).set(count)
         self._preemptions.inc(num_preemptions - self._num_preemptions)
         self._damaged.inc(num_damaged - self._num_damaged)
+        self._rebalances.inc(num_rebalances - self._num_rebalances)
         self._num_preemptions, self._num_damaged = num_preemptions, num_damaged
+        self._num_rebalances = num_rebalances
 
     def set_steps(self, seconds: Mapping[str, float], steps: Mapping[str, int], tokens: Mapping[str, int]) -> None:
         """Totals since the start: seconds by phase, steps by kind, tokens by kind."""
@@ -278,11 +283,16 @@ class NodeMetrics:
         self._slots.labels(*self._values, "free").set_function(count_free)
         self._slots.labels(*self._values, "in_use").set_function(lambda: total - count_free())
 
-    def watch_experts(self, imbalance: Callable[[], float]) -> None:
-        """Of a mixture of experts; called as in `watch_slots`."""
-        text = "Tokens of a layer's most chosen expert over the mean of its experts, since the page was last read."
+    def watch_experts(self, imbalance: Callable[[], float], of_ranks: Callable[[], float] | None = None) -> None:
+        """Of a mixture of experts; called as in `watch_slots`. of_ranks: where ranks have whole experts."""
+        last = "since the page was last read."
+        text = f"Tokens of a layer's most chosen expert over the mean of its experts, {last}"
         found = Gauge("baton:expert_imbalance", text, ["model_name"], registry=self._registry)
         found.labels(*self._values).set_function(imbalance)
+        if of_ranks is not None:
+            text = f"Choices of a layer's experts on its busiest rank over the mean of its ranks, {last}"
+            found = Gauge("baton:expert_rank_imbalance", text, ["model_name"], registry=self._registry)
+            found.labels(*self._values).set_function(of_ranks)
 
     def _time_tokens(self, attempt_id: AttemptId, sample: int) -> None:
         now = self._clock()

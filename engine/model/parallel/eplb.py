@@ -1,0 +1,102 @@
+"""Expert parallel load balancing: rank 0 counts which experts tokens choose, and decides which of them change places.
+
+    every step_interval steps   the load of the last window_size steps, as the router chose
+    at each step from then on   one layer: a better placement, if there is one; its weights move before the step
+
+A layer's placement is swapped together with its weights, so layers may be of different rebalances at any time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.model.parallel.expert_placement import Placement, rebalanced
+from engine.model.parallel.expert_slots import ExpertSlots
+
+log = logging.getLogger(__name__)
+
+Counts = npt.NDArray[np.int64]
+"""[num_layers, num_experts]: tokens that chose each expert."""
+
+
+class Change(NamedTuple):
+    """A layer's slots are to hold these experts. num_slots: how many of them get another one."""
+
+    layer: int
+    placement: Placement
+    num_slots: int
+
+
+class LoadWindow:
+    """What a total that grows has gained in the last `window` steps, at every `interval`-th. Keeps the total as it was
+    when the windows that are open began."""
+
+    def __init__(self, total: Counts, window: int, interval: int) -> None:
+        self._total, self._window, self._interval = total, window, interval
+        self._began: deque[Counts] = deque()
+        self._num_steps = 0
+
+    def step(self) -> Counts | None:
+        """After each step; what the window has, if it ends with this one. It is shorter at first."""
+        self._num_steps += 1
+        if (self._num_steps + self._window) % self._interval == 0:
+            self._began.append(self._total.copy())
+        if self._num_steps % self._interval:
+            return None
+        return self._total - self._began.popleft() if self._num_steps > self._window else self._total.copy()
+
+
+class Eplb:
+    """The decisions of rank 0, whose `slots` these are, of all layers. total: the tokens that chose each expert, which
+    grows while steps are computed. The thread that computes only; `num_rebalances` on any."""
+
+    def __init__(self, total: Counts, slots: Sequence[ExpertSlots], window_size: int, step_interval: int) -> None:
+        self._slots = slots
+        self._window = LoadWindow(total, window_size, step_interval)
+        self._left: deque[tuple[int, npt.NDArray[np.int64]]] = deque()
+        self._changes: list[tuple[Change, float]] = []
+        self.num_rebalances = 0
+        """How often experts have changed places, in one layer or more."""
+
+    def before_step(self) -> Change | None:
+        """What must change before the step, which the caller does at once, if anything. A rebalance ends before the
+        next one begins."""
+        due = self._window.step()
+        if due is not None and not self._left:
+            self._left.extend(enumerate(due))
+        if not self._left:
+            return None
+        change = self._decide(*self._left.popleft())
+        if not self._left and change is None:
+            self._report()
+        return change
+
+    def _decide(self, layer: int, load: npt.NDArray[np.int64]) -> Change | None:
+        slots = self._slots[layer]
+        found = rebalanced(slots.placement, load[: slots.num_experts], slots.num_ranks)
+        num_slots = int((found != slots.placement).sum())
+        return Change(layer, found, num_slots) if num_slots else None
+
+    def changed(self, change: Change, seconds: float) -> None:
+        """It is done, and took so long, in which no step was computed."""
+        self.num_rebalances += not self._changes
+        self._changes.append((change, seconds))
+        if not self._left:
+            self._report()
+
+    def _report(self) -> None:
+        if self._changes:
+            log.info(
+                "experts rebalanced layers=%d slots=%d seconds=%.3f longest_s=%.3f",
+                len(self._changes),
+                sum(change.num_slots for change, _ in self._changes),
+                sum(seconds for _, seconds in self._changes),
+                max(seconds for _, seconds in self._changes),
+            )
+            self._changes.clear()

@@ -1,0 +1,147 @@
+"""Which expert is in which slot of a layer, so that ranks with whole experts are equally busy. Plain numbers.
+
+A layer has as many **slots** on each rank, and each slot holds one expert: rank r has slots [r * n, (r + 1) * n). With
+more slots than experts some experts are there several times: they are **replicas**, which share the tokens that chose
+the expert. After DeepSeek's EPLB (https://github.com/deepseek-ai/EPLB): first replicas for those with the highest load
+for each replica, then replicas to ranks, the heaviest first to the rank with the least. Its groups of experts, for
+ranks on several hosts, are left out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Placement = npt.NDArray[np.int32]
+"""[num_slots]: the expert in each."""
+Load = npt.NDArray[np.int64]
+"""[num_experts]: how many tokens chose each."""
+
+MIN_GAIN = 0.05
+"""By how much of its load the busiest rank must have less before experts are worth moving."""
+
+
+def first_expert(num_experts: int, num_slots: int, num_ranks: int, rank: int) -> int:
+    """Where the experts that the rank reads begin: one for each of its slots, side by side in the checkpoint. With
+    redundant slots those of neighbours overlap. num_experts <= num_slots <= num_experts * num_ranks."""
+    return rank * (num_experts - num_slots // num_ranks) // max(1, num_ranks - 1)
+
+
+def first_placement(num_experts: int, num_slots: int, num_ranks: int) -> Placement:
+    """What ranks have when they have read their weights."""
+    firsts = [first_expert(num_experts, num_slots, num_ranks, rank) for rank in range(num_ranks)]
+    return np.concatenate([np.arange(first, first + num_slots // num_ranks, dtype=np.int32) for first in firsts])
+
+
+def rank_loads(placement: Placement, load: Load, num_ranks: int) -> npt.NDArray[np.float64]:
+    """[num_ranks]: the tokens that each computes, if replicas share theirs equally."""
+    shared = load / np.bincount(placement, minlength=len(load))
+    loads: npt.NDArray[np.float64] = shared[placement].reshape(num_ranks, -1).sum(axis=1)
+    return loads
+
+
+def balanced(load: Load, num_slots: int, num_ranks: int) -> Placement:
+    """The best placement known for that load: the busiest rank has never more to do than with experts divided evenly in
+    their order, where that can be. The same for the same arguments."""
+    counts = num_replicas(load, num_slots, num_ranks)
+    found = [_packed(load, counts, num_ranks, spread=spread) for spread in (True, False)]
+    found += _even(len(load), num_slots, num_ranks)
+    return min(found, key=lambda placement: _busiest(placement, load, num_ranks))
+
+
+def rebalanced(current: Placement, load: Load, num_ranks: int) -> Placement:
+    """What to have in place of `current`: the same, unless the busiest rank's load falls by MIN_GAIN. Then as many
+    slots as possible keep what they have."""
+    better = balanced(load, len(current), num_ranks)
+    if _busiest(better, load, num_ranks) > (1 - MIN_GAIN) * _busiest(current, load, num_ranks) or not load.any():
+        return current
+    return _with_few_moves(better, current, num_ranks)
+
+
+def num_replicas(load: Load, num_slots: int, num_ranks: int) -> npt.NDArray[np.int64]:
+    """[num_experts]: one of each, and one more at a time of the expert with the highest load for each replica; of none
+    more than there are ranks."""
+    counts = np.ones(len(load), np.int64)
+    for _ in range(num_slots - len(load)):
+        counts[np.where(counts < num_ranks, load / counts, -1.0).argmax()] += 1
+    return counts
+
+
+def _packed(load: Load, counts: npt.NDArray[np.int64], num_ranks: int, *, spread: bool) -> Placement:
+    """The heaviest first, each to the rank with the least load of those with a free slot. spread: if possible, one that
+    does not have the expert, so that more ranks share its load; but two replicas may be what a rank has room for."""
+    size = int(counts.sum()) // num_ranks
+    held: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [0.0] * num_ranks
+    for expert in sorted(range(len(load)), key=lambda expert: (-load[expert] / counts[expert], expert)):
+        for _ in range(counts[expert]):
+            free = [rank for rank in range(num_ranks) if len(held[rank]) < size]
+            rank = min(free, key=lambda rank: (spread and expert in held[rank], loads[rank], rank))
+            held[rank].append(expert)
+            loads[rank] += load[expert] / counts[expert]
+    return np.array(held, np.int32).reshape(-1)
+
+
+def _even(num_experts: int, num_slots: int, num_ranks: int) -> list[Placement]:
+    """Equally many experts for each rank, in their order, which repeats them in redundant slots: that changes no rank's
+    load. Nothing, if they cannot be divided so."""
+    if num_experts % num_ranks:
+        return []
+    rows = np.arange(num_experts, dtype=np.int32).reshape(num_ranks, -1)
+    return [np.concatenate([np.resize(row, num_slots // num_ranks) for row in rows])]
+
+
+def _busiest(placement: Placement, load: Load, num_ranks: int) -> float:
+    return float(rank_loads(placement, load, num_ranks).max())
+
+
+def _with_few_moves(new: Placement, current: Placement, num_ranks: int) -> Placement:
+    """`new` with ranks and slots renumbered, which changes nothing, so that little must move: each rank gets the part
+    of which it has most."""
+    parts = new.reshape(num_ranks, -1).tolist()
+    own = current.reshape(num_ranks, -1).tolist()
+    common = [
+        (-(Counter(part) & Counter(has)).total(), rank, index)
+        for rank, has in enumerate(own)
+        for index, part in enumerate(parts)
+    ]
+    chosen: dict[int, int] = {}
+    for _, rank, index in sorted(common):
+        if rank not in chosen and index not in chosen.values():
+            chosen[rank] = index
+    rows = [_in_place(parts[chosen[rank]], has) for rank, has in enumerate(own)]
+    return np.array(rows, np.int32).reshape(-1)
+
+
+def _in_place(part: list[int], has: list[int]) -> list[int]:
+    """The experts of `part`, those that a slot of the rank has already in that slot."""
+    left = Counter(part)
+    kept: list[int | None] = []
+    for expert in has:
+        stays = left[expert] > 0
+        left[expert] -= stays
+        kept.append(expert if stays else None)
+    others = iter(sorted(left.elements()))
+    return [next(others) if expert is None else expert for expert in kept]
+
+
+class Move(NamedTuple):
+    """The slot `target` gets what `source` had before all moves."""
+
+    source: int
+    target: int
+
+
+def moves(current: Placement, new: Placement, num_ranks: int) -> list[Move]:
+    """What makes `new` of `current`, in the order of targets: from a slot of the same rank if one has the expert, else
+    from ranks that have it in turn."""
+    size = len(current) // num_ranks
+    found = []
+    for target in np.flatnonzero(current != new).tolist():
+        sources = np.flatnonzero(current == new[target])
+        own = sources[sources // size == target // size]
+        found.append(Move(int(own[0] if len(own) else sources[target % len(sources)]), target))
+    return found
