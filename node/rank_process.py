@@ -23,8 +23,8 @@ def run_rank(seat: RankSeat, settings: NodeSettings) -> None:
     from engine.model.parallel.others import serve
     from engine.model.parallel.pipeline import Pipeline
     from engine.model.rank import RankModel
-    from node.build import device_of, load_part
     from node.data_parallel import join_ranks
+    from node.rank_part import device_of, load_part
 
     # Joined after the imports, which take seconds: rank 0 has its own meanwhile.
     everyone, peers = seat.join(device_of(settings, seat.number))

@@ -19,10 +19,12 @@ from decode_node.node import make_parts
 from decode_node.settings import DecodeSettings
 from engine.checkpoint import EMBEDDED
 from engine.model.errors import ModelNotFound, UnsupportedModel
+from engine.model.fast.tally import FusedReport, Tally
 from engine.model.load import loader
 from engine.model.parallel.stages import WHOLE, Stage
-from node.build import build, kv_groups
+from node.build import build
 from node.errors import StartupError
+from node.rank_part import kv_groups
 from node.settings import NodeSettings
 from node.tokenizer import read_tokenizer
 from prefill_node.settings import PrefillSettings
@@ -274,3 +276,33 @@ def test_data_parallel_nodes_say_what_they_serve(checkpoint, monkeypatch):
             build(settings(checkpoint, **DATA_PARALLEL, **fields))
     assert said[0] == said[1] == said[3] != said[2]
     assert said[0]["the command"] != DecodeSettings.prog
+
+
+REFUSED = Tally(refused=[("layers.0.mlp.experts", "its sizes are no multiples of 16")])
+
+
+@pytest.mark.parametrize(
+    ("pieces", "taken_back", "why"),
+    [
+        ({"experts": REFUSED}, None, "layers.0.mlp.experts: its sizes are no multiples of 16"),
+        ({"experts": Tally(fused=2)}, "logits differ by 9", "experts: logits differ by 9"),
+        ({"experts": Tally(fused=2)}, None, None),
+        ({"experts": Tally()}, "logits differ by 9", None),
+        ({}, None, None),
+    ],
+)
+def test_graphs_that_experts_do_not_allow_are_named_with_the_flag_that_helps(
+    checkpoint, monkeypatch, pieces, taken_back, why
+):
+    """Other failures are told as they are."""
+    built = build(settings(checkpoint))
+
+    def failing(*_):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(built.runner, "capture", failing)
+    built.runner.model.__dict__["baton_fused"] = FusedReport(pieces, taken_back)
+    with pytest.raises(ValueError if why else RuntimeError) as raised:
+        built._capture()
+    said = f"--enforce-eager: needed, since steps cannot be CUDA graphs: {why} (" if why else ""
+    assert str(raised.value).startswith(f"{said}operation not permitted")

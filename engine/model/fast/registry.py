@@ -72,6 +72,18 @@ def apply(model: PreTrainedModel, probed: Probe, max_model_len: int) -> FusedRep
     return report
 
 
+def why_not_captured(model: PreTrainedModel) -> str | None:
+    """What may keep steps of the model from being CUDA graphs: experts that stayed transformers' own, which may ask the
+    device how many tokens chose each. None: nothing that is known."""
+    report: FusedReport | None = model.__dict__.get(_REPORT)
+    experts = report.pieces.get("experts") if report is not None else None
+    if report is None or experts is None or not experts.found:
+        return None
+    if report.taken_back is not None:
+        return f"experts: {report.taken_back}"
+    return next((f"{name}: {why}" for name, why in experts.refused), None)
+
+
 def _apply_one(name: str, piece: Piece, target: Target) -> Tally:
     mark, tally = target.patches.mark(), Tally()
     try:
