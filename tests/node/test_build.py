@@ -156,7 +156,7 @@ def test_every_flag_says_what_it_is(name):
 def test_the_stages_of_the_start_are_logged(checkpoint, caplog):
     with caplog.at_level(logging.INFO):
         build(settings(checkpoint, num_gpu_blocks_override=40))
-    stages = [record.getMessage() for record in caplog.records if record.name == "node.build"]
+    stages = [record.getMessage() for record in caplog.records if record.name == "node.rank_part"]
     assert [re.sub(r"[\w]+=.*", "", text).strip() for text in stages] == ["model loaded", "kv pool"]
     assert all(re.search(r" seconds=\d+\.\d\d$", text) for text in stages)
     assert "kv_blocks=40 " in stages[1]
