@@ -124,6 +124,23 @@ class ForkServer:
         self._process.wait()
 
 
+def run_program(
+    program: str, folder: Path, *, env: Mapping[str, str], timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    """What `subprocess.run` returns of `python -c PROGRAM`, in a process that has imported torch. It becomes a module
+    in `folder`, beside what it writes."""
+    (folder / "program.py").write_text(program)
+    with (folder / "stdout").open("w+b") as out, (folder / "stderr").open("w+b") as err:
+        process = fork_server().start("program", [], env=env, cwd=folder, stdout=out, stderr=err)
+        try:
+            code = process.wait(timeout_s)
+        finally:
+            process.kill()
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess("program", code, out.read().decode(), err.read().decode())
+
+
 @functools.cache
 def fork_server() -> ForkServer:
     """The one of this test process, to be asked for on its main thread."""
