@@ -31,6 +31,7 @@ from baton.messages import (
 )
 from baton.sampling import SamplingParams
 from baton.v1 import node_pb2, node_pb2_grpc
+from tests import hangups
 
 WAIT_S = 90.0
 
@@ -51,11 +52,8 @@ class Process:
         """Start it; `wait_ready` tells when it serves."""
         argv = [sys.executable, "-m", f"{module}.main", "--model", str(checkpoint), "--listen", "127.0.0.1:0"]
         argv += ["--device", "cpu", "--cpu-threads", "1", "--metrics-port", "0", *flags]
-        ours = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # where nohup started the tests, it is ignored
-        try:
+        with hangups.heard():
             process = cls(subprocess.Popen(argv, stderr=subprocess.PIPE, text=True))
-        finally:
-            signal.signal(signal.SIGHUP, ours)
         process._reader = threading.Thread(target=process._read)
         process._reader.start()
         return process
