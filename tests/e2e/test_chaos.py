@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.chaos import Chaos, Report, ask_calmly, make_requests
 from tests.e2e.client import Client
-from tests.e2e.cluster import Cluster, Node, Role
+from tests.e2e.cluster import Cluster, Node, Role, wait_whole
 from tests.e2e.link import Link
 
 NUM_QUESTIONS = 60
@@ -51,8 +51,7 @@ async def test_every_request_ends_once_and_right_amid_chaos(
         for router in routers:
             await asyncio.to_thread(router.wait_nodes, len(prefill), len(decode))
             await asyncio.to_thread(router.wait_states)
-        for node in nodes:
-            await asyncio.to_thread(node.wait_whole)
+        await asyncio.to_thread(wait_whole, nodes)
         print(json.dumps(report.as_dict()))
         assert not report.wrong
         assert not report.hung
