@@ -281,6 +281,7 @@ def _become(keeper: int, request: dict[str, object], fds: Sequence[int]) -> None
     os.chdir(str(request["cwd"]))
     sys.path[0] = str(request["cwd"])  # where `python -m` looks first
     random.seed()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where nohup started the tests
     sys.argv = ["deploy.child", str(keeper), str(request["module"]), *arguments]
     child.main()
 

@@ -6,7 +6,7 @@
         router.wait_ready()
 
 Every process keeps its ports over all its lives. None outlives the test process, whatever becomes of it. They are
-forked from one that has imported torch; `tests/docs`, `tests/deploy` and `tests/node` start roles by their commands.
+forked from one that has imported torch; `tests/docs` and `tests/deploy` start roles by their commands.
 """
 
 from __future__ import annotations
