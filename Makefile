@@ -16,17 +16,17 @@ setup: .venv/ready ## a virtual environment in .venv from the pinned constraints
 check: setup ## lint, types, import contracts, fresh stubs
 	@$(BIN)/python tools/check.py
 
-test: setup ## what CI runs: check, and beside it the tests on a CPU, in two workers
+test: setup ## what CI runs: check, and beside it the tests on a CPU, in three workers
 	@$(MAKE) --no-print-directory -j 2 check pytest
 
 # where it is set, each worker compiles all tests anew, for ten seconds, and each process of a test our modules
 pytest test-full coverage: export PYTHONDONTWRITEBYTECODE :=
 
 pytest: setup
-	@$(BIN)/python -m pytest -m "not gpu and not full" -n 2 --durations=25
+	@$(BIN)/python -m pytest -m "not gpu and not full" -n 3 --durations=25
 
 test-full: setup ## all of every matrix of which `test` runs a choice
-	@$(BIN)/python -m pytest -m "not gpu" -n 2 --durations=25
+	@$(BIN)/python -m pytest -m "not gpu" -n 3 --durations=25
 
 test-gpu: ## the tests marked gpu, with whatever python has torch with CUDA (PYTHON=...)
 	@$(PYTHON) tools/test_gpu.py

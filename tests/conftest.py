@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
-from tests import machines, shares, summary
+from tests import fork_server, machines, shares, summary
 
 if TYPE_CHECKING:
     from xdist.scheduler import LoadScopeScheduling
+    from xdist.workermanage import WorkerController
+
+FORK_SERVER = "fork_server"
+_shared = pytest.StashKey[fork_server.SharedForkServer]()
 
 
 def _is_controller(config: pytest.Config) -> bool:
@@ -33,12 +37,22 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
     if hasattr(config, "workerinput"):
         os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
+        fork_server.shared_address = bytes.fromhex(config.workerinput[FORK_SERVER])
     if "not full" in config.option.markexpr:
         settings.load_profile(machines.SAMPLE)  # --hypothesis-profile comes after it
     import torch
 
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: WorkerController) -> None:
+    """All workers have one fork server."""
+    if _shared not in node.config.stash:
+        node.config.stash[_shared] = server = fork_server.SharedForkServer()
+        node.config.add_cleanup(server.close)
+    node.workerinput[FORK_SERVER] = node.config.stash[_shared].address.hex()
 
 
 @pytest.hookimpl(optionalhook=True)

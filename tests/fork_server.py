@@ -4,7 +4,8 @@
 
 A start is then a matter of milliseconds. Beyond that nothing is shared: the process has its own pid, threads, sockets,
 environment, exit code and native libraries that its module loads (UCX must not be loaded before a fork). The keeper
-only waits for it: whoever waits for a process must be its parent, and a fork server that waits cannot fork.
+only waits for it: whoever waits for a process must be its parent, and a fork server that waits cannot fork. Parallel
+workers of pytest share one fork server, which forks another for each of them.
 
 Each is killed when its parent dies (`deploy.child`), so none outlives the test process.
 """
@@ -84,20 +85,11 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """It ends with the thread that made it, or at `close`, and all that it forked with it."""
+    """As its client sees it. All that it forked end with the connection `asked`."""
 
-    def __init__(self, preloaded: Sequence[str] = PRELOADED) -> None:
+    def __init__(self, asked: socket.socket) -> None:
         self._lock = threading.Lock()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "deploy.child", str(os.getpid()), "tests.fork_server"]
-        with theirs:
-            command += [str(theirs.fileno()), *preloaded]
-            plugins = ROOT / "tests" / "logits_processors_plugin"  # for all nodes, as if it were installed
-            roots = (ROOT, ROOT / "proto", ROOT / "kernels", plugins)
-            read_at_import = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-            env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, roots)), **read_at_import}
-            self._process = subprocess.Popen(command, cwd=ROOT, env=env, pass_fds=[theirs.fileno()])
-        self._socket = ours
+        self._socket = asked
 
     def start(
         self,
@@ -120,14 +112,80 @@ class ForkServer:
 
     def close(self) -> None:
         self._socket.close()
+
+
+class OwnForkServer(ForkServer):
+    """It ends with the thread that made it, or at `close`."""
+
+    def __init__(self, preloaded: Sequence[str] = PRELOADED) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = _start_server(theirs, preloaded)
+        super().__init__(ours)
+
+    def close(self) -> None:
+        super().close()
         self._process.kill()
         self._process.wait()
+
+
+class SharedForkServer:
+    """For other processes, which connect to `address`. It ends with the thread that made it, or at `close`."""
+
+    def __init__(self, preloaded: Sequence[str] = PRELOADED) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind("")  # Linux finds a name
+            listener.listen()
+            self.address = bytes(listener.getsockname())
+            self._process = _start_server(listener, preloaded)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def connected(address: bytes) -> ForkServer:
+    """A fork server of our own, from the shared one there."""
+    asked = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    asked.connect(address)
+    return ForkServer(asked)
+
+
+def _start_server(asked: socket.socket, preloaded: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Asked over a connection, or listening for some."""
+    plugins = ROOT / "tests" / "logits_processors_plugin"  # for all nodes, as if it were installed
+    roots = (ROOT, ROOT / "proto", ROOT / "kernels", plugins)
+    read_at_import = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, roots)), **read_at_import}
+    command = [sys.executable, "-m", "deploy.child", str(os.getpid()), "tests.fork_server", str(asked.fileno())]
+    return subprocess.Popen([*command, *preloaded], cwd=ROOT, env=env, pass_fds=[asked.fileno()])
+
+
+def run_program(
+    program: str, folder: Path, *, env: Mapping[str, str], timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    """What `subprocess.run` returns of `python -c PROGRAM`, in a process that has imported torch. It becomes a module
+    in `folder`, beside what it writes."""
+    (folder / "program.py").write_text(program)
+    with (folder / "stdout").open("w+b") as out, (folder / "stderr").open("w+b") as err:
+        process = fork_server().start("program", [], env=env, cwd=folder, stdout=out, stderr=err)
+        try:
+            code = process.wait(timeout_s)
+        finally:
+            process.kill()
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess("program", code, out.read().decode(), err.read().decode())
+
+
+shared_address: bytes | None = None
+"""Of the shared fork server, in a parallel worker."""
 
 
 @functools.cache
 def fork_server() -> ForkServer:
     """The one of this test process, to be asked for on its main thread."""
-    server = ForkServer()
+    server = OwnForkServer() if shared_address is None else connected(shared_address)
     atexit.register(server.close)
     return server
 
@@ -136,12 +194,34 @@ def fork_server() -> ForkServer:
 
 
 def main() -> None:
-    requests = socket.socket(fileno=int(sys.argv[1]))
+    asked = socket.socket(fileno=int(sys.argv[1]))
+    is_shared = bool(asked.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    if is_shared:
+        select.select([asked], [], [])  # perhaps nobody ever asks
     for name in sys.argv[2:]:
         importlib.import_module(name)
     _check_forkable()
     gc.collect()
     gc.freeze()  # or the first collection of each process would copy all that it looks at
+    _serve(_next_client(asked) if is_shared else asked)
+
+
+def _next_client(listener: socket.socket) -> socket.socket:
+    """A connection, each in a fork of this process: it returns there alone."""
+    shared = os.getpid()
+    while True:
+        connection, _ = listener.accept()
+        with connection:
+            if os.fork() == 0:
+                listener.close()
+                if not die_with(shared):
+                    os._exit(1)
+                return connection.dup()
+        _reap()
+
+
+def _serve(requests: socket.socket) -> None:
+    """Until the client is gone; also returns in each process that was asked for, when it has done its work."""
     server = os.getpid()
     while True:
         data, fds, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 3)
@@ -150,13 +230,13 @@ def main() -> None:
         if os.fork() == 0:
             requests.close()
             _keep(server, json.loads(data), fds)
-            return  # it is the process that was asked for, and has done its work
+            return
         for fd in fds:
             os.close(fd)
-        _reap_keepers()
+        _reap()
 
 
-def _reap_keepers() -> None:
+def _reap() -> None:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -201,6 +281,7 @@ def _become(keeper: int, request: dict[str, object], fds: Sequence[int]) -> None
     os.chdir(str(request["cwd"]))
     sys.path[0] = str(request["cwd"])  # where `python -m` looks first
     random.seed()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where nohup started the tests
     sys.argv = ["deploy.child", str(keeper), str(request["module"]), *arguments]
     child.main()
 

@@ -21,7 +21,7 @@ CLUSTERS = {
 """Fixtures of the session, and the files of `tests/e2e` that use them."""
 
 LONGEST = (
-    "tests/e2e/test_chaos.py",  # more than a minute, however fast the machine
+    "tests/e2e/test_chaos.py",  # a minute, however fast the machine
     "fragile",  # freezes and restarts nodes: it waits more than it computes
     *("tests/deploy/test_up.py", "tests/docs/test_readme.py", "house"),
     *("tests/protocol/test_simulation.py", "tests/deploy/test_demo.py", "tests/e2e/test_membership.py"),

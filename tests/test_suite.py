@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 
 from tests import shares, summary
 from tests.deploy.spawned import python_path, wait_for_end
-from tests.fork_server import ROOT, ForkedProcess, ForkServer
+from tests.fork_server import ROOT, ForkedProcess, ForkServer, OwnForkServer, SharedForkServer, connected
 
 WAIT_S = 30.0
 TESTS = ROOT / "tests"
@@ -22,11 +23,17 @@ TESTS = ROOT / "tests"
 # ---- the fork server ----
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    server = ForkServer(["json"])
-    yield server
-    server.close()
+@pytest.fixture(scope="module", params=["own", "shared"])
+def server(request: pytest.FixtureRequest) -> Iterator[ForkServer]:
+    with ExitStack() as stack:
+        if request.param == "own":
+            server: ForkServer = OwnForkServer(["json"])
+        else:
+            shared = SharedForkServer(["json"])
+            stack.callback(shared.close)
+            server = connected(shared.address)
+        stack.callback(server.close)
+        yield server
 
 
 def start(server: ForkServer, folder: Path, program: str, *arguments: str) -> ForkedProcess:
@@ -73,17 +80,28 @@ def test_it_can_be_killed_and_waited_for(server: ForkServer, tmp_path: Path) -> 
 PARENT = """
 import signal, sys
 from pathlib import Path
-from tests.fork_server import ForkServer
+from tests.fork_server import OwnForkServer, connected
 
-process = ForkServer([]).start("program", [], env={}, cwd=Path(sys.argv[1]), stdout=1, stderr=2)
+server = connected(bytes.fromhex(sys.argv[2])) if sys.argv[2] else OwnForkServer([])
+process = server.start("program", [], env={}, cwd=Path(sys.argv[1]), stdout=1, stderr=2)
 print(process.pid, flush=True)
 signal.pause()
 """
 
 
-def test_it_does_not_outlive_the_test_process(tmp_path: Path) -> None:
+@pytest.fixture(params=["own", "shared"])
+def shared_address(request: pytest.FixtureRequest) -> Iterator[str]:
+    """As the program above takes it."""
+    if request.param == "own":
+        yield ""
+    else:
+        with closing(SharedForkServer([])) as shared:
+            yield shared.address.hex()
+
+
+def test_it_does_not_outlive_the_test_process(tmp_path: Path, shared_address: str) -> None:
     (tmp_path / "program.py").write_text("import signal; signal.pause()")
-    command = [sys.executable, "-c", PARENT, str(tmp_path)]
+    command = [sys.executable, "-c", PARENT, str(tmp_path), shared_address]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=python_path()) as parent:
         assert parent.stdout
         pid = int(parent.stdout.readline())

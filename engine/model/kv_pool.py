@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import mmap
 from collections.abc import Callable, Sequence
 
 import torch
@@ -29,6 +30,16 @@ def require_served(layers: Sequence[LayerKv], model: str) -> None:
         raise UnsupportedModel(f"{model}: layers' KV differ in shape: {told}")
 
 
+def fresh_pages(num_bytes: int) -> Tensor:
+    """Zeros, uint8, in pages that the system gives when they are first written: to write them all at the start would
+    take half a second a GiB, or several. Raises MemoryError."""
+    try:
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"no {num_bytes} bytes: {error}") from error
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
 class KvPool:
     """All KV blocks of a node's rank, in one tensor that this object owns.
 
@@ -38,7 +49,7 @@ class KvPool:
     scales], uint8. Block-major: a block is one contiguous piece to copy, send or checksum. Heads come before slots, so
     that a rank's heads are one slice. It starts as zeros. Reused blocks keep old KV in slots not yet written; on a CPU
     the runner clears a block before a chunk fills a part of it, since the reference attention needs finite values
-    there. memory: gives so many zero bytes, uint8, on the device; None: those of a new tensor.
+    there. memory: gives so many zero bytes, uint8, on the device; None: new ones. Raises MemoryError, or torch's error.
     """
 
     def __init__(
@@ -66,6 +77,8 @@ class KvPool:
             dims, dtype = (*dims, head_bytes(block_size, one.head_dim_k)), torch.uint8
         else:
             dims = (*dims, block_size, one.head_dim_k)
+        if memory is None and device.type == "cpu":
+            memory = fresh_pages
         if memory is None:
             self.tensor = torch.zeros(dims, dtype=dtype, device=device)
         else:

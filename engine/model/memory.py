@@ -120,12 +120,13 @@ _HOST_ALLOCATOR = "DefaultCPUAllocator"
 
 @contextmanager
 def out_of_memory(advice: str) -> Iterator[None]:
-    """Turns torch's out-of-memory error, for a GPU or the host, into a ValueError of one line: the advice, and the
-    first line of torch's message."""
+    """Turns MemoryError, and torch's out-of-memory error for a GPU or the host, into a ValueError of one line: the
+    advice, and the first line of the message."""
     try:
         yield
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and _HOST_ALLOCATOR not in str(error):
+    except (MemoryError, RuntimeError) as error:
+        told = isinstance(error, MemoryError | torch.OutOfMemoryError) or _HOST_ALLOCATOR in str(error)
+        if not told:
             raise
         raise ValueError(f"{advice}: {str(error).splitlines()[0]}") from error
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tests.e2e import reference_file
 from tests.e2e.client import Client
-from tests.e2e.cluster import Cluster, Node
+from tests.e2e.cluster import Cluster, Node, wait_whole
 from tests.e2e.reference_file import Reference
 from tests.summary import COMPARED, EXPERT_TIES
 
@@ -40,8 +40,7 @@ async def check_twice(
             num_ties += len(differences)
             assert any(answer.timings["decode_cached_tokens"] for answer in answers) == bool(turn)
             assert bool(prefill.metric("baton:prefix_cache_hits_total")) == bool(turn)
-    for node in (prefill, decode):
-        await asyncio.to_thread(node.wait_whole)
+    await asyncio.to_thread(wait_whole, (prefill, decode))
     return [(COMPARED, 2 * len(cases)), (EXPERT_TIES, num_ties)]
 
 

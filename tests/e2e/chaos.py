@@ -25,8 +25,6 @@ AT_ONCE = 12
 REQUEST_TIMEOUT_S = 60.0
 LATE_S = 20.0
 """After its deadline, a request without an end hangs."""
-PAUSE_S = (0.5, 3.0)
-"""Between the end of one fault and the next one, of each of the two that may be there at once."""
 NUM_FAULTS_AT_ONCE = 2
 DRAINED, UNFINISHED = 0, 1
 """Exit codes after SIGTERM: a process that was left with requests after --drain-timeout says so."""
@@ -92,15 +90,23 @@ async def ask_calmly(client: Client, requests: Sequence[tuple[list[int], dict[st
 
 
 class Chaos:
-    """`links`: of each node, the path that leads to it. All is well again when `run` ends."""
+    """`links`: of each node, the path that leads to it. `pause_s`: bounds of the time between the end of one fault and
+    the next one, of each of the two that may be there at once. All is well again when `run` ends."""
 
     def __init__(
-        self, seed: int, nodes: Sequence[Node], routers: Sequence[Router], links: dict[str, Link], report: Report
+        self,
+        seed: int,
+        nodes: Sequence[Node],
+        routers: Sequence[Router],
+        links: dict[str, Link],
+        pause_s: tuple[float, float],
+        report: Report,
     ) -> None:
         self._draw = random.Random(seed)
         self._nodes = nodes
         self._routers = routers
         self._links = links
+        self._pause_s = pause_s
         self._report = report
         self._faulty: set[Member] = set()
         self._router_lost: dict[str, float] = {}  # when it was gone, the last time; infinite while it ends
@@ -119,7 +125,7 @@ class Chaos:
 
     async def _break_things(self, until: float) -> None:
         while time.monotonic() < until:
-            await asyncio.sleep(self._draw.uniform(*PAUSE_S))
+            await asyncio.sleep(self._draw.uniform(*self._pause_s))
             victims = [m for m in (*self._nodes, *self._nodes, *self._routers) if m not in self._faulty]
             victim = self._draw.choice(victims)
             name, fault = self._draw.choice(self._faults_of(victim))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.e2e.cluster import Cluster, Node, Router
+from tests.e2e.cluster import Cluster, Node, Router, wait_whole
 from tests.e2e.scenes import Fragile
 
 _clusters: list[Cluster] = []
@@ -32,8 +32,7 @@ class House:
     alone: Router
 
     def wait_whole(self) -> None:
-        for node in self.nodes:
-            node.wait_whole()
+        wait_whole(self.nodes)
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from tests.e2e import reference_file
 from tests.e2e.client import Answer, Client, Request
-from tests.e2e.cluster import Cluster, Node, Router, wait_until
+from tests.e2e.cluster import Cluster, Node, Router, wait_until, wait_whole
 
 State = Literal["queued", "prefilling", "handing_off", "decoding"]
 STATES: tuple[State, ...] = ("queued", "prefilling", "handing_off", "decoding")
@@ -59,10 +59,10 @@ class Fragile:
 
     async def wait_whole(self) -> None:
         """Of all nodes that live, also those that a test that failed has left frozen."""
-        for node in self.nodes:
-            if node.alive:
-                node.thaw()
-                await asyncio.to_thread(node.wait_whole)
+        living = [node for node in self.nodes if node.alive]
+        for node in living:
+            node.thaw()
+        await asyncio.to_thread(wait_whole, living)
 
     def repair(self) -> None:
         """Start what is dead again; `wait_ready` tells when it is back."""

@@ -13,7 +13,7 @@ import time
 import pytest
 
 from tests.e2e.client import Client
-from tests.e2e.cluster import Cluster, Node, Router
+from tests.e2e.cluster import Cluster, Node, Router, wait_whole
 from tests.e2e.scenes import Fragile
 from tests.e2e.storm import Storm, Tally, make_wishes
 
@@ -68,9 +68,7 @@ async def test_ten_thousand_requests_leave_nothing_behind(cluster: Cluster) -> N
 async def check_whole(router: Router, nodes: list[Node], ends_before: float, tally: Tally) -> None:
     """The router has ended every request once, and no node that lives holds anything."""
     await asyncio.to_thread(router.wait_states)
-    for node in nodes:
-        if node.alive:
-            await asyncio.to_thread(node.wait_whole)
+    await asyncio.to_thread(wait_whole, [node for node in nodes if node.alive])
     ended = router.metric("baton:request_ends_total") - ends_before
     # of those that left some were gone before the router had read what they want
     assert tally.num_stayed <= ended <= tally.ends.total()

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.e2e.client import Client
-from tests.e2e.cluster import Cluster, Router, wait_until
+from tests.e2e.cluster import Cluster, Router, wait_until, wait_whole
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -41,8 +41,8 @@ async def test_ready_tells_why_not_until_a_fitting_node_has_come(cluster: Cluste
         assert answer.status == 200
         assert (answer.timings["decode_node"], answer.timings["attempts"]) == ("decode-0", 1)
 
+    await asyncio.to_thread(wait_whole, (prefill, decode))
     for node in (prefill, decode):
-        await asyncio.to_thread(node.wait_whole)
         assert node.terminate() == 0
     assert router.terminate() == 0
 

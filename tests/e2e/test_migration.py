@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.client import Answer, Client
-from tests.e2e.cluster import Cluster, Router
+from tests.e2e.cluster import Cluster, Router, wait_whole
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -67,8 +67,7 @@ async def test_a_node_that_is_told_to_stop_hands_its_streams_over(cluster: Clust
     again = prefill.metric("baton:node_prompt_tokens_total") - num_prompt_tokens
     assert again == sum(map(len, PROMPTS)), "a prompt was computed again"
     assert staying.metric("baton:node_prompt_tokens_total") == 0
-    for node in (prefill, staying):
-        await asyncio.to_thread(node.wait_whole)
+    await asyncio.to_thread(wait_whole, (prefill, staying))
     print(f"moved {num_moved:g} of {len(requests)}, stayed {migrations(router, 'stayed'):g}")
     print("longest gaps, ms: undisturbed", [round(longest_gap_ms(answer)) for answer in wanted])
     print("longest gaps, ms: one node left", [round(longest_gap_ms(answer)) for answer in answers])

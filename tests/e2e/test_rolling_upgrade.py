@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.client import Answer, Client
-from tests.e2e.cluster import MODEL, Cluster, Node, Router, wait_until
+from tests.e2e.cluster import MODEL, Cluster, Node, Router, wait_until, wait_whole
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -120,8 +120,7 @@ async def test_an_upgrade_under_load_loses_no_request_and_mixes_no_texts(cluster
         after = await texts_of(two)
         check(load.answers, before, after)
         await two_names(cluster, file, old[1], new, routers[0], before, after)
-    for node in new:
-        await asyncio.to_thread(node.wait_whole)
+    await asyncio.to_thread(wait_whole, new)
 
 
 def check(answers: Sequence[tuple[int, Answer]], before: Texts, after: Texts) -> None:

@@ -13,7 +13,7 @@ import zmq
 
 from engine.simulated.profile import load_profile
 from tests.e2e.client import Answer, Client
-from tests.e2e.cluster import PATIENCE_S, Cluster
+from tests.e2e.cluster import PATIENCE_S, Cluster, wait_whole
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -43,8 +43,7 @@ async def test_a_pair_of_simulated_nodes_serves_and_survives_the_decode_nodes_de
             answer = await again.end()
             assert answer.timings["attempts"] > 1
             assert answer.tokens[0] == (await client.complete([*PROMPT, 9], max_tokens=110, ignore_eos=True)).tokens[0]
-        await asyncio.to_thread(prefill.wait_whole)
-        await asyncio.to_thread(decode.wait_whole)
+        await asyncio.to_thread(wait_whole, (prefill, decode))
 
 
 def check(answer: Answer) -> None:

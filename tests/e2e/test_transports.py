@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from tests.e2e.client import Client
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import Cluster, wait_whole
 from tools import tiny_tasks
 
 pytestmark = pytest.mark.timeout(300)
@@ -34,6 +34,6 @@ async def test_kv_before_and_after_a_node_was_killed(cluster: Cluster, transport
         await asyncio.to_thread(router.wait_ready)
         second = await client.complete(RECALL.prompt, max_tokens=24)
         assert (second.status, second.timings["decode_node"], second.texts[0]) == (200, name, first.texts[0])
+    await asyncio.to_thread(wait_whole, (prefill, decode))
     for node in (prefill, decode):
-        await asyncio.to_thread(node.wait_whole)
         assert node.terminate() == 0

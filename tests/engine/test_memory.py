@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import resource
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,22 @@ def test_memory_that_runs_out_ends_in_one_line() -> None:
         out_of_memory("--model: too large"),
     ):
         raise torch.OutOfMemoryError("Tried to allocate 2 GiB.\nSee the documentation.")
+
+
+def test_a_pool_on_a_cpu_takes_memory_only_as_it_is_written() -> None:
+    layers, cpu = (LayerKv(8, 128, 128, "float32"),) * 32, torch.device("cpu")
+    before = resident_bytes()
+    pool = KvPool(layers, num_blocks=512, block_size=16, device=cpu)
+    assert pool.tensor.nbytes == 2 * GIB
+    pool.tensor[300] = 1.0
+    assert resident_bytes() - before < GIB // 4
+    assert pool.tensor[::100].sum(dim=(1, 2, 3, 4, 5)).count_nonzero() == 1
+    with pytest.raises(ValueError, match=r"^--flag: lower it: no \d+ bytes: "), out_of_memory("--flag: lower it"):
+        KvPool(layers, num_blocks=1 << 40, block_size=16, device=cpu)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def test_the_largest_and_the_first_steps_run(tmp_path: Path) -> None:

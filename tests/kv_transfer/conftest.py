@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kv_transfer.deadlines import sooner_over
 from tests.kv_transfer.rig import KINDS, KINDS_CUDA, Host, Rig, rig_of
 
 torch.set_num_threads(1)
@@ -71,6 +72,13 @@ def ipc_rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     """Over what stores straight into the peer's slots."""
     with _rig(*request.param) as rig:
         yield rig
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _sooner() -> Iterator[None]:
+    """Of transports in this process. Those on GPUs are in others."""
+    with sooner_over():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -38,9 +38,9 @@ GPU_SLACK = Resources(8, 64, 0)
 """What CUDA, NCCL and the like may open once in the life of a process, at any time."""
 
 
-def left_over(before: Resources, slack: Resources = NOTHING) -> str | None:
-    """What is there more, or less, than before; None: nothing beyond `slack`."""
-    deadline = time.monotonic() + WAIT_S
+def left_over(before: Resources, slack: Resources = NOTHING, wait_s: float = WAIT_S) -> str | None:
+    """What is there more, or less, than before, also after `wait_s`; None: nothing beyond `slack`."""
+    deadline = time.monotonic() + wait_s
     while not _like(now := Resources.now(), before, slack) and time.monotonic() < deadline:
         os.sched_yield()  # a thread that was joined may take a moment to leave
     return None if _like(now, before, slack) else f"{before} before, {now} after"

@@ -25,7 +25,8 @@ from kv_transfer import create, staging_for
 from kv_transfer.staging import Staging
 from kv_transfer.transports.memory import MemoryHub, MemoryTransport
 from kv_transfer.transports.pair.transport import PairTransport
-from tests.kv_transfer.leftovers import GPU_SLACK, NOTHING, Resources, left_over, orphans
+from tests.kv_transfer.deadlines import giving_up, sooner_over
+from tests.kv_transfer.leftovers import GPU_SLACK, NOTHING, WAIT_S, Resources, left_over, orphans
 from tests.kv_transfer.ordered import ordered_carrier
 from tests.kv_transfer.rank_node import RECEIVERS, SENDERS, RankNode
 from tests.kv_transfer.rig_node import DEADLINE_S, ROLES, Node
@@ -139,7 +140,7 @@ class RemoteNode:
             if not self._host.process.is_alive():
                 return
             self.signal(signal.SIGCONT)
-            left = self.start("stop")()
+            left = self.start("stop", is_clean)()
             assert left is None or not is_clean, left
             if left is None:
                 self._host.give_back()
@@ -217,7 +218,7 @@ class Rig:
 
 
 def _serve(pipe: Any, kind: str, device: str) -> None:
-    """A host's process: a node's options in, then calls until "stop"; None ends it."""
+    """A host's process: a node's options in, then calls until "stop", with whether that must be clean; None ends it."""
     name = kind.partition("-")[0]
     tls = (UCX_TLS if device == "cpu" else UCX_TLS_CUDA).get(kind)
     os.environ |= {"UCX_WARN_UNUSED_ENV_VARS": "n", **({"UCX_TLS": tls} if tls else {})}
@@ -226,7 +227,11 @@ def _serve(pipe: Any, kind: str, device: str) -> None:
     _keep_open(name, device)
     gc.freeze()  # or each look at what a node left behind would go through all of torch, for 0.1 s
     before, slack = Resources.now(), NOTHING if device == "cpu" else GPU_SLACK
+    with sooner_over() if device == "cpu" else contextlib.nullcontext():
+        _serve_nodes(pipe, name, before, slack)
 
+
+def _serve_nodes(pipe: Any, name: str, before: Resources, slack: Resources) -> None:
     while (options := pipe.recv()) is not None:
         node = _node(partial(_create, name), stage=partial(staging_for, name), **options)
         pipe.send(None)
@@ -235,9 +240,11 @@ def _serve(pipe: Any, kind: str, device: str) -> None:
                 pipe.send(getattr(node, call[0])(*call[1]))
             except Exception as error:  # noqa: BLE001 - the test's to judge
                 pipe.send(error)
-        node.close()
+        (is_clean,) = call[1]
+        with contextlib.nullcontext() if is_clean else giving_up():
+            node.close()
         del node
-        pipe.send(left_over(before, slack))
+        pipe.send(left_over(before, slack, WAIT_S if is_clean else 0.0))
 
 
 def _keep_open(name: str, device: str) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from kv_transfer import create, staging_for
 from kv_transfer.transports.carriers.groups import _serve_store
 from kv_transfer.transports.host import address_of, hosts_of, interface_of, net_devices
 from kv_transfer.transports.pair.address import PairAddress
+from tests.fork_server import run_program
 from tests.kv_transfer.rig_node import DEADLINE_S
 
 LISTENING = "0A"
@@ -74,7 +73,7 @@ def test_groups_meet_at_the_host_alone(host: str | None) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ucx", pytest.param("nixl", marks=pytest.mark.full)])
-def test_ucx_listens_on_the_interface_that_has_the_host(kind: str) -> None:
+def test_ucx_listens_on_the_interface_that_has_the_host(kind: str, tmp_path: Path) -> None:
     if kind == "nixl":
         pytest.importorskip("nixl_cu13", reason="the extra [nixl] is not installed")
     program = f"""
@@ -86,9 +85,8 @@ print(*{{address for address, _ in listening()}})
 transport.close()
 """
     env = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
-    env |= {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", program]
-    run = subprocess.run(command, env=env, check=True, capture_output=True, text=True, timeout=DEADLINE_S)
+    run = run_program(program, tmp_path, env=env, timeout_s=DEADLINE_S)
+    assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines()[-1] == "127.0.0.1"
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from baton.errors import TransferError
 from kv_transfer.transports.ucx.address import pack_address, unpack_address
 from kv_transfer.transports.ucx.form import is_worker_address
+from tests.fork_server import run_program
 from tests.kv_transfer.rig_node import DEADLINE_S
 
 HERE = (1, 21, 0)
@@ -73,7 +73,7 @@ def test_garbage_has_another_form(garbage: bytes) -> None:
     assert not is_worker_address(b"\x2c" + garbage)
 
 
-def test_a_stranger_s_address_does_not_end_the_process() -> None:
+def test_a_stranger_s_address_does_not_end_the_process(tmp_path: Path) -> None:
     """Whose checksum is right, as anybody can make it: what is no worker's address is not given to UCX at all, and
     changes of one that is are survived."""
     program = f"""
@@ -104,14 +104,12 @@ assert refused > 300, refused
 first.connect("second", second.info())
 print("done")
 """
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "UCX_LOG_LEVEL": "fatal"}
-    command = [sys.executable, "-c", program]
-    run = subprocess.run(command, env=env, check=False, capture_output=True, text=True, timeout=DEADLINE_S)
+    run = run_program(program, tmp_path, env=os.environ | {"UCX_LOG_LEVEL": "fatal"}, timeout_s=DEADLINE_S)
     assert run.stdout.splitlines()[-1:] == ["done"], run.stderr
     assert run.returncode == 0, run.stderr
 
 
-def test_a_process_may_end_without_closing_and_no_unknown_interface_is_taken() -> None:
+def test_a_process_may_end_without_closing_and_no_unknown_interface_is_taken(tmp_path: Path) -> None:
     program = """
 from baton.errors import TransferError
 from kv_transfer import create
@@ -127,15 +125,13 @@ staging.lend(staging.take())
 transport.expect("peer", 1, 0, 4096)
 print("done")
 """
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", program]
-    run = subprocess.run(command, env=env, check=False, capture_output=True, text=True, timeout=DEADLINE_S)
+    run = run_program(program, tmp_path, env=os.environ, timeout_s=DEADLINE_S)
     assert "there is no network interface nonesuch0, or UCX cannot use it" in run.stdout
     assert run.stdout.splitlines()[-1] == "done"
     assert run.returncode == 0, run.stderr
 
 
-def test_ucx_knows_what_it_is_told() -> None:
+def test_ucx_knows_what_it_is_told(tmp_path: Path) -> None:
     """A variable that it does not know it would pass over in silence."""
     program = """
 import os
@@ -147,9 +143,9 @@ print(*sorted(name for name in set(os.environ) - before if name.startswith("UCX_
 transport.close()
 """
     env = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
-    env |= {"PYTHONPATH": os.pathsep.join(sys.path), "UCX_WARN_UNUSED_ENV_VARS": "y", "UCX_NONESUCH": "1"}
-    command = [sys.executable, "-c", program]
-    run = subprocess.run(command, env=env, check=True, capture_output=True, text=True, timeout=DEADLINE_S)
+    env |= {"UCX_WARN_UNUSED_ENV_VARS": "y", "UCX_NONESUCH": "1"}
+    run = run_program(program, tmp_path, env=env, timeout_s=DEADLINE_S)
+    assert run.returncode == 0, run.stderr
     warnings = [line for line in (run.stdout + run.stderr).splitlines() if "unused environment variable" in line]
     assert any("UCX_NONESUCH" in line for line in warnings)
     assert not any("BISTRO" in line for line in warnings)

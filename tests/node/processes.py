@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import signal
 import subprocess
 import sys
 import threading
 import urllib.request
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 import grpc
 
@@ -31,15 +34,31 @@ from baton.messages import (
 )
 from baton.sampling import SamplingParams
 from baton.v1 import node_pb2, node_pb2_grpc
+from tests import hangups
+from tests.fork_server import ROOT, ForkedProcess, fork_server
 
 WAIT_S = 90.0
 
 
+Begin = Callable[[str, Sequence[str], int], "subprocess.Popen[bytes] | ForkedProcess"]
+"""From a module, its arguments and a descriptor for its stderr."""
+
+
+def _command(module: str, argv: Sequence[str], errors: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", module, *argv], stderr=errors)
+
+
+def _forked(module: str, argv: Sequence[str], errors: int) -> ForkedProcess:
+    with Path(os.devnull).open("wb") as nothing:
+        return fork_server().start(module, argv, env=os.environ, cwd=ROOT, stdout=nothing, stderr=errors)
+
+
 @dataclass
 class Process:
-    """One node's process. `lines` are those it logged."""
+    """One node's process. `errors`: what it writes to stderr. `lines` are those it logged."""
 
-    popen: subprocess.Popen[str]
+    popen: subprocess.Popen[bytes] | ForkedProcess
+    errors: IO[str]
     lines: list[str] = field(default_factory=list)
     address: str = ""
     metrics: str = ""
@@ -49,13 +68,23 @@ class Process:
     @classmethod
     def start(cls, module: str, checkpoint: Path, *flags: str) -> Process:
         """Start it; `wait_ready` tells when it serves."""
-        argv = [sys.executable, "-m", f"{module}.main", "--model", str(checkpoint), "--listen", "127.0.0.1:0"]
+        with hangups.heard():
+            return cls._start(module, checkpoint, flags, _command)
+
+    @classmethod
+    def fork(cls, module: str, checkpoint: Path, *flags: str) -> Process:
+        """`start` it from a process that has imported torch."""
+        return cls._start(module, checkpoint, flags, _forked)
+
+    @classmethod
+    def _start(cls, module: str, checkpoint: Path, flags: Sequence[str], begin: Begin) -> Process:
+        argv = ["--model", str(checkpoint), "--listen", "127.0.0.1:0"]
         argv += ["--device", "cpu", "--cpu-threads", "1", "--metrics-port", "0", *flags]
-        ours = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # where nohup started the tests, it is ignored
+        reading, writing = os.pipe()
         try:
-            process = cls(subprocess.Popen(argv, stderr=subprocess.PIPE, text=True))
+            process = cls(begin(f"{module}.main", argv, writing), os.fdopen(reading))
         finally:
-            signal.signal(signal.SIGHUP, ours)
+            os.close(writing)
         process._reader = threading.Thread(target=process._read)
         process._reader.start()
         return process
@@ -84,12 +113,10 @@ class Process:
         finally:
             self.popen.kill()
             self._reader.join(WAIT_S)
-            assert self.popen.stderr
-            self.popen.stderr.close()
+            self.errors.close()
 
     def _read(self) -> None:
-        assert self.popen.stderr
-        for line in self.popen.stderr:
+        for line in self.errors:
             self.lines.append(line)
             if found := re.search(r" ready address=(\S+) metrics=(\S+)/metrics", line):
                 self.address, self.metrics = found.groups()

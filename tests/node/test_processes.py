@@ -26,7 +26,7 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="module")
 def nodes(checkpoint):
     """(prefill, decode); at the end a signal of either kind has them leave with code 0."""
-    started = [Process.start(module, checkpoint, *FLAGS) for module in ("prefill_node", "decode_node")]
+    started = [Process.fork(module, checkpoint, *FLAGS) for module in ("prefill_node", "decode_node")]
     try:
         for process in started:
             process.wait_ready()
@@ -88,8 +88,8 @@ def test_a_healthy_start_warns_of_nothing(nodes):
 def test_a_start_that_cannot_work_ends_with_one_line(checkpoint, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        busy = Process.start("decode_node", checkpoint, "--listen", address)
-        missing = Process.start("prefill_node", tmp_path)
+        busy = Process.fork("decode_node", checkpoint, "--listen", address)
+        missing = Process.fork("prefill_node", tmp_path)
         assert [busy.popen.wait(WAIT_S), missing.popen.wait(WAIT_S)] == [1, 1]
         busy.stop()
         missing.stop()

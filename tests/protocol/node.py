@@ -244,9 +244,11 @@ class Node:
         assert audit.integrity == "ok"
         listed = Counter(block.state for block in audit.blocks)
         assert listed == {state: count for state, count in audit.num_blocks.items() if count and state != "free"}
+        uses_of = [holder.use for holder in audit.holders]
         for block in audit.blocks:
-            uses = Counter(audit.holders[index].use for index in block.holders)
-            assert (uses[KvUse.OWNS], uses[KvUse.READS], uses[KvUse.WRITES]) == (block.ref, block.readers, block.writer)
+            uses = [uses_of[index] for index in block.holders]
+            counts = (uses.count(KvUse.OWNS), uses.count(KvUse.READS), uses.count(KvUse.WRITES))
+            assert counts == (block.ref, block.readers, block.writer)
             assert bool(block.hash) or block.state != "cached"
         assert {index for block in audit.blocks for index in block.holders} == set(range(len(audit.holders)))
         ages = [*(holder.age_s for holder in audit.holders), *(block.age_s for block in audit.blocks)]

@@ -13,6 +13,7 @@ import pytest
 from baton.address import HostPort
 from baton.settings import parse
 from router.settings import RouterSettings
+from tests import hangups
 
 ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"}
@@ -71,7 +72,9 @@ def test_a_busy_port_is_named(flag):
 
 def test_it_serves_until_a_signal_and_nodes_that_start_later_are_nothing_to_warn_of():
     command = [sys.executable, "-m", "router.main", *NODES, "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"]
-    with subprocess.Popen(command, env=ENV, stderr=subprocess.PIPE, text=True) as process:
+    with hangups.heard():
+        process = subprocess.Popen(command, env=ENV, stderr=subprocess.PIPE, text=True)
+    with process:
         try:
             line = next(line for line in process.stderr if "listening" in line)
             address = line.split("http=")[1].split()[0]
