@@ -12,7 +12,7 @@ import pytest
 from baton.address import HostPort
 from deploy.ports import HeldPort
 from tests.e2e.client import Client
-from tests.e2e.cluster import Cluster, Node, Role, wait_until
+from tests.e2e.cluster import Cluster, Node, Role, wait_until, wait_whole
 from tests.e2e.reference_file import Reference
 from tests.e2e.test_expert_parallel import MAX_TOKENS, embedded, eplb, why_not_rebalanced
 from tests.summary import COMPARED, EXPERT_TIES
@@ -64,8 +64,7 @@ async def test_answers_are_those_of_transformers_and_nodes_stop_together(
         async with Client(router) as client:
             ties = sum([await check(client, wanted, prefills, decodes) for _ in range(2)])
             assert sum(node.metric("baton:prefix_cache_hits_total") for node in prefills)
-            for node in (*prefills, *decodes):
-                await asyncio.to_thread(node.wait_whole)
+            await asyncio.to_thread(wait_whole, (*prefills, *decodes))
             if len(decodes) > 1:
                 assert len({await asyncio.to_thread(rebalances, node) for node in decodes}) == 1
             await stop_together(client, wanted[:4], decodes)
