@@ -148,15 +148,17 @@ class PeerNodes:
             return self._why_lost
 
     def close(self) -> None:
-        """End the links; on rank 0 after the others have, whose ranks have connections to this one's. Idempotent."""
+        """End the links; on rank 0 after the others have, if all have drained: their ranks have connections to this
+        one's. Idempotent."""
         self._left.set()
         self._watcher.join()
         links, self._links = self._links, {}
+        waits = self._rank == 0 and len(self._drained) == self._size
+        deadline = time.monotonic() + (_LEFT_S if waits else 0)
         for link in links.values():
-            if self._rank == 0:
-                with contextlib.suppress(OSError):
-                    while select.select([link], [], [], _LEFT_S)[0]:
-                        link.receive()
+            with contextlib.suppress(OSError):  # it is closed
+                while (left_s := deadline - time.monotonic()) > 0 and select.select([link], [], [], left_s)[0]:
+                    link.receive()
             link.close()
 
     # ---- the others ----

@@ -274,6 +274,26 @@ def test_one_that_gives_up_says_so_at_once_and_can_be_ended(scene: Scene) -> Non
     assert not other.result(PATIENCE_S)
 
 
+def test_one_that_fails_does_not_wait_for_the_others(scene: Scene) -> None:
+    """They go on, and hear of its end by that of its connection."""
+    nodes = scene.together(2)
+    closing = scene.pool.submit(nodes[0].close)
+    closing.result(PATIENCE_S)
+    scene.ended("data parallel rank 0 has ended")
+
+
+def test_rank_0_leaves_last(scene: Scene) -> None:
+    """What it has of the store and of connections is there until the others have ended."""
+    nodes = scene.together(2)
+    leaving = [scene.pool.submit(node.leave, PATIENCE_S) for node in nodes]
+    assert all(future.result(PATIENCE_S) for future in leaving)
+    first = scene.pool.submit(nodes[0].close)
+    nodes[0]._watcher.join(PATIENCE_S)
+    assert not first.done()
+    nodes[1].close()
+    first.result(PATIENCE_S)
+
+
 def test_one_that_does_not_drain_is_not_waited_for_without_end(scene: Scene) -> None:
     nodes = scene.together(2)
     assert not nodes[0].leave(0.1)
