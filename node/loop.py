@@ -93,6 +93,7 @@ class NodeLoop:
         self._thread: threading.Thread | None = None
         self._told: tuple[Load, bool] | None = None
         self._next_gauge = 0.0
+        self._uncounted = False  # a step came after the last counts
 
     def post(self, event: Event) -> int:
         """Queue an event and return its number: a `Turn` whose `num_handled` is at least that has seen the event."""
@@ -173,7 +174,8 @@ class NodeLoop:
         self._tell(role, deliver, count, only_outputs=True)
         busy = role.compute(self.clock())
         self._step_began = role.device_busy_since
-        self._tell(role, deliver, count)
+        self._uncounted |= busy
+        self._tell(role, deliver, count, rests=not busy)
         role.end_turn()
         self._turn_began = None
         if not busy:
@@ -186,15 +188,19 @@ class NodeLoop:
         deliver: Callable[[Turn], object],
         count: Callable[[], Counts],
         only_outputs: bool = False,
+        rests: bool = False,
     ) -> None:
+        """rests: the thread sleeps next. What idle nodes compute for data parallel ones is counted then, too."""
         outputs = role.take_outputs()
         if only_outputs and not outputs:
             return
         state = role.load(), role.idle
-        if not outputs and state == self._told:
+        is_news = bool(outputs) or state != self._told or (rests and role.idle and self._uncounted)
+        if not is_news:
             return
         self._told = state
         counts = None
         if state[1] or self.clock() >= self._next_gauge:
             counts, self._next_gauge = count(), self.clock() + GAUGE_PERIOD_S
+            self._uncounted = False
         deliver(Turn(outputs, self._num_handled, *state, counts))
