@@ -104,6 +104,10 @@ async def test_a_turn_ends_when_its_outputs_are_on_their_way():
     class Last(Role):
         left: ClassVar[list[int]] = []
 
+        def compute(self, now):
+            self.outputs += [ToRouter(1, UPDATE)] * len(self.handled)  # what a step gives, beside what events gave
+            return super().compute(now)
+
         def end_turn(self):
             self.left.append(len(self.outputs))
 
