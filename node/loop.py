@@ -195,7 +195,7 @@ class NodeLoop:
         if only_outputs and not outputs:
             return
         state = role.load(), role.idle
-        is_news = bool(outputs) or state != self._told or (rests and role.idle and self._uncounted)
+        is_news = bool(outputs) or state != self._told or (rests and state[1] and self._uncounted)
         if not is_news:
             return
         self._told = state

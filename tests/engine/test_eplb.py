@@ -31,6 +31,7 @@ from engine.model.runner import TorchModelRunner
 from engine.step import Chunk
 from tests.engine import tiny_models
 from tests.engine.rank_threads import Load, Together, ranked_runner
+from tests.engine.test_expert_parallel import save_all
 from tests.engine.test_model_families import SIZES, sequences
 from tests.engine.test_sharding import LogitsOf, fill_biases
 from tools.quantize import write
@@ -46,11 +47,7 @@ FAMILIES = {
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A checkpoint of each family, with biases of all values. Not to be changed."""
-    root = tmp_path_factory.mktemp("mixtures")
-    saved = {name: tiny_models.save(config, root / name) for name, config in FAMILIES.items()}
-    for folder in saved.values():
-        fill_biases(folder)
-    return saved
+    return save_all(FAMILIES, tmp_path_factory.mktemp("mixtures"))
 
 
 def logits_of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +60,18 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint of each family, with biases and norms of all values. Not to be changed."""
-    root = tmp_path_factory.mktemp("mixtures")
-    saved = {name: tiny_models.save(config, root / name) for name, config in FAMILIES.items()}
+def save_all(families: Mapping[str, Any], root: Path) -> dict[str, Path]:
+    """Checkpoints of these configurations, each in a folder of its name."""
+    saved = {name: tiny_models.save(config, root / name) for name, config in families.items()}
     for folder in saved.values():
         fill_biases(folder)
     return saved
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of each family, with biases and norms of all values. Not to be changed."""
+    return save_all(FAMILIES, tmp_path_factory.mktemp("mixtures"))
 
 
 @pytest.mark.parametrize(("family", "size", "whole", "fused"), CASES)
