@@ -222,11 +222,13 @@ def test_a_wave_that_began_before_the_last_one_ended_here_is_not_lost(scene: Sce
 
 
 def test_all_stop_together_and_leave_when_all_have_drained(scene: Scene) -> None:
-    nodes = scene.together(3)
-    told = threading.Semaphore(0)
+    woken, told = threading.Semaphore(0), threading.Semaphore(0)
+    nodes = scene.together(3, woken.release)
     for node in nodes[:2]:
         node.ready(told.release)
     nodes[0].start()
+    for _ in nodes[1:]:
+        assert woken.acquire(timeout=PATIENCE_S)
     nodes[1].stop_others()
     assert told.acquire(timeout=PATIENCE_S)
     heard_late = threading.Event()
