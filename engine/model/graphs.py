@@ -17,9 +17,11 @@ All graphs share one memory pool, since no two run at once, and the larger ones 
 from __future__ import annotations
 
 import bisect
+import gc
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -99,11 +101,12 @@ class StepGraphs:
         self._decode_sizes, self._square_sizes = sorted(decode_sizes), sorted(single_prompt_sizes)
         self._padding = padding
         capture = _Capture(forward, state, group_ends, self._decode_query_lens[-1])
-        self._squares = {size: _PromptGraph(capture, size, is_square=True) for size in reversed(self._square_sizes)}
         steps = sorted(((places, size) for places, sizes in padding.ladders for size in sizes), key=sum, reverse=True)
-        self._prompts = {(places, size): _PromptGraph(capture, size, places) for places, size in steps}
         lengths_and_sizes = itertools.product(reversed(self._decode_query_lens), reversed(self._decode_sizes))
-        self._decodes = {(length, size): _DecodeGraph(capture, size, length) for length, size in lengths_and_sizes}
+        with _no_garbage_collection():
+            self._squares = {size: _PromptGraph(capture, size, is_square=True) for size in reversed(self._square_sizes)}
+            self._prompts = {(places, size): _PromptGraph(capture, size, places) for places, size in steps}
+            self._decodes = {(length, size): _DecodeGraph(capture, size, length) for length, size in lengths_and_sizes}
         self._all: list[StepGraph] = [*self._squares.values(), *self._prompts.values(), *self._decodes.values()]
         for index, graph in enumerate(self._all):
             graph.index = index
@@ -135,6 +138,19 @@ class StepGraphs:
         return graph
 
 
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """While a graph is captured, CUDA allows no thread to free memory or graphs, as the destructors of garbage do."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _fitting(sizes: list[int], wanted: int) -> int:
     """The smallest size that is at least `wanted`; 0: there is none."""
     index = bisect.bisect_left(sizes, wanted)
@@ -154,7 +170,12 @@ class _Pieces:
     def capture(self, step: Callable[[_Pieces], Tensor]) -> Tensor:
         """Capture on the current stream, which must not be the default one."""
         self._begin()
-        output = step(self)
+        try:
+            output = step(self)
+        except BaseException:
+            with suppress(RuntimeError):  # what made the step fail may have ended the capture
+                self._graphs[-1].capture_end()
+            raise
         self._graphs[-1].capture_end()
         return output
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from baton.messages import AttemptId
@@ -19,7 +21,7 @@ from engine.model.graphs import decode_capture_sizes, single_prompt_sizes, step_
 from engine.model.layer_marks import LayerMarks
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
-from engine.model.rank import Score
+from engine.model.rank import RankModel, Score
 from engine.model.rank_step import RankStep
 from engine.model.runner import TorchModelRunner, TorchStep
 from engine.sequence import Sequence
@@ -177,3 +179,24 @@ def test_a_prompt_alone_equals_itself_op_by_op(family: str, dtype: str, tmp_path
     for replayed, launched in zip(*steps, strict=True):
         error = (replayed - launched).float().norm() / launched.float().norm()
         assert error < (1e-4 if dtype == "float32" else 0.1)
+
+
+@pytest.mark.gpu
+def test_a_capture_that_fails_leaves_the_gpu_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_models.CONFIGS["llama"]
+    model = loader.load_model(Checkpoint.open(tiny_models.save(config, tmp_path)), "float32", "cuda")
+    runner = TorchModelRunner(model, SIZES, probe(model, SIZES.max_model_len))
+    forward = RankModel._forward
+
+    def fails_in_a_capture(*args: Any) -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError("cannot be captured")
+        return forward(*args)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(RankModel, "_forward", fails_in_a_capture)
+        with pytest.raises(ValueError, match="cannot be captured"):
+            runner.capture([1], 64)
+    assert gc.isenabled()
+    assert torch.ones(3, device="cuda").sum().item() == 3
+    runner.capture([1], 64)
