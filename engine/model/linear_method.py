@@ -75,8 +75,8 @@ class LinearMethod(ABC):
         return None
 
     def pack(self, x: Tensor) -> list[Tensor]:
-        """On a CPU: let the products that were made use the layout that multiplies fastest, if there is one and its
-        product of x agrees. Returns the weights that they no longer need, for the caller to free; `reference` must not
+        """Let the products that were made use the layout that multiplies fastest, if there is one and its product of x
+        agrees. Returns the weights that they no longer need, for the caller to free; `reference` must not
         be called afterwards, nor other products be made."""
         return []
 

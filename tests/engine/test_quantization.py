@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from baton_kernels.quantized_linear import QuantizedWeight, dequantize, linear, pack_halves
+from baton_kernels.quantized_linear import QuantizedWeight, arrange, dequantize, linear, pack_halves
+from baton_kernels.quantized_linear.four_bits import has_order
 from engine.checkpoint import EMBEDDED
 from engine.model import fast
 from engine.model.attention import probe
@@ -157,7 +159,7 @@ def test_groups_of_unequal_sizes_are_refused(tmp_path: Path) -> None:
 
 def quantized_method(rows: int, columns: Tensor | None = None, group: int = 64) -> QuantizedLinear:
     scale, zero = torch.rand(rows, 256 // group) + 0.5, torch.randint(0, 16, (rows, 256 // group), dtype=torch.uint8)
-    values = pack_halves(torch.randint(0, 16, (rows, 256)), 128)
+    values = pack_halves(torch.randint(0, 16, (rows, 256)), 2 * group)
     return QuantizedLinear(QuantizedWeight(values, scale, zero, group), None, torch.float32, columns)
 
 
@@ -175,6 +177,40 @@ def test_methods_of_one_form_become_one_and_share_its_memory() -> None:
     assert not QuantizedLinear.can_concatenate([parts[0], quantized_method(64, columns.flip(0))])
     assert not QuantizedLinear.can_concatenate([parts[0], quantized_method(64)])
     assert not QuantizedLinear.can_concatenate([parts[0], quantized_method(64, columns, 128)])
+
+
+@pytest.mark.parametrize("sorted_columns", [False, True])
+def test_products_go_on_with_weights_in_another_order(sorted_columns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU that has a kernel for it; here the product is plain torch's."""
+    monkeypatch.setattr("engine.model.quantization.linear.can_arrange", has_order)
+    torch.manual_seed(0)
+    method = quantized_method(64, torch.randperm(256) if sorted_columns else None, group=128)
+    weight = replace(method.weight, scale=method.weight.scale.half())
+    method = QuantizedLinear(weight, torch.randn(64), torch.float32, method.columns)
+    x, product = torch.randn(3, 256), method.make_product()
+    expected = product(x)
+    freed = method.pack(x)
+    assert [tensor.data_ptr() for tensor in freed] == [
+        tensor.data_ptr() for tensor in (weight.values, weight.scale, weight.zero) if tensor is not None
+    ]
+    for tensor in freed:
+        tensor.zero_()
+    assert torch.allclose(product(x), expected, rtol=1e-5, atol=1e-4)
+    assert method.weight.four_bits
+    assert not method.weight.values.numel()
+
+
+def test_a_product_that_differs_in_the_other_order_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.model.quantization.linear.can_arrange", has_order)
+    method = quantized_method(64, group=128)
+    weight = replace(method.weight, scale=method.weight.scale.half())
+    method = QuantizedLinear(weight, None, torch.float32)
+    arranged = arrange(replace(weight, scale=2 * weight.scale))
+    monkeypatch.setattr("engine.model.quantization.linear.arrange", lambda weight: arranged)
+    x = torch.randn(3, 256)
+    expected = method.make_product()(x)
+    assert method.pack(x) == []
+    assert torch.equal(method.make_product()(x), expected)
 
 
 @pytest.mark.gpu

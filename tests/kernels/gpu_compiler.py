@@ -20,6 +20,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -77,6 +78,8 @@ def _kind(value: object, do_not_specialize: bool) -> str:
         return "*" + TYPES[value.dtype]
     if isinstance(value, TensorDescriptor):
         return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>"
+    if isinstance(value, GluonDescriptor):
+        return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)},{value.layout!r}>"
     if isinstance(value, float):
         return "fp32"
     if value is None or (value == 1 and not do_not_specialize):

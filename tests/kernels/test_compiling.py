@@ -24,7 +24,7 @@ def test_small_kernels_compile_for_hopper() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == 109
+    assert int(done.stdout) == 112
 
 
 def bf16(*shape: int) -> Tensor:
@@ -110,8 +110,9 @@ def launch_matmuls() -> None:
 
 def launch_quantized() -> None:
     from baton_kernels.quantized_linear import QuantizedWeight
-    from baton_kernels.quantized_linear.dequantize_kernel import dequantize
-    from baton_kernels.quantized_linear.four_bits_kernel import few_rows as direct_few_rows
+    from baton_kernels.quantized_linear.dequantize_kernel import dequantize, dequantize_four_bits
+    from baton_kernels.quantized_linear.four_bits import arrange
+    from baton_kernels.quantized_linear.four_bits_kernel import few_rows as arranged_few_rows
     from baton_kernels.quantized_linear.kernel import few_rows
     from baton_kernels.quantized_linear.quantize_rows_kernel import quantize_rows
     from baton_kernels.quantized_linear.tiling import choose, choose_four_bits
@@ -129,10 +130,12 @@ def launch_quantized() -> None:
         tiling = choose_four_bits(num_rows, 4096, 1024, activation is not None, 256)
         assert tiling is not None
         few_rows(bf16(num_rows, 1024), None, four_with_zeros, None, activation, tiling, torch.bfloat16)
-    for weight in (four, four_with_zeros):
-        direct_few_rows(bf16(3, 1024), weight, bf16(4096))
-        direct_few_rows(bf16(3, 1024), weight, bf16(4096), "silu")
-        direct_few_rows(bf16(20, 1024), weight, None)
+    arranged = arrange(four_with_zeros)
+    dequantize_four_bits(arranged, torch.bfloat16)
+    for num_rows in (3, 16, 20, 64, 200):
+        arranged_few_rows(bf16(num_rows, 1024), arranged, bf16(4096))
+    for num_rows in (3, 64, 200):
+        arranged_few_rows(bf16(num_rows, 1024).half(), arranged, None, "silu")
     tiling = choose(8, 4096, 1024, False, 0)
     assert tiling is not None
     few_rows(bf16(8, 1024), None, eight, bf16(4096), None, tiling, torch.bfloat16)

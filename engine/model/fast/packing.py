@@ -1,4 +1,5 @@
-"""On a CPU: weights in the layout that the processor multiplies fastest, in place of the plain ones."""
+"""Weights in the layout that the processor multiplies fastest, in place of the plain ones: on a CPU, and on a GPU those
+of 4 bits."""
 
 from __future__ import annotations
 
@@ -17,9 +18,7 @@ parity, which small models are for, then compare the very operations of transfor
 def pack_products(target: Target) -> int:
     """Pack the products that were put in, one after another, so that only one has its weights twice; the number of
     those for which there is such a layout. An embedding table that makes the logits, too, stays besides."""
-    if target.model.device.type != "cpu":
-        return 0
-    if target.model.dtype == torch.float32:
+    if target.model.device.type == "cpu" and target.model.dtype == torch.float32:
         num_bytes = sum(method.in_features * method.out_features * 4 for method in target.products)
         if num_bytes < MIN_FP32_BYTES:
             return 0

@@ -12,7 +12,16 @@ from torch import Tensor, nn
 
 from baton_kernels.gated_activation import Activation
 from baton_kernels.packed_linear import PackedWeight, can_pack_int8, pack_int8, packed_linear
-from baton_kernels.quantized_linear import QuantizedWeight, activated_linear, dequantize, gated_linear, linear
+from baton_kernels.quantized_linear import (
+    FourBitWeight,
+    QuantizedWeight,
+    activated_linear,
+    arrange,
+    can_arrange,
+    dequantize,
+    gated_linear,
+    linear,
+)
 from baton_kernels.quantized_linear.tiling import MAX_GATED_ROWS
 from engine.model.linear_method import LinearMethod, Product, UnquantizedLinear, concatenate_tensors
 from engine.model.tolerance import Tolerance, close, rounding
@@ -31,6 +40,7 @@ class QuantizedLinear(LinearMethod):
         self.out_features, self.in_features = weight.out_features, weight.in_features
         self.input_dtype = weight.values.dtype if weight.by_rows and columns is None else None
         self._packed: PackedWeight | None = None
+        self._arranged: FourBitWeight | None = None
 
     @property
     def tolerance(self) -> Tolerance:
@@ -41,21 +51,27 @@ class QuantizedLinear(LinearMethod):
         return F.linear(self._ordered(x), dequantize(self.weight, self.dtype), self.bias)
 
     def make_product(self) -> Product:
-        if not self.weight.values.is_cuda:
-            return self._multiply
-        weight, bias, columns = self.weight, self.bias, self.columns
-
-        def product(x: Tensor) -> Tensor:
-            return linear(x if columns is None else x.index_select(-1, columns), weight, bias)
-
-        return product
+        return self._multiply
 
     def _multiply(self, x: Tensor) -> Tensor:
         if self._packed is None:
-            return linear(self._ordered(x), self.weight, self.bias)
+            return linear(self._ordered(x), self._arranged or self.weight, self.bias)
         return packed_linear(x, self._packed, self.bias)
 
     def pack(self, x: Tensor) -> list[Tensor]:
+        return self._arrange(x) if can_arrange(self.weight) else self._pack(x)
+
+    def _arrange(self, x: Tensor) -> list[Tensor]:
+        arranged, expected, weight = arrange(self.weight), self._multiply(x), self.weight
+        if not close(linear(self._ordered(x), arranged, self.bias), expected, self.tolerance):
+            return []
+        self._arranged, self.weight = (
+            arranged,
+            replace(weight, values=weight.values.new_empty(0, weight.values.shape[1])),
+        )
+        return [weight.values, weight.scale, *([] if weight.zero is None else [weight.zero])]
+
+    def _pack(self, x: Tensor) -> list[Tensor]:
         if self.weight.values.is_cuda or self.input_dtype != torch.int8 or not can_pack_int8():
             return []
         packed, plain = pack_int8(self.weight.values, self.weight.scale), self.weight.values
@@ -68,10 +84,9 @@ class QuantizedLinear(LinearMethod):
         """The activation is part of the kernel for few rows."""
         if not self.weight.values.is_cuda:
             return super().make_gated_product(activation)
-        weight, bias, columns = self.weight, self.bias, self.columns
 
         def gated(x: Tensor) -> Tensor:
-            return gated_linear(x if columns is None else x.index_select(-1, columns), weight, activation, bias)
+            return gated_linear(self._ordered(x), self._arranged or self.weight, activation, self.bias)
 
         return gated
 

@@ -18,10 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton_kernels.device import num_sms
 from baton_kernels.fp8_kv import is_quantized
 from baton_kernels.fp8_kv.kernel import head_stride
 from baton_kernels.paged_attention.batch import PagedBatch
-from baton_kernels.paged_attention.tile import NOTHING, Scoring, add_sink, attend_tile, num_sms
+from baton_kernels.paged_attention.tile import NOTHING, Scoring, add_sink, attend_tile
 from baton_kernels.pdl import launch_options
 
 

@@ -17,10 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton_kernels.device import num_sms
 from baton_kernels.fp8_kv.kernel import head_stride
 from baton_kernels.paged_attention.batch import PagedBatch
 from baton_kernels.paged_attention.merge import merge_splits_kernel
-from baton_kernels.paged_attention.tile import NOTHING, Scoring, add_sink, attend_tile, num_sms
+from baton_kernels.paged_attention.tile import NOTHING, Scoring, add_sink, attend_tile
 
 MAX_SPLITS = 32
 KEYS_PER_SPLIT = 512  # at least

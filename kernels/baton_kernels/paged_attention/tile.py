@@ -12,7 +12,6 @@ import functools
 import math
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 
@@ -121,16 +120,3 @@ def scoring(scale: float, sliding_window: int | None, softcap: float | None) -> 
     if softcap is None:
         return Scoring(scale * LOG2_E, 0.0, False, sliding_window)
     return Scoring(scale / softcap, softcap * LOG2_E, True, sliding_window)
-
-
-def num_sms(device: torch.device) -> int:
-    """SMs of the device; a small number in the interpreter."""
-    if device.type != "cuda":
-        return 4
-    index = torch.cuda.current_device() if device.index is None else device.index
-    if index not in _NUM_SMS:
-        _NUM_SMS[index] = torch.cuda.get_device_properties(index).multi_processor_count
-    return _NUM_SMS[index]
-
-
-_NUM_SMS: dict[int, int] = {}

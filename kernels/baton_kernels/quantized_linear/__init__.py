@@ -1,6 +1,7 @@
 """Matmuls with quantized weights: fp8 and int8 with a scale per row, or per group of columns; 4 bits in groups.
 
-On a GPU, few rows of x are multiplied as they are, by values that a kernel converts in registers. For more rows of x, a
+On a GPU, few rows of x are multiplied as they are, by values that a kernel converts in registers; those of 4 bits in
+groups of 128 fastest once they are in the order of `arrange`. For more rows of x, a
 weight with 8 bits and a scale per row is multiplied in its own type, by x quantized with a scale per row; other weights
 are converted to x's dtype as a whole, in memory, and left to cuBLAS. On a CPU, x is never quantized.
 """
@@ -13,14 +14,18 @@ from torch import Tensor
 
 from baton_kernels.gated_activation import Activation, gated_activation
 from baton_kernels.linear.tiling import Tiling
-from baton_kernels.quantized_linear import reference
-from baton_kernels.quantized_linear.tiling import WEIGHT_ONLY_ROWS, choose, choose_four_bits
+from baton_kernels.quantized_linear import four_bits, reference
+from baton_kernels.quantized_linear.four_bits import FourBitWeight, arrange, can_arrange
+from baton_kernels.quantized_linear.tiling import ARRANGED_ROWS, WEIGHT_ONLY_ROWS, choose, choose_four_bits
 from baton_kernels.quantized_linear.weights import QuantizedWeight, pack_halves, packed_columns, unpack_halves
 
 __all__ = [
+    "FourBitWeight",
     "QuantizedRows",
     "QuantizedWeight",
     "activated_linear",
+    "arrange",
+    "can_arrange",
     "dequantize",
     "gated_linear",
     "linear",
@@ -50,7 +55,7 @@ def quantized_rows(x: Tensor) -> QuantizedRows | None:
     return found
 
 
-def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: QuantizedWeight | FourBitWeight, bias: Tensor | None = None) -> Tensor:
     """Return `x @ weight.T + bias`, [..., out_features], of x's dtype.
 
     x: [..., in_features], the last dimension contiguous. bias: [out_features]. The same shapes give the same bits each
@@ -58,6 +63,8 @@ def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Te
     counters.
     """
     assert x.shape[-1] == weight.in_features
+    if isinstance(weight, FourBitWeight):
+        return _arranged(x, weight, bias, None)
     if not x.is_cuda:
         return reference.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
@@ -65,13 +72,17 @@ def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Te
     return _linear(rows, quantized_rows(x), weight, bias, tiling).view(*x.shape[:-1], -1)
 
 
-def gated_linear(x: Tensor, weight: QuantizedWeight, activation: Activation, bias: Tensor | None = None) -> Tensor:
+def gated_linear(
+    x: Tensor, weight: QuantizedWeight | FourBitWeight, activation: Activation, bias: Tensor | None = None
+) -> Tensor:
     """Return `gated_activation(linear(x, weight, bias), activation)`, [..., intermediate_size].
 
     weight: [2 * intermediate_size, in_features], the gate's rows, then up's.
     """
     assert x.shape[-1] == weight.in_features
     assert weight.out_features % 2 == 0
+    if isinstance(weight, FourBitWeight):
+        return _arranged(x, weight, bias, activation)
     if not x.is_cuda:
         return reference.gated_linear(x, weight, activation, bias)
     rows = x.reshape(-1, x.shape[-1])
@@ -107,6 +118,17 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     from baton_kernels.quantized_linear.dequantize_kernel import dequantize as kernel
 
     return kernel(weight, dtype)
+
+
+def _arranged(x: Tensor, weight: FourBitWeight, bias: Tensor | None, activation: Activation | None) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    aligned = rows.stride(-1) == 1 and rows.stride(0) % 8 == 0 and rows.data_ptr() % 16 == 0
+    if 0 < rows.shape[0] <= ARRANGED_ROWS and aligned and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
+        from baton_kernels.quantized_linear.four_bits_kernel import few_rows
+
+        return few_rows(rows, weight, bias, activation).view(*x.shape[:-1], -1)
+    out = F.linear(x, four_bits.dequantize(weight, x.dtype), bias)
+    return out if activation is None else gated_activation(out, activation)
 
 
 def _tiling(x: Tensor, weight: QuantizedWeight, gated: bool) -> Tiling | None:
@@ -157,10 +179,8 @@ def _few_rows(
     activation: Activation | None,
     tiling: Tiling,
 ) -> Tensor:
-    from baton_kernels.quantized_linear import four_bits_kernel, kernel
+    from baton_kernels.quantized_linear import kernel
 
-    if four_bits_kernel.can_do(x, weight):
-        return four_bits_kernel.few_rows(x, weight, bias, activation)
     in_groups = weight.group and weight.values.dtype == torch.int8
     if weight.four_bits or in_groups or weight.zero is not None or x.shape[0] <= WEIGHT_ONLY_ROWS:
         return kernel.few_rows(x, None, weight, bias, activation, tiling, x.dtype)

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton_kernels.pdl import launch_options
+from baton_kernels.quantized_linear.four_bits import FourBitWeight
 from baton_kernels.quantized_linear.weights import QuantizedWeight
 
 ROWS = 8
@@ -67,5 +68,44 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
         weight.out_features, weight.in_features, weight.scale.stride(0),
         weight.group, weight.scale_rows, weight.packed_columns if weight.four_bits else 0, weight.zero is not None,
         ROWS, COLUMNS, num_warps=4, **launch_options(out.device),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _four_bits_kernel(
+    words_ptr,
+    scales_ptr,
+    out_ptr,
+    in_features,
+    scale_stride,
+    SCALE_DTYPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """256 columns of some features, whose bytes are in the order of `FourBitWeight`."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    step = tl.program_id(1)
+    column = tl.arange(0, 256)[None, :]
+    within = column % 128
+    byte = within // 2 % 4 * 32 + within // 64 * 16 + within // 16 % 4 * 4 + within % 2 * 2 + within // 8 % 2
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    codes = tl.load(words_ptr + row * (in_features // 2) + step * 128 + byte)
+    scales = tl.load(scales_ptr + (step * 2 + column // 128) * scale_stride + row)
+    values = ((codes >> (column // 128 * 4).to(tl.uint8)) & 15).to(tl.float32) - (scales & 255).to(tl.float32)
+    scale = (scales >> 16).to(tl.int16).to(SCALE_DTYPE, bitcast=True).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    tl.store(out_ptr + row * in_features + step * 256 + column, (values * scale).to(out_ptr.dtype.element_ty))
+
+
+def dequantize_four_bits(weight: FourBitWeight, dtype: torch.dtype) -> Tensor:
+    """[out_features, in_features] of `dtype`."""
+    out = torch.empty((weight.out_features, weight.in_features), dtype=dtype, device=weight.words.device)
+    scale_dtype = tl.float16 if weight.scale_dtype == torch.float16 else tl.bfloat16
+    _four_bits_kernel[(weight.out_features // ROWS, weight.in_features // 256)](
+        weight.words.view(torch.uint8), weight.scales, out, weight.in_features, weight.scales.stride(0),
+        scale_dtype, ROWS, num_warps=4, **launch_options(out.device),
     )  # fmt: skip
     return out

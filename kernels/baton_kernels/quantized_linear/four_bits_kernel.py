@@ -1,7 +1,11 @@
-"""Matmuls of few rows with 4-bit weights in groups of 128: codes go from memory through registers into tensor cores.
+"""Matmuls of few rows with 4-bit weights in groups of 128, in Gluon: codes become numbers in the registers from which
+the tensor cores take them.
 
-As in `paged_attention.decode_fp8`, a thread takes 16 adjacent bytes, and the order of what a product sums over is that
-in which it has them; x is loaded in the same order. Through shared memory, as Triton has it, codes take twice as long.
+A step has 256 columns, two groups, whose codes share bytes; see `tile_programs` for what copies and multiplies.
+
+Whatever else is done, a warp has to turn its codes into numbers: 5 logic and 4 floating point instructions for 8 of
+them. The bits of a code, taken for a 16-bit float, are so small that its exponent is 0; such floats are spaced evenly,
+so one exact multiplication and addition makes any multiple of `code - zero` of them.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -13,283 +17,315 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import debug_barrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from baton_kernels.linear.kernel import arrival_counters, gated
-from baton_kernels.linear.tiling import MAX_TILES
 from baton_kernels.pdl import launch_options
-from baton_kernels.quantized_linear.weights import QuantizedWeight
+from baton_kernels.quantized_linear.four_bits import STEP, FourBitWeight
+from baton_kernels.quantized_linear.tile_programs import Programs, TileTiling, finish, row_of, share, weight_descriptor
 
-OUT = 64
-"""Features of a program: 16 of each of its 4 warps."""
-STEP = 256
-"""Columns of a turn: two groups, whose codes share bytes."""
-STAGES = gl.constexpr(3)
-"""Buffers for steps of x."""
-MAX_ROWS = 32
+# The low halves of bytes times HUGE, less their zero times HUGE; and the high halves: 0x7f00 is 2 ** 127 in bf16.
+_DECODE_BF16 = gl.constexpr("""
+{
+    .reg .b32 low, high, shifted, a, b, huge, minus_huge;
+    mov.b32 huge, 0x7f007f00;
+    mov.b32 minus_huge, 0xff00ff00;
+    prmt.b32 low, $9, 0, 0x1010;
+    prmt.b32 high, $10, 0, 0x1010;
+    shl.b32 high, high, 4;
+    mul.rn.bf16x2 low, low, minus_huge;
+    mul.rn.bf16x2 high, high, minus_huge;
+    shr.u32 shifted, $8, 8;
+    and.b32 a, $8, 0x000f000f;
+    and.b32 b, shifted, 0x000f000f;
+    fma.rn.bf16x2 a, a, huge, low;
+    fma.rn.bf16x2 b, b, huge, low;
+    mov.b32 {$0, $1}, a;
+    mov.b32 {$2, $3}, b;
+    and.b32 a, $8, 0x00f000f0;
+    and.b32 b, shifted, 0x00f000f0;
+    fma.rn.bf16x2 a, a, huge, high;
+    fma.rn.bf16x2 b, b, huge, high;
+    mov.b32 {$4, $5}, a;
+    mov.b32 {$6, $7}, b;
+}
+""")
+# 0x7800 is 2 ** 15 in fp16.
+_DECODE_FP16 = gl.constexpr(
+    _DECODE_BF16.value.replace("bf16x2", "f16x2").replace("0x7f00", "0x7800").replace("7f00;", "7800;")
+    .replace("0xff00ff00", "0xf800f800")
+)  # fmt: skip
 
-_PRODUCT = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8]))
-_LEFT = gl.constexpr(gl.DotOperandLayout(0, _PRODUCT.value, 2))
-_RIGHT = gl.constexpr(gl.DotOperandLayout(1, _PRODUCT.value, 2))
-_FEATURES = gl.constexpr(gl.SliceLayout(1, _PRODUCT.value))
-
-# A lane has 4 adjacent words of a feature, 16 bytes, and the same of the feature 8 below, and of both 64 bytes on.
+# A lane has 8 adjacent words of a feature, 32 bytes, and the same of the feature 8 below.
 _WORDS = gl.constexpr(
     gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 16], [8, 0]],
-        [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        [[0, 1], [0, 2], [0, 4], [8, 0]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
         [[16, 0], [32, 0]],
         [],
         [64, 32],
     )
 )
-# A lane has the columns of x that it has of the weight.
-_COLUMNS = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 64], [0, 128]]
-_LANES = [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]]
-_EVERY_WARP = [[0, 0], [0, 0]]
-_X_8 = gl.constexpr(gl.DistributedLinearLayout(_COLUMNS, _LANES, _EVERY_WARP, [], [8, 256]))
-_X_16 = gl.constexpr(gl.DistributedLinearLayout([*_COLUMNS, [8, 0]], _LANES, _EVERY_WARP, [], [16, 256]))
-_X_32 = gl.constexpr(gl.DistributedLinearLayout([*_COLUMNS, [8, 0], [16, 0]], _LANES, _EVERY_WARP, [], [32, 256]))
-
-# Without conflicts of banks where lanes read 16 bytes each, in the order above.
-_SHARED_X = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
-_X_COPY = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
-
-# The low and the high halves of a word's bytes, less a zero that is the same for two: 0x4300 is 128 in bf16, and its
-# last bits count ones.
-_DECODE = gl.constexpr("""
-{
-    .reg .b32 low, high, a, b;
-    and.b32 low, $8, 0x0f0f0f0f;
-    shr.u32 high, $8, 4;
-    and.b32 high, high, 0x0f0f0f0f;
-    prmt.b32 a, low, 0x43, 0x4140;
-    prmt.b32 b, low, 0x43, 0x4342;
-    sub.rn.bf16x2 a, a, $9;
-    sub.rn.bf16x2 b, b, $9;
-    mov.b32 {$0, $1}, a;
-    mov.b32 {$2, $3}, b;
-    prmt.b32 a, high, 0x43, 0x4140;
-    prmt.b32 b, high, 0x43, 0x4342;
-    sub.rn.bf16x2 a, a, $10;
-    sub.rn.bf16x2 b, b, $10;
-    mov.b32 {$4, $5}, a;
-    mov.b32 {$6, $7}, b;
-}
-""")
 
 
 @gluon.jit
-def _weight_operand(a, b, c, d):
-    """[64, 128], bf16, of the elements of words."""
-    split = gl.join(gl.join(a, b), gl.join(c, d)).reshape([64, 2, 4, 4, 2, 2])
-    return gl.convert_layout(split.permute([0, 1, 3, 5, 2, 4]).reshape([64, 128]), _LEFT, assert_trivial=True)
+def _operand(a, b, c, d, LEFT: gl.constexpr):
+    """[64, 128], of the elements of words, in the order of `four_bits.arrange`."""
+    split = gl.join(gl.join(a, b), gl.join(c, d)).reshape([64, 4, 2, 4, 2, 2])
+    return gl.convert_layout(split.permute([0, 2, 3, 5, 1, 4]).reshape([64, 128]), LEFT, assert_trivial=True)
 
 
 @gluon.jit
-def _x_operand(half, ROWS: gl.constexpr):
-    """[128, ROWS], in the order of `_weight_operand`."""
-    split = half.reshape([ROWS, 2, 4, 4, 2, 2]).permute([0, 1, 3, 4, 2, 5]).reshape([ROWS, 128])
-    return gl.convert_layout(split.permute([1, 0]), _RIGHT, assert_trivial=True)
+def _numbers(words, low_scale, high_scale, DTYPE: gl.constexpr):
+    """Of 4 low halves and of 4 high ones. The scales' last bits are the zeros."""
+    if gl.bfloat16 == DTYPE:
+        numbers = gl.inline_asm_elementwise(
+            _DECODE_BF16, "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r", [words, low_scale[:, None], high_scale[:, None]],
+            dtype=(gl.bfloat16,) * 8, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        numbers = gl.inline_asm_elementwise(
+            _DECODE_FP16, "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r", [words, low_scale[:, None], high_scale[:, None]],
+            dtype=(gl.float16,) * 8, is_pure=True, pack=1,
+        )  # fmt: skip
+    return numbers
 
 
 @gluon.jit
-def _zeros_of(zero_ptr, row, step, stride, HAS_ZERO: gl.constexpr):
-    """Zeros of both groups of a step, plus 128, twice in a word: two tensors [64], int32."""
-    if HAS_ZERO:
-        low = gl.load(zero_ptr + row * stride + 2 * step).to(gl.int32)
-        high = gl.load(zero_ptr + row * stride + 2 * step + 1).to(gl.int32)
-        return (0x4300 + low) * 0x10001, (0x4300 + high) * 0x10001
-    plain = gl.full([64], 0x43084308, gl.int32, gl.SliceLayout(1, _WORDS))
-    return plain, plain
+def _scale(word, SCALE_DTYPE: gl.constexpr, DTYPE: gl.constexpr, HIGH: gl.constexpr):
+    """The first 16 bits, times what numbers are too small by."""
+    SMALL: gl.constexpr = (4.0 if HIGH else 64.0) if gl.bfloat16 == DTYPE else (32.0 if HIGH else 512.0)
+    return (word >> 16).to(gl.int16).to(SCALE_DTYPE, bitcast=True).to(gl.float32) * SMALL
 
 
 @gluon.jit
-def _add_products(sums, words, low_zero, high_zero, low_scale, high_scale, x_low, x_high, ROWS: gl.constexpr):
-    a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-        _DECODE,
-        "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
-        [words, low_zero[:, None], high_zero[:, None]],
-        dtype=(gl.bfloat16,) * 8,
-        is_pure=True,
-        pack=1,
-    )
-    nothing = gl.zeros([64, ROWS], gl.float32, _PRODUCT)
-    sums += mma_v2(_weight_operand(a, b, c, d), x_low, nothing) * low_scale.to(gl.float32)[:, None]
-    return sums + mma_v2(_weight_operand(e, f, g, h), x_high, nothing) * high_scale.to(gl.float32)[:, None]
+def _produce(
+    x_desc,
+    weight_desc,
+    x_buffers,
+    weight_buffers,
+    full,
+    empty,
+    num_steps,
+    ROWS: gl.constexpr,
+    GROUPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    GATED: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """A program that has its codes copied before the wait for x is 1 us later than one that has the first of them."""
+    first, end = share(num_steps)
+    for step in range(first, end):
+        turn = step - first
+        buffer = turn % STAGES
+        mbarrier.wait(empty.index(buffer), ((turn // STAGES) & 1) ^ 1)
+        bar = full.index(buffer)
+        mbarrier.expect(bar, ROWS * 512 + GROUPS * 8192)
+        for group in gl.static_range(GROUPS):
+            eighth = (gl.program_id(1) * GROUPS + group) * (4 if GATED else 8)
+            target = weight_buffers.index(buffer * GROUPS + group)
+            tma.async_copy_global_to_shared(weight_desc, [eighth, 0, 0, step * 32], bar, target)
+        if PDL and step == first:
+            gdc_wait()
+        tma.async_copy_global_to_shared(x_desc, [step * 4, gl.program_id(0) * ROWS, 0], bar, x_buffers.index(buffer))
 
 
 @gluon.jit
-def _sum_of_parts(part_ptrs, SPLITS: gl.constexpr, STRIDE: gl.constexpr):
-    """Reads all parts from memory, in a fixed order, so that the sum does not depend on which program is last."""
-    sums = gl.load(part_ptrs, cache_modifier=".cg")
-    for other in gl.static_range(1, SPLITS):
-        sums += gl.load(part_ptrs + other * STRIDE, cache_modifier=".cg")
-    return sums
-
-
-@gluon.jit(do_not_specialize=["num_rows"])
-def _four_bits_kernel(
-    x_ptr,
-    weight_ptr,
+def _consume(
+    x_buffers,
+    weight_buffers,
+    full,
+    empty,
     scale_ptr,
-    zero_ptr,
     bias_ptr,
     out_ptr,
     part_ptr,
     arrived_ptr,
+    num_steps,
     num_rows,
     out_features,
-    row_words,
-    x_stride,
     scale_stride,
-    HAS_ZERO: gl.constexpr,
+    GROUP: gl.constexpr,
+    GROUPS: gl.constexpr,
     ROWS: gl.constexpr,
-    SPLITS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SCALE_DTYPE: gl.constexpr,
+    SPLIT: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     ACTIVATION: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """With an activation, the features of up follow `out_features` of the gate, and are summed beside them.
+    """GROUP: of warps, which has its own features of a tile. The next scales are loaded while these are used.
 
-    Many rows of x go through shared memory, from which all warps read them: read by each warp, 32 rows take a fifth
-    longer. Fewer rows take as long either way, and so do words, which only one lane reads.
+    Where the loads of scales stand is a matter of measurement: of 1, 16, 32, and 64 rows, qkv, o, gate_up, and down
+    together take 47, 49, 65, and 87 us with the loads before the wait, 50, 52, 63, and 81 after it.
     """
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
     GATED: gl.constexpr = ACTIVATION is not None
-    STAGED: gl.constexpr = ROWS == 32
-    X: gl.constexpr = _X_8 if ROWS == 8 else _X_16 if ROWS == 16 else _X_32
-    tile = gl.program_id(0)
-    split = gl.program_id(1)
-    num_steps = row_words // 32
-    share = gl.cdiv(num_steps, SPLITS)
-    first = split * share
-    end = gl.minimum(num_steps, first + share)
-
-    feature = tile * 64 + gl.arange(0, 64, layout=_FEATURES)
-    row = gl.minimum(feature, out_features - 1)  # repeat the last row instead of masking
-    word_feature = tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, _WORDS))
-    word_row = gl.minimum(word_feature, out_features - 1)
-    word = gl.arange(0, 32, layout=gl.SliceLayout(0, _WORDS))[None, :]
-    weights = weight_ptr.to(gl.pointer_type(gl.int32)) + word_row.to(gl.int64)[:, None] * row_words + word
-    scales = scale_ptr + row.to(gl.int64) * scale_stride
-    zero_row = word_row.to(gl.int64)
-    x_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, X))
-    x_column = gl.arange(0, 256, layout=gl.SliceLayout(0, X))
-    xs = x_ptr + x_row.to(gl.int64)[:, None] * x_stride + x_column[None, :]
-    x_mask = (x_row < num_rows)[:, None]
-
-    ups = weights + out_features.to(gl.int64) * row_words
-    up_scales = scales + out_features.to(gl.int64) * scale_stride
-    sums = gl.zeros([64, ROWS], gl.float32, _PRODUCT)
-    up_sums = sums
-    begin = gl.minimum(first, num_steps - 1) * 32
-    words = gl.load(weights + begin, eviction_policy="evict_first")
-    up_words = gl.load(ups + begin, eviction_policy="evict_first") if GATED else words
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
+    FEATURES: gl.constexpr = gl.SliceLayout(1, PRODUCT)
+    xs = x_buffers._reinterpret(DTYPE, [2 * STAGES, ROWS, 128], gl.NVMMASharedLayout(128, 16, 2))
+    weights = weight_buffers._reinterpret(gl.int32, [STAGES * GROUPS, 64, 32], gl.NVMMASharedLayout(128, 32, 2))
+    nothing = gl.zeros([64, ROWS], gl.float32, PRODUCT)
+    first, end = share(num_steps)
+    own = gl.program_id(1) * GROUPS + GROUP
+    scales = scale_ptr + row_of(own, gl.arange(0, 64, layout=gl.SliceLayout(1, _WORDS)), out_features, GATED)
+    next_low = gl.load(scales + 2 * first * scale_stride)
+    next_high = gl.load(scales + (2 * first + 1) * scale_stride)
+    sums = nothing
+    for step in range(first, end):
+        turn = step - first
+        buffer = turn % STAGES
+        low_scale, high_scale = next_low, next_high
+        following = gl.minimum(step + 1, end - 1)
+        if ROWS >= 32:
+            mbarrier.wait(full.index(buffer), (turn // STAGES) & 1)
+        next_low = gl.load(scales + 2 * following * scale_stride)
+        next_high = gl.load(scales + (2 * following + 1) * scale_stride)
+        if ROWS < 32:
+            mbarrier.wait(full.index(buffer), (turn // STAGES) & 1)
+        words = weights.index(buffer * GROUPS + GROUP).load(_WORDS)
+        a, b, c, d, e, f, g, h = _numbers(words, low_scale, high_scale, DTYPE)
+        x = xs.index(2 * buffer).permute([1, 0])
+        part = warpgroup_mma(_operand(a, b, c, d, LEFT), x, nothing, use_acc=False)
+        scale = _scale(low_scale, SCALE_DTYPE, DTYPE, False)
+        sums += part * gl.convert_layout(scale, FEATURES, assert_trivial=True)[:, None]
+        x = xs.index(2 * buffer + 1).permute([1, 0])
+        part = warpgroup_mma(_operand(e, f, g, h, LEFT), x, nothing, use_acc=False)
+        scale = _scale(high_scale, SCALE_DTYPE, DTYPE, True)
+        sums += part * gl.convert_layout(scale, FEATURES, assert_trivial=True)[:, None]
+        debug_barrier()  # one thread arrives for all
+        mbarrier.arrive(empty.index(buffer), count=1)
     if PDL:
         gdc_wait()
-    if STAGED:
-        x_buffers = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, 256], _SHARED_X)
-        copy_row = gl.minimum(gl.arange(0, ROWS, layout=gl.SliceLayout(1, _X_COPY)), num_rows - 1)
-        copy_column = gl.arange(0, 256, layout=gl.SliceLayout(0, _X_COPY))
-        copied = x_ptr + copy_row.to(gl.int64)[:, None] * x_stride + copy_column[None, :]
-        for ahead in gl.static_range(STAGES - 1):
-            if first + ahead < end:
-                async_copy.async_copy_global_to_shared(x_buffers.index(ahead), copied + (first + ahead) * 256)
-            async_copy.commit_group()
-    for step in range(first, end):
-        if STAGED:
-            async_copy.wait_group(STAGES - 2)
-            x = x_buffers.index((step - first) % STAGES).load(X)
-        else:
-            x = gl.load(xs + step * 256, mask=x_mask, other=0.0)
-        low, high = gl.split(x.reshape([ROWS, 2, 128]).permute([0, 2, 1]))
-        x_low = _x_operand(low, ROWS)
-        x_high = _x_operand(high, ROWS)
-        low_scale = gl.load(scales + 2 * step)
-        high_scale = gl.load(scales + 2 * step + 1)
-        low_zero, high_zero = _zeros_of(zero_ptr, zero_row, step, scale_stride, HAS_ZERO)
-        following = gl.minimum(step + 1, end - 1) * 32
-        next_words = gl.load(weights + following, eviction_policy="evict_first")
-        sums = _add_products(sums, words, low_zero, high_zero, low_scale, high_scale, x_low, x_high, ROWS)
-        words = next_words
-        if GATED:
-            low_scale = gl.load(up_scales + 2 * step)
-            high_scale = gl.load(up_scales + 2 * step + 1)
-            low_zero, high_zero = _zeros_of(zero_ptr, zero_row + out_features, step, scale_stride, HAS_ZERO)
-            next_words = gl.load(ups + following, eviction_policy="evict_first")
-            up_sums = _add_products(up_sums, up_words, low_zero, high_zero, low_scale, high_scale, x_low, x_high, ROWS)
-            up_words = next_words
-        if STAGED:
-            later = step + STAGES - 1
-            if later < end:
-                buffer = x_buffers.index((later - first) % STAGES)
-                async_copy.async_copy_global_to_shared(buffer, copied + later * 256)
-            async_copy.commit_group()  # also an empty one: waits count groups
-    if PDL:
         gdc_launch_dependents()
 
-    column = gl.arange(0, ROWS, layout=gl.SliceLayout(0, _PRODUCT))
-    last = True
-    if SPLITS > 1:
-        PART: gl.constexpr = 64 * ROWS
-        parts = part_ptr + tile.to(gl.int64) * ((2 if GATED else 1) * SPLITS * PART)
-        parts += gl.arange(0, 64, layout=_FEATURES)[:, None] * ROWS + column[None, :]
-        gl.store(parts + split * PART, sums)
-        if GATED:
-            gl.store(parts + (SPLITS + split) * PART, up_sums)
-        debug_barrier()  # order all threads' stores before the release by one thread
-        last = gl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
-        if last:
-            gl.store(arrived_ptr + tile, 0)  # the next matmul expects zeros
-            sums = _sum_of_parts(parts, SPLITS, PART)
-            if GATED:
-                up_sums = _sum_of_parts(parts + SPLITS * PART, SPLITS, PART)
-    if last:
-        mask = feature < out_features
-        if HAS_BIAS:
-            sums += gl.load(bias_ptr + feature, mask=mask, other=0.0).to(gl.float32)[:, None]
-        if GATED:
-            if HAS_BIAS:
-                up_sums += gl.load(bias_ptr + out_features + feature, mask=mask, other=0.0).to(gl.float32)[:, None]
-            sums = gated(sums, up_sums, ACTIVATION, DTYPE)
-        outs = out_ptr + column.to(gl.int64)[None, :] * out_features + feature[:, None]
-        gl.store(outs, sums.to(DTYPE), mask=mask[:, None] & (column < num_rows)[None, :])
+    finish(
+        sums, bias_ptr, out_ptr, part_ptr, arrived_ptr, own, num_rows, out_features, ROWS, SPLIT, HAS_BIAS, ACTIVATION
+    )
 
 
-def _num_programs(rows: int, gated: bool) -> int:
-    """About as many as an H200 has room for, by their registers."""
-    return 260 if gated else 396 if rows == 32 else 660
+@gluon.jit(do_not_specialize=["num_steps", "num_rows", "out_features", "scale_stride"])
+def _four_bits_kernel(
+    x_desc,
+    weight_desc,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    part_ptr,
+    arrived_ptr,
+    num_steps,
+    num_rows,
+    out_features,
+    scale_stride,
+    GROUPS: gl.constexpr,
+    ROWS: gl.constexpr,
+    STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    SCALE_DTYPE: gl.constexpr,
+    SPLIT: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """REGISTERS: of a thread of the second group of warps."""
+    GATED: gl.constexpr = ACTIVATION is not None
+    EIGHTHS: gl.constexpr = 4 if GATED else 8
+    x_buffers = gl.allocate_shared_memory(out_ptr.dtype.element_ty, [STAGES, 4, ROWS, 64], x_desc.layout)
+    weight_buffers = gl.allocate_shared_memory(
+        gl.int32, [STAGES * GROUPS, EIGHTHS, 8 // EIGHTHS, 8, 32], weight_desc.layout
+    )
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=GROUPS)
+    fence_async_shared()
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    x_buffers, weight_buffers, full, empty, scale_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr,
+                    num_steps, num_rows, out_features, scale_stride,
+                    0, GROUPS, ROWS, STAGES, SCALE_DTYPE, SPLIT, HAS_BIAS, ACTIVATION, PDL,
+                )),
+                (_produce, (
+                    x_desc, weight_desc, x_buffers, weight_buffers, full, empty, num_steps,
+                    ROWS, GROUPS, STAGES, GATED, PDL,
+                )),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    x_buffers, weight_buffers, full, empty, scale_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr,
+                    num_steps, num_rows, out_features, scale_stride,
+                    0, GROUPS, ROWS, STAGES, SCALE_DTYPE, SPLIT, HAS_BIAS, ACTIVATION, PDL,
+                )),
+                (_consume, (
+                    x_buffers, weight_buffers, full, empty, scale_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr,
+                    num_steps, num_rows, out_features, scale_stride,
+                    1, GROUPS, ROWS, STAGES, SCALE_DTYPE, SPLIT, HAS_BIAS, ACTIVATION, PDL,
+                )),
+                (_produce, (
+                    x_desc, weight_desc, x_buffers, weight_buffers, full, empty, num_steps,
+                    ROWS, GROUPS, STAGES, GATED, PDL,
+                )),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )  # fmt: skip
 
 
-def can_do(x: Tensor, weight: QuantizedWeight) -> bool:
-    """Whether the kernel serves such a weight, and is the faster one. Gluon has no interpreter."""
-    shape = weight.group == STEP // 2 and weight.scale_rows == 1 and weight.in_features % STEP == 0
-    rows = x.dtype == torch.bfloat16 and x.shape[0] <= MAX_ROWS and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-    return weight.four_bits and shape and x.is_cuda and rows
+def choose(num_rows: int, gated: bool) -> TileTiling:
+    """Shared memory is for `stages` of 512 bytes a row of x and 8192 a group.
+
+    Timed as in `tiling`, for 1, 16, 32, 64, and 128 rows: 7.0, 5.6, 22.1, 12.5; 7.4, 6.6, 21.9, 12.6; 10.0, 8.0, 26.3,
+    16.7; 13.0, 11.1, 36.1, 20.8; 22.0, 19.5, 53.6, 34.9.
+    """
+    rows = min(128, max(8, triton.next_power_of_2(num_rows)))
+    if rows <= 16:
+        return TileTiling(rows, 1, stages=4 if rows == 8 else 3, programs=4, registers=64, least_steps=2)
+    if rows == 32 and gated:
+        return TileTiling(rows, 2, stages=3, programs=2, registers=80, least_steps=4)
+    if rows == 32:
+        return TileTiling(rows, 1, stages=3, programs=3, registers=80, least_steps=5)
+    if rows == 64:
+        return TileTiling(rows, 1, stages=2, programs=2, registers=128, least_steps=4)
+    return TileTiling(rows, 2, stages=2, programs=1, registers=168, least_steps=4)
 
 
-def few_rows(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, activation: str | None = None) -> Tensor:
-    """As `kernel.few_rows`, for up to 32 rows of bf16. Timed as in `tiling`, for 1, 8, 16, and 32 rows: 7.2, 6.0, 23.2,
-    11.9; 7.9, 6.4, 24.8, 12.9; 9.4, 7.7, 29.7, 17.0; 12.2, 10.9, 36.0, 23.5."""
+def few_rows(
+    x: Tensor,
+    weight: FourBitWeight,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    tiling: TileTiling | None = None,
+) -> Tensor:
+    """Return [num_rows, out_features] of x's dtype, or half as many features with an activation.
+
+    x: [num_rows, in_features], bf16 or fp16, rows of contiguous elements, aligned to 16 bytes. bias: [out_features].
+    tiling: as chosen, unless given.
+    """
     num_rows, in_features = x.shape
-    out_features = weight.out_features if activation is None else weight.out_features // 2
-    out = torch.empty((num_rows, out_features), dtype=x.dtype, device=x.device)
-    tiles = triton.cdiv(out_features, OUT)
-    rows = max(8, triton.next_power_of_2(num_rows))
-    splits = max(1, min(_num_programs(rows, activation is not None) // tiles, in_features // STEP // 2))
-    part, arrived = out, out
-    if splits > 1:
-        assert tiles <= MAX_TILES
-        sums = 1 if activation is None else 2
-        part = torch.empty((tiles, sums, splits, OUT, rows), dtype=torch.float32, device=x.device)
-        arrived = arrival_counters(x.device)
-    _four_bits_kernel[(tiles, splits)](
-        x, weight.values, weight.scale, out if weight.zero is None else weight.zero, out if bias is None else bias,
-        out, part, arrived, num_rows, out_features, in_features // 8, x.stride(0), weight.scale.stride(0),
-        weight.zero is not None, rows, splits, bias is not None, activation,
-        num_warps=4, **launch_options(x.device),
+    tiling = tiling or choose(num_rows, activation is not None)
+    programs = Programs.of(num_rows, weight.out_features, in_features // STEP, activation, tiling, x.device, x.dtype)
+    x_desc = TensorDescriptor(
+        x, [in_features // 64, num_rows, 64], [64, x.stride(0), 1], [4, tiling.rows, 64],
+        gl.NVMMASharedLayout(128, 16, 3),
     )  # fmt: skip
-    return out
+    weight_desc = weight_descriptor(weight.words, activation is not None, 32)
+    _four_bits_kernel[programs.grid](
+        x_desc, weight_desc, weight.scales, programs.out if bias is None else bias, *programs.tensors,
+        in_features // STEP, num_rows, programs.out.shape[1], weight.scales.stride(0),
+        tiling.groups, tiling.rows, tiling.stages, tiling.registers_of_second,
+        gl.bfloat16 if weight.scale_dtype == torch.bfloat16 else gl.float16, programs.splits > 1, bias is not None,
+        activation, num_warps=4, maxnreg=tiling.registers, **launch_options(x.device),
+    )  # fmt: skip
+    return programs.out

@@ -16,6 +16,8 @@ WEIGHT_ONLY_ROWS = 8
 MAX_GATED_ROWS = 128
 """Beyond so many rows, cuBLAS multiplies by gate and up faster, though the activation is a kernel of its own."""
 MAX_ROWS = 256
+ARRANGED_ROWS = 256
+"""Up to so many rows, those in blocks of 128, multiplying 4-bit values takes less time than to convert them first."""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,0 +1,85 @@
+"""4-bit weights in groups of 128, in the order in which Hopper's tensor cores take them from registers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baton_kernels.quantized_linear.weights import QuantizedWeight, unpack_halves
+
+GROUP = 128
+"""Columns with one scale."""
+STEP = 2 * GROUP
+"""Columns of a step of the kernel, whose codes share bytes."""
+_PADDING = 128
+"""Scales after the last row of a group, which a tile that is not full reads, and does not use."""
+_SCALE_DTYPES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class FourBitWeight:
+    """Made by `arrange`.
+
+    words: [out_features, in_features / 8], int32. Of each 256 columns, those of the first group are the low halves of
+        bytes, the others the high ones: column 64h + 16j + 8q + 2t + p of a group, whose digits h, q, p are 0 or 1,
+        and t and j 0 to 3, is in byte 32t + 16h + 4j + 2p + q. So a lane, t, finds side by side what it holds of a
+        matrix of 16 columns, j, and two words are shifted less to be unpacked.
+    scales: [in_features / 128, at least out_features], int32: 16 bits of scale, then 16 of its zero.
+    scale_dtype: fp16 or bf16.
+    """
+
+    words: Tensor
+    scales: Tensor
+    scale_dtype: torch.dtype
+
+    @property
+    def out_features(self) -> int:
+        return self.words.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return 8 * self.words.shape[1]
+
+
+def can_arrange(weight: QuantizedWeight) -> bool:
+    """Whether there is such an order of the weight, and a kernel for it on its device."""
+    values = weight.values
+    if not (weight.four_bits and values.is_cuda and torch.cuda.get_device_capability(values.device)[0] == 9):
+        return False
+    return has_order(weight)
+
+
+def has_order(weight: QuantizedWeight) -> bool:
+    """On any device. Features go in eights, of the gate and of up as well."""
+    fits = weight.in_features % STEP == 0 and weight.out_features % 16 == 0
+    return weight.four_bits and weight.group == GROUP and fits and weight.scale.dtype in _SCALE_DTYPES
+
+
+def arrange(weight: QuantizedWeight) -> FourBitWeight:
+    """`has_order` must hold. The weight is not changed nor referred to."""
+    assert has_order(weight)
+    steps = weight.values.view(weight.out_features, -1, 2, 4, 2, 4, 2)  # columns: h, j, q, t, p
+    words = steps.permute(0, 1, 5, 2, 3, 6, 4).contiguous().view(weight.out_features, -1).view(torch.int32)
+    zero = torch.full_like(weight.scale, 8, dtype=torch.uint8) if weight.zero is None else weight.zero
+    scales = torch.zeros(
+        weight.in_features // GROUP, weight.out_features + _PADDING, dtype=torch.int32, device=words.device
+    )
+    bits = weight.scale.contiguous().view(torch.int16).int() << 16
+    scales[:, : weight.out_features] = (bits | zero.int()).t()
+    return FourBitWeight(words, scales, weight.scale.dtype)
+
+
+def dequantize(weight: FourBitWeight, dtype: torch.dtype) -> Tensor:
+    """[out_features, in_features]: what the weight stands for, each product of value and scale rounded to `dtype`."""
+    if weight.words.is_cuda:
+        from baton_kernels.quantized_linear.dequantize_kernel import dequantize_four_bits
+
+        return dequantize_four_bits(weight, dtype)
+    steps = weight.words.view(torch.uint8).view(weight.out_features, -1, 4, 2, 4, 2, 2)  # t, h, j, p, q
+    packed = steps.permute(0, 1, 3, 4, 6, 2, 5).reshape(weight.out_features, -1)
+    scales = weight.scales[:, : weight.out_features].t()
+    scale = (scales >> 16).to(torch.int16).view(weight.scale_dtype).float()
+    grouped = unpack_halves(packed, STEP).float().view(weight.out_features, -1, GROUP)
+    return ((grouped - (scales & 255)[:, :, None]) * scale[:, :, None]).flatten(1).to(dtype)
