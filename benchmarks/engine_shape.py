@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from engine.model.fast import packed_bytes
 from engine.model.load.checkpoint import Checkpoint
 
 Cell = tuple[int, int]
@@ -146,6 +147,7 @@ def shape_of(
     if served is not None:
         tables = [module.weight.nbytes for module in served.modules() if isinstance(module, nn.Embedding)]
         read_bytes = sum(weight.nbytes for weight in served.parameters()) - (0 if _tied(model) else sum(tables))
+        read_bytes += packed_bytes(served)
     experts = _experts(model, served, dtype, text)
     num_experts_params, num_active_params = 0, 0
     if experts is not None:

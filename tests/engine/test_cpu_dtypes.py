@@ -61,6 +61,7 @@ def test_larger_models_in_fp32_are_packed_and_as_exact(exact: torch.Tensor, monk
     model, probed = load("float32")
     report = fast.apply(model, probed, 128)
     assert report.num_packed == NUM_PRODUCTS
+    assert fast.packed_bytes(model) == report.packed_bytes > 0
     assert "packed 21" in str(report)
     assert error(logits(model, probed), exact) < 1e-5
 

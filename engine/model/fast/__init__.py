@@ -6,7 +6,7 @@ the layer's own weights, and replaces the module's forward where they agree. Eve
 No weight is kept twice: fused weights share their memory with the parameters that they were made from.
 """
 
-from engine.model.fast.registry import apply, why_not_captured
+from engine.model.fast.registry import apply, packed_bytes, why_not_captured
 from engine.model.fast.tally import FusedReport
 
-__all__ = ["FusedReport", "apply", "why_not_captured"]
+__all__ = ["FusedReport", "apply", "packed_bytes", "why_not_captured"]

@@ -15,23 +15,25 @@ parity, which small models are for, then compare the very operations of transfor
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def pack_products(target: Target) -> int:
-    """Pack the products that were put in, one after another, so that only one has its weights twice; the number of
-    those for which there is such a layout. An embedding table that makes the logits, too, stays besides."""
+def pack_products(target: Target) -> list[int]:
+    """Pack the products that were put in, one after another, so that only one has its weights twice. For each for which
+    there is such a layout, the bytes of the weights that gave way; the layout takes about as many. An embedding table
+    that makes the logits, too, stays besides."""
     if target.model.device.type == "cpu" and target.model.dtype == torch.float32:
         num_bytes = sum(method.in_features * method.out_features * 4 for method in target.products)
         if num_bytes < MIN_FP32_BYTES:
-            return 0
+            return []
     layers, others = _parameters(target.model)
-    num_packed = 0
+    packed = []
     for method in target.products:
         replaced = method.pack(target.inputs(method.in_features))
-        num_packed += bool(replaced)
+        if replaced:
+            packed.append(sum(weight.nbytes for weight in replaced))
         for weight in replaced:
             if _place(weight) not in others:
                 for parameter in layers.pop(_place(weight), ()):
                     parameter.data = parameter.new_empty(0)
-    return num_packed
+    return packed
 
 
 def _parameters(model: nn.Module) -> tuple[dict[int, list[nn.Parameter]], set[int]]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from engine.model.attention import Probe
@@ -64,7 +65,8 @@ def apply(model: PreTrainedModel, probed: Probe, max_model_len: int) -> FusedRep
         report.pieces[name] = _apply_one(name, piece, target)
     _check_whole(target, probed, expected, report)
     if report.taken_back is None:
-        report.num_packed = pack_products(target)
+        packed = pack_products(target)
+        report.num_packed, report.packed_bytes = len(packed), sum(packed)
     model.__dict__[_REPORT] = report
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # the weights' former memory
@@ -109,3 +111,9 @@ def _check_whole(target: Target, probed: Probe, expected: torch.Tensor, report: 
     if report.taken_back is not None:
         target.patches.back_to(0)
         log.warning("fast modules are off, the model's own are used: %s", report.taken_back)
+
+
+def packed_bytes(model: nn.Module) -> int:
+    """Of the weights that are no longer the model's parameters; see `pack_products`."""
+    report: FusedReport | None = model.__dict__.get(_REPORT)
+    return report.packed_bytes if report is not None else 0

@@ -27,11 +27,13 @@ class Tally:
 @dataclass(slots=True)
 class FusedReport:
     """The pieces in the order in which they were applied. taken_back: why all pieces were undone, if the check of the
-    whole model failed. num_packed: products whose weights have a layout for this processor."""
+    whole model failed. num_packed: products whose weights have a layout for this processor, in
+    which they take `packed_bytes`, or about as many."""
 
     pieces: dict[str, Tally] = field(default_factory=dict)
     taken_back: str | None = None
     num_packed: int = 0
+    packed_bytes: int = 0
 
     def __str__(self) -> str:
         if self.taken_back is not None:
