@@ -1,7 +1,7 @@
 """all_reduce_rms_norm: what a rank sends, what it makes of what arrives, and that it waits for all of it.
 
 In the interpreter one rank runs: what others send is put into its buffer before. Ranks with a GPU each are in
-`tests/node/test_gpu_sums.py`.
+`tests/node/test_gpu_ranks.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from baton_kernels.all_reduce_rms_norm import NUM_PROGRAMS, REGION_BYTES, PeerMemory, all_reduce_rms_norm
+from baton_kernels.quantized_linear import quantized_rows
+from baton_kernels.quantized_linear.tiling import WEIGHT_ONLY_ROWS
 from baton_kernels.rms_norm import reference
 from tests.kernels.poison import poisoned
 
@@ -133,6 +135,22 @@ def test_a_nan_of_any_bits_arrives() -> None:
     assert sent.isnan().tolist() == [column == 5 for column in range(64)]
     assert not (sent.view(torch.int32) == -1).any()
     assert out.isnan().all()
+
+
+def test_rows_carry_themselves_quantized() -> None:
+    """As the norm alone makes them, of more than a few rows."""
+    from baton_kernels.rms_norm import kernel
+
+    ranks, num_rows = Ranks(0, 2), WEIGHT_ONLY_ROWS + 1
+    own, part, weight = rows(num_rows, 64), rows(num_rows, 64, seed=1), rows(64, seed=2)
+    for row in range(num_rows):
+        ranks.place(0, 1, row, part[row]).copy_(part[row])
+    found = quantized_rows(all_reduce_rms_norm(own, weight, 1e-5, torch.neg, ranks.memory, quantize=torch.int8))
+    expected = torch.empty(num_rows, 64, dtype=torch.int8), torch.empty(num_rows, 1)
+    kernel.rms_norm(own + part, weight, 1e-5, None, *LLAMA, expected)
+    assert found is not None
+    assert torch.equal(found[0], expected[0])
+    torch.testing.assert_close(found[1], expected[1])
 
 
 def test_what_can_be_taken() -> None:
