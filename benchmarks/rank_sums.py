@@ -55,19 +55,11 @@ class SumsSettings(Settings):
 
 
 class Bench:
-    """One rank. rows: what rank 0 has measured."""
+    """One rank. rows: what it has measured."""
 
-    def __init__(self, settings: SumsSettings, rank: int, meeting: Path) -> None:
-        self._settings, self.rank, self.rows = settings, rank, list[Row]()
-        host = GlooRanks(FileStore(str(meeting), settings.ranks), rank, settings.ranks)
-        self._dtype = torch.bfloat16
-        self.device = torch.device(settings.device, rank if settings.device == "cuda" else None)
-        self.group: RankGroup = host
-        if self.device.type == "cuda":
-            from engine.model.parallel.gpus import GpuRanks
-
-            torch.cuda.set_device(self.device)
-            self.group = GpuRanks(host, self.device)
+    def __init__(self, settings: SumsSettings, group: RankGroup, device: torch.device) -> None:
+        self._settings, self.group, self.device = settings, group, device
+        self.rank, self.rows, self._dtype = group.rank, list[Row](), torch.bfloat16
 
     @torch.inference_mode()
     def run(self) -> None:
@@ -193,18 +185,27 @@ def _numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",") if number]
 
 
-def _other(settings: SumsSettings, rank: int, meeting: Path) -> None:
-    Bench(settings, rank, meeting).run()
+def _bench(settings: SumsSettings, rank: int, meeting: Path) -> Bench:
+    host = GlooRanks(FileStore(str(meeting), settings.ranks), rank, settings.ranks)
+    if settings.device == "cpu":
+        torch.set_num_threads(1)
+        return Bench(settings, host, torch.device("cpu"))
+    from engine.model.parallel.gpus import GpuRanks
+
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    return Bench(settings, GpuRanks(host, device), device)
+
+
+def _measure(settings: SumsSettings, rank: int, meeting: Path, rows: Any) -> None:
+    """A rank's process. rows: takes what rank 0 has measured."""
+    bench = _bench(settings, rank, meeting)
+    bench.run()
+    if rank == 0:
+        rows.put(bench.rows)
+    bench.group.minimum(0)
     sys.stderr.flush()
     os._exit(0)  # no rank waits for another to take NCCL apart
-
-
-def _measure(settings: SumsSettings, meeting: Path, rows: Any) -> None:
-    """Rank 0, which tells its rows."""
-    bench = Bench(settings, 0, meeting)
-    bench.run()
-    rows.put(bench.rows)
-    os._exit(0)
 
 
 def _table(rows: list[Row], has: str) -> str:
@@ -220,27 +221,26 @@ def main(args: Sequence[str] | None = None) -> int:
     rows: Any = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         meeting = Path(folder) / "meeting"
-        first = context.Process(target=_measure, args=(settings, meeting, rows), daemon=True)
-        others = [
-            context.Process(target=_other, args=(settings, rank, meeting), daemon=True)
-            for rank in range(1, settings.ranks)
+        ranks = [
+            context.Process(target=_measure, args=(settings, rank, meeting, rows), daemon=True)
+            for rank in range(settings.ranks)
         ]
-        for process in (first, *others):
+        for process in ranks:
             process.start()
         deadline = time.monotonic() + settings.limit_s
-        for rank, process in enumerate((first, *others)):
+        for rank, process in enumerate(ranks):
             process.join(max(0.0, deadline - time.monotonic()))
             if process.exitcode is None:
                 print(f"rank {rank} has not ended", file=sys.stderr)
                 process.kill()
                 process.join()
-    if first.exitcode:
+    if ranks[0].exitcode:
         return 1
     found = rows.get()
     for has in ("width", "inputs"):
         print(_table(found, has))
     print(json.dumps({"benchmark": "rank_sums", "ranks": settings.ranks, "rows": found}))
-    return int(any("failed" in row for row in found) or any(process.exitcode for process in others))
+    return int(any("failed" in row for row in found) or any(process.exitcode for process in ranks))
 
 
 if __name__ == "__main__":

@@ -31,19 +31,19 @@ SIZE = 2
 MAX_MODEL_LEN = 64
 
 
-def nothing(model: Any) -> None:
+def nothing(model: Any, rank: int) -> None:
     """The model as it is."""
 
 
 def served(
-    folder: Path, mutate: Callable[[Any], None] = nothing, group_of: Callable[[RankGroup], RankGroup] = lambda g: g
+    folder: Path, mutate: Callable[[Any, int], None] = nothing, group_of: Callable[[RankGroup], RankGroup] = lambda g: g
 ) -> tuple[Tensor, Tensor, FusedReport]:
     """Of rank 0: logits before and after the fusion, and its report. mutate: changes the model of each rank."""
     found: dict[int, tuple[Tensor, Tensor, FusedReport]] = {}
 
     def run(group: RankGroup) -> None:
         model: PreTrainedModel = loader.load_model(Checkpoint.open(folder), part=RankPart(group_of(group)))
-        mutate(model)
+        mutate(model, group.rank)
         probed = probe(model, MAX_MODEL_LEN)
         target = Target(model, probed.layers, MAX_MODEL_LEN)
         with torch.inference_mode():
@@ -67,18 +67,18 @@ def test_the_next_norm_makes_the_sum(family: str, tmp_path: Path) -> None:
 
 
 class Clamped(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, most: float = 0.5) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.most = inner, most
 
     def forward(self, x: Tensor) -> Any:
-        return self.inner(x).clamp(-0.5, 0.5)
+        return self.inner(x).clamp(-self.most, self.most)
 
 
 def test_a_sum_of_which_more_is_made_stays_with_its_product(tmp_path: Path) -> None:
     """In one layer by the attention, in another by the MLP: the others do not change for that."""
 
-    def mutate(model: Any) -> None:
+    def mutate(model: Any, rank: int) -> None:
         first, second = model.model.layers
         first.self_attn.o_proj, second.mlp = Clamped(first.self_attn.o_proj), Clamped(second.mlp)
 
@@ -87,6 +87,18 @@ def test_a_sum_of_which_more_is_made_stays_with_its_product(tmp_path: Path) -> N
     refused = ["model.layers.0.self_attn.o_proj.inner", "model.layers.1.mlp.inner.down_proj"]
     assert tally.refused == [(name, why) for name in refused]
     assert tally.fused == 2
+    torch.testing.assert_close(after, own, atol=1e-4, rtol=1e-4)
+
+
+def test_ranks_leave_the_same_sums_to_norms(tmp_path: Path) -> None:
+    """What one of them cannot leave, none does: all sum at the same time."""
+
+    def mutate(model: Any, rank: int) -> None:
+        attention = model.model.layers[1].self_attn
+        attention.o_proj = Clamped(attention.o_proj, 1e9) if rank else attention.o_proj
+
+    own, after, report = served(tiny_models.save(tiny_models.CONFIGS["llama"], tmp_path), mutate)
+    assert report.pieces["sum_norm"].refused == [("model.layers.1.self_attn.o_proj", "another rank refused it")]
     torch.testing.assert_close(after, own, atol=1e-4, rtol=1e-4)
 
 

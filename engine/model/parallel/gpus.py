@@ -32,6 +32,7 @@ PIECE_ROWS = 1024
 slower."""
 _SHARED_DTYPES = (torch.bfloat16, torch.float32)
 _ALIGNMENT = 16
+_TIMEOUT = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
 _CPU_ONLY = "pipeline stages compute on a CPU"
 
 
@@ -49,7 +50,7 @@ class GpuRanks:
             store=host.sub_store("gpus"),
             rank=host.rank,
             world_size=host.size,
-            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+            timeout=_TIMEOUT,
             device_id=device,
             pg_options=_options(),
         )
@@ -159,4 +160,5 @@ def _options() -> Any:
     nccl: Any = dist
     options = nccl.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
+    options._timeout = _TIMEOUT
     return options
