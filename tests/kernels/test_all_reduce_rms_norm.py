@@ -6,14 +6,15 @@ In the interpreter one rank runs: what others send is put into its buffer before
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder
 
 from baton_kernels.all_reduce_rms_norm import NUM_PROGRAMS, REGION_BYTES, PeerMemory, all_reduce_rms_norm
 from baton_kernels.quantized_linear import quantized_rows
@@ -26,9 +27,17 @@ torch.set_num_threads(1)
 LLAMA, GEMMA = (0.0, False), (1.0, True)
 
 
-def rows(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+PLACES = [
+    pytest.param("cpu", torch.float32),
+    pytest.param("cpu", torch.float16),
+    pytest.param("cuda", torch.float32, marks=pytest.mark.gpu),
+    pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+]
+
+
+def rows(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(shape, generator=generator) * 3).to(dtype)
+    return (torch.randn(shape, generator=generator) * 3).to(dtype).to(device)
 
 
 @dataclass
@@ -37,15 +46,17 @@ class Ranks:
 
     rank: int
     size: int
+    device: str = "cpu"
     buffers: list[Tensor] = field(default_factory=list)
     calls: Counter[int] = field(default_factory=Counter)  # of each program
 
     def __post_init__(self) -> None:
         shape = 2, self.size - 1, NUM_PROGRAMS, REGION_BYTES
-        self.buffers = [torch.full(shape, 0xFF, dtype=torch.uint8) for _ in range(self.size)]
+        self.buffers = [torch.full(shape, 0xFF, dtype=torch.uint8, device=self.device) for _ in range(self.size)]
         assert self.buffers[0].nbytes == PeerMemory.num_bytes(self.size)
-        addresses = torch.tensor([buffer.data_ptr() for buffer in self.buffers])
-        self.memory = PeerMemory(self.rank, self.size, addresses, torch.zeros(NUM_PROGRAMS, dtype=torch.int32))
+        addresses = torch.tensor([buffer.data_ptr() for buffer in self.buffers], device=self.device)
+        turns = torch.zeros(NUM_PROGRAMS, dtype=torch.int32, device=self.device)
+        self.memory = PeerMemory(self.rank, self.size, addresses, turns)
 
     def place(self, of: int, sender: int, row: int, like: Tensor) -> Tensor:
         """Where rank `of` finds that row of the sender's part, in the next call."""
@@ -74,8 +85,9 @@ class Ranks:
 
 
 def check(ranks: Ranks, num_rows: int, n: int, dtype: torch.dtype, rule: tuple[float, bool], adds: bool) -> None:
-    parts = [rows(num_rows, n, dtype=dtype, seed=seed) for seed in range(ranks.size)]
-    weight, residual = rows(n, dtype=dtype, seed=11), rows(num_rows, n, dtype=dtype, seed=12) if adds else None
+    kind: Any = {"dtype": dtype, "device": ranks.device}
+    parts = [rows(num_rows, n, **kind, seed=seed) for seed in range(ranks.size)]
+    weight, residual = rows(n, **kind, seed=11), rows(num_rows, n, **kind, seed=12) if adds else None
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()
@@ -87,10 +99,10 @@ def check(ranks: Ranks, num_rows: int, n: int, dtype: torch.dtype, rule: tuple[f
 
 
 @pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (2, 4)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_calls_of_any_shape_after_one_another(rank: int, size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_calls_of_any_shape_after_one_another(device: str, dtype: torch.dtype, rank: int, size: int) -> None:
     """More programs, fewer, others again: each goes on with the half of its regions that is its next."""
-    ranks = Ranks(rank, size)
+    ranks = Ranks(rank, size, device)
     check(ranks, 1, 64, dtype, LLAMA, adds=True)
     check(ranks, 3, 80, dtype, GEMMA, adds=True)
     check(ranks, 2, 4096, dtype, LLAMA, adds=False)
@@ -98,30 +110,32 @@ def test_calls_of_any_shape_after_one_another(rank: int, size: int, dtype: torch
     check(ranks, 3, 64, dtype, LLAMA, adds=True)
 
 
-def test_a_program_has_several_rows() -> None:
-    ranks = Ranks(0, 2)
+@pytest.mark.parametrize(("device", "n"), [("cpu", 8), pytest.param("cuda", 4096, marks=pytest.mark.gpu)])
+def test_a_program_has_several_rows(device: str, n: int) -> None:
+    ranks = Ranks(0, 2, device)
     for _ in range(2):
-        check(ranks, 2 * NUM_PROGRAMS + 1, 8, torch.float32, LLAMA, adds=True)
+        check(ranks, 2 * NUM_PROGRAMS + 1, n, torch.float32, LLAMA, adds=True)
 
 
 def test_a_row_is_summed_when_all_of_it_is_there() -> None:
-    """Another rank, a thread, begins when it got this one's part, and writes its last element first."""
+    """Another rank sends when it has this one's part: an element at a time, the last one first, between two looks."""
     ranks = Ranks(0, 2)
     part, own, weight = rows(1, 16), rows(1, 16, seed=1), rows(16, seed=2)
     got, place = ranks.place(1, 0, 0, own[0]), ranks.place(0, 1, 0, part[0])
+    missing = list(range(16))
+    look = InterpreterBuilder.create_masked_load
 
-    def send() -> None:
-        while got.isnan().any():
-            pass
-        for column in reversed(range(16)):
+    def send_and_look(builder: Any, ptrs: Any, mask: Any, other: Any, cache: Any, evict: Any, volatile: bool) -> Any:
+        if volatile:
+            assert torch.equal(got, own[0])
+            column = missing.pop()
             place[column] = part[0, column]
+        return look(builder, ptrs, mask, other, cache, evict, volatile)
 
-    other = threading.Thread(target=send)
-    other.start()
-    out = all_reduce_rms_norm(own, weight, 1e-5, torch.neg, ranks.memory)
-    other.join()
+    with patch.object(InterpreterBuilder, "create_masked_load", send_and_look):
+        out = all_reduce_rms_norm(own, weight, 1e-5, torch.neg, ranks.memory)
+    assert not missing
     torch.testing.assert_close(out, reference.rms_norm(own + part, weight, 1e-5, None, *LLAMA))
-    assert place.isnan().all()
 
 
 def test_a_nan_of_any_bits_arrives() -> None:
