@@ -98,7 +98,7 @@ def check(ranks: Ranks, num_rows: int, n: int, dtype: torch.dtype, rule: tuple[f
         assert torch.equal(residual, after)
 
 
-@pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (2, 4)])
+@pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 3)])
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_calls_of_any_shape_after_one_another(device: str, dtype: torch.dtype, rank: int, size: int) -> None:
     """More programs, fewer, others again: each goes on with the half of its regions that is its next."""
@@ -112,9 +112,7 @@ def test_calls_of_any_shape_after_one_another(device: str, dtype: torch.dtype, r
 
 @pytest.mark.parametrize(("device", "n"), [("cpu", 8), pytest.param("cuda", 4096, marks=pytest.mark.gpu)])
 def test_a_program_has_several_rows(device: str, n: int) -> None:
-    ranks = Ranks(0, 2, device)
-    for _ in range(2):
-        check(ranks, 2 * NUM_PROGRAMS + 1, n, torch.float32, LLAMA, adds=True)
+    check(Ranks(0, 2, device), 2 * NUM_PROGRAMS + 1, n, torch.float32, LLAMA, adds=True)
 
 
 def test_a_row_is_summed_when_all_of_it_is_there() -> None:

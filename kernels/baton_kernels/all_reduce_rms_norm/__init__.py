@@ -18,7 +18,7 @@ from baton_kernels.quantized_linear import with_quantized_rows
 from baton_kernels.quantized_linear.tiling import WEIGHT_ONLY_ROWS
 
 NUM_PROGRAMS = 128
-"""Programs of a launch at most: no more than a GPU has SMs, since each waits for the other ranks' until it ends."""
+"""Programs of a launch at most: no more than a Hopper GPU has SMs, since each of them waits for the other ranks'."""
 REGION_BYTES = 64 * 1024
 """What a program has for rows that one other rank sends to it in a call."""
 RECEIVED_BYTES = 8 * 1024 * 1024

@@ -16,8 +16,9 @@ goes on where the last one ended. That a rank never writes over what another has
     - A rank that wrote in call c + 1 had ended its call c, since programs of a stream wait for all kernels before.
     - So in all ranks call c has ended, which read its half and left it EMPTY: the half that call c + 2 uses.
 
-No launch has more programs than a GPU has SMs, and all that runs beside them ends by itself. So all programs of a
-launch come to run, whatever their order is, and those that wait for other ranks' get what they wait for.
+Programs that wait get what they wait for: a launch has so few that GPUs with as many SMs run all of them at once,
+beside what ends by itself; and where they do not, they start programs in order, so that the first one that has not
+ended runs on all ranks.
 
 After TensorRT-LLM's one-shot all-reduce with Lamport's flags (`trtllm_allreduce_fusion.cuh` in FlashInfer), which has
 three buffers, because there all threads of a call share them, and -0.0 as its empty element.
