@@ -222,9 +222,14 @@ class _ProbeSite:
         num_kv_heads, head_dim_k = call.key.shape[1:]
         kept = LayerKv(num_kv_heads, head_dim_k, call.value.shape[-1], self._dtype, call.sliding_window)
         self.calls.append((module, kept))
-        q, k, v = (x.transpose(0, 1)[None] for x in (call.query, call.key, call.value))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale, enable_gqa=True)
-        return out[0].transpose(0, 1)
+        return attend_within(call)
+
+
+def attend_within(call: AttentionCall) -> Tensor:
+    """Among the tokens of the call, which are one prompt: [num_tokens, num_heads, head_dim]."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (call.query, call.key, call.value))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale, enable_gqa=True)
+    return out[0].transpose(0, 1)
 
 
 @torch.inference_mode()

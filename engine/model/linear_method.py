@@ -31,6 +31,9 @@ from engine.model.tolerance import Tolerance, close, rounding
 Product = Callable[[Tensor], Tensor]
 """[..., in_features] -> [..., out_features], of one dtype."""
 
+ProductInto = Callable[[Tensor, Tensor], None]
+"""The product of x, [num_rows, in_features], written to a tensor [num_rows, out_features]; both contiguous."""
+
 _METHOD = "baton_linear_method"
 
 
@@ -59,6 +62,15 @@ class LinearMethod(ABC):
     @abstractmethod
     def make_product(self) -> Product:
         """The fast product, as a function of x alone. Made once at load: a call looks nothing up."""
+
+    def make_product_into(self) -> ProductInto:
+        """The fast product of many rows, for callers that have a place for it."""
+        product = self.make_product()
+
+        def into(x: Tensor, out: Tensor) -> None:
+            out.copy_(product(x))
+
+        return into
 
     def make_gated_product(self, activation: Activation) -> Product:
         """[..., in_features] -> [..., out_features / 2]: the activation of a gated MLP applied to the product, whose
@@ -113,6 +125,19 @@ class UnquantizedLinear(LinearMethod):
             return linear(x, weight, bias)
 
         return product
+
+    def make_product_into(self) -> ProductInto:
+        if not self.weight.is_cuda:
+            return super().make_product_into()
+        weight, bias = self.weight, self.bias
+
+        def into(x: Tensor, out: Tensor) -> None:
+            if bias is None:
+                torch.mm(x, weight.t(), out=out)
+            else:
+                torch.addmm(bias, x, weight.t(), out=out)
+
+        return into
 
     def _multiply(self, x: Tensor) -> Tensor:
         if self._packed is None:

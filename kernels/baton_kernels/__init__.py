@@ -1,16 +1,17 @@
 """Operators over tensors and ints, each in a folder with a torch reference and a Triton implementation.
 
-    paged_attention   attention of a flattened batch over KV blocks
-    kv_write          writes new keys and values to their slots, optionally with rotary embedding and head norms
-    linear            matmuls with weights, optionally with the activation of a gated MLP
-    experts           the choice of experts, and the weighted sums of their gated MLPs
-    rms_norm          RMS norm of rows, optionally after adding a residual
-    gated_activation  activation of a gated MLP
-    step_inputs       token ids, slots and block tables of a step
-    block_checksum    checksums of KV blocks
-    block_copy        copies of blocks within the pool, and to and from staging memory
-    host_copy         copies of small arrays to and from pinned host memory
-    sampling          one token per row of logits
+    paged_attention      attention of a flattened batch over KV blocks
+    kv_write             writes new keys and values to their slots, optionally with rotary embedding and head norms
+    linear               matmuls with weights, optionally with the activation of a gated MLP
+    experts              the choice of experts, and the weighted sums of their gated MLPs
+    rms_norm             RMS norm of rows, optionally after adding a residual
+    all_reduce_rms_norm  the same of the sum over ranks of each one's part
+    gated_activation     activation of a gated MLP
+    step_inputs          token ids, slots and block tables of a step
+    block_checksum       checksums of KV blocks
+    block_copy           copies of blocks within the pool, and to and from staging memory
+    host_copy            copies of small arrays to and from pinned host memory
+    sampling             one token per row of logits
 
 Besides, `event_thread` waits for points in a GPU's work.
 

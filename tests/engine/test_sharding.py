@@ -86,6 +86,9 @@ def check_same(folder: Path, size: int, *, fused: bool, whole_experts: bool = Fa
     one, (whole,) = logits_and_kv(1, alone)
     several, pools = logits_and_kv(size, divided)
     done = [{name: tally.fused for name, tally in report.pieces.items()} for report in alone.reports + divided.reports]
+    for pieces, is_divided in zip(done, [False, *[True] * size], strict=False):
+        assert (pieces.pop("sum_norm") > 0) == (is_divided and pieces["residual_norm"] > 0)
+    assert not any(report.pieces["sum_norm"].refused for report in divided.reports)
     assert done == done[:1] * ((1 + size) * fused)
     error = (several - one).norm(dim=-1) / one.norm(dim=-1)
     assert several.shape == one.shape

@@ -99,7 +99,10 @@ def check_as_fused(alone: Load, divided: Load, tp: int) -> None:
     (whole,) = alone.reports
     assert whole.taken_back is None
     assert all(report.taken_back is None for report in divided.reports)
-    for name in whole.pieces.keys() - {"rotary_table"}:  # of which each stage has its own
+    sums = [report.pieces["sum_norm"] for report in divided.reports]
+    assert all(bool(tally.fused) == (tp > 1) for tally in sums)
+    assert {why for tally in sums for _, why in tally.refused} <= {"no norm follows in this stage"}
+    for name in whole.pieces.keys() - {"rotary_table", "sum_norm"}:  # each stage has its own table
         assert sum(report.pieces[name].fused for report in divided.reports) == tp * whole.pieces[name].fused, name
 
 

@@ -24,7 +24,7 @@ def test_small_kernels_compile_for_hopper() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == 112
+    assert int(done.stdout) == 116
 
 
 def bf16(*shape: int) -> Tensor:
@@ -36,12 +36,19 @@ def ints(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
 
 
 def launch_norms_and_gates() -> None:
+    from baton_kernels.all_reduce_rms_norm import NUM_PROGRAMS, PeerMemory
+    from baton_kernels.all_reduce_rms_norm.kernel import all_reduce_rms_norm
     from baton_kernels.gated_activation import ACTIVATIONS
     from baton_kernels.gated_activation.kernel import gated_activation
     from baton_kernels.rms_norm.kernel import rms_norm
 
     rms_norm(bf16(2, 4096), bf16(4096), 1e-5, bf16(2, 4096), 0.0, False)
     rms_norm(bf16(2, 4096)[:, 512:1536].view(2, 8, 128), bf16(128), 1e-5, None, 1.0, True)
+    quantized = ints(2, 4096, dtype=torch.int8).view(torch.float8_e4m3fn), torch.zeros(2, 1)
+    for size in (2, 8):
+        peers = PeerMemory(1, size, ints(size), ints(NUM_PROGRAMS, dtype=torch.int32))
+        all_reduce_rms_norm(bf16(2, 4096), bf16(4096), 1e-5, peers, bf16(2, 4096), 0.0, False, quantized)
+        all_reduce_rms_norm(bf16(2, 2880), bf16(2880), 1e-5, peers, None, 1.0, True)
     for activation in ACTIVATIONS:
         gated_activation(bf16(2, 2 * 1100), activation)
 

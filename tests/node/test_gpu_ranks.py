@@ -1,4 +1,5 @@
-"""Nodes whose ranks have a GPU each: their answers, whatever the degrees of the two, are those of transformers."""
+"""Nodes whose ranks have a GPU each: their answers, whatever the degrees of the two, are those of transformers. Their
+sums, as kernels and in graphs."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import torch
 
 from baton.address import HostPort
 from baton.sampling import SamplingParams
+from benchmarks import rank_sums
 from benchmarks.direct import Direct
 from engine.checkpoint import EMBEDDED
 from tests.e2e import reference_file
@@ -59,3 +61,10 @@ async def test_answers_are_those_of_transformers(prefill: int, decode: int, tran
                     assert difference is None or difference.margin < NEAR_TIE, str(difference)
                 hits.append(first.metric("baton:prefix_cache_hits_total"))
         assert hits[1] > 2 * hits[0]
+
+
+def test_sums_of_few_rows_and_in_pieces() -> None:
+    """Those that norms make, of one row to several for each program, widths that change between calls, and those of
+    products in pieces; op by op and in CUDA graphs. All ranks get the same bits."""
+    arguments = ["--widths", "4096,64,2880", "--rows", "1,3,129,1024", "--inputs", "2048", "--prompts", "2048,8100"]
+    assert rank_sums.main([*arguments, "--pieces", "1,2,4", "--calls", "3", "--limit-s", "200"]) == 0

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.model.linear_method import LinearMethod
+
+if TYPE_CHECKING:
+    from engine.model.fast.decoder import Decoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,8 @@ class Target:
     """The model, its attention modules in the order of the layers, and what earlier pieces found.
 
     norms: what each module that is an RMS norm computes. absorbed: linear layers whose product another module computes.
-    products: the linear methods of the products that were put in, which all have weights of their own.
+    products: the linear methods of the products that were put in, which all have weights of their own. decoder: the
+    layers, if their residual is kept outside of them.
     """
 
     model: PreTrainedModel
@@ -64,6 +68,7 @@ class Target:
     norms: dict[nn.Module, RmsNorm] = field(default_factory=dict)
     absorbed: set[nn.Module] = field(default_factory=set)
     products: list[LinearMethod] = field(default_factory=list)
+    decoder: Decoder | None = None
 
     @property
     def config(self) -> Any:

@@ -20,6 +20,7 @@ from engine.model.fast.packing import pack_products
 from engine.model.fast.patches import Target
 from engine.model.fast.residual import fuse_residuals
 from engine.model.fast.rotary import fuse_head_norms, fuse_rotation, fuse_tables
+from engine.model.fast.sums import fuse_sums
 from engine.model.fast.tally import FusedReport, Tally
 from engine.model.linear_method import method_of
 from engine.model.tolerance import rounding
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 Piece = Callable[[Target, Tally], None]
 
 # Later pieces build on earlier ones: `linear` takes layers that no group has absorbed, head norms and residuals need
-# known norms.
+# known norms, sums need a known residual.
 PIECES: dict[str, Piece] = {
     "qkv": fuse_qkv,
     "gate_up": fuse_gate_up,
@@ -41,6 +42,7 @@ PIECES: dict[str, Piece] = {
     "qk_norm": fuse_head_norms,
     "rope": fuse_rotation,
     "residual_norm": fuse_residuals,
+    "sum_norm": fuse_sums,
 }
 
 _REPORT = "baton_fused"

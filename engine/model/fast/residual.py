@@ -1,7 +1,6 @@
-"""Decoder layers whose residual additions are fused into the norms after them.
+"""Decoder layers whose residual additions are fused into the norms after them (see `engine.model.fast.decoder`).
 
-The residual is kept outside of the layers: a layer receives what the previous one adds to it, and returns what it adds
-itself. The next norm's kernel makes the addition, in place. Two forms are known:
+Two forms are known:
 
 - pre-norm (Llama): h += attention(norm1(h)); h += mlp(norm2(h))
 - sandwich (Gemma 2): h += norm2(attention(norm1(h))); h += norm4(mlp(norm3(h)))
@@ -9,14 +8,13 @@ itself. The next norm's kernel makes the addition, in place. Two forms are known
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from engine.model.fast.norms import norm_forward
+from engine.model.fast.decoder import Decoder, Forward, LayerParts, Stream, layer_forward
+from engine.model.fast.norms import Norm
 from engine.model.fast.patches import Target
 from engine.model.fast.tally import Tally
 from engine.model.linear_method import method_of
@@ -30,25 +28,6 @@ _SANDWICH = (
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
-Forward = Callable[..., Any]
-
-
-@dataclass(slots=True)
-class _Stream:
-    """The residual, [1, num_tokens, hidden_size], while a forward runs."""
-
-    residual: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """A layer's computations, its norms in the order in which they run. mlp_in_tuple: the MLP's output is the first
-    item of a tuple."""
-
-    norms: list[Callable[..., Tensor]]
-    attention: Forward
-    mlp: Forward
-    mlp_in_tuple: bool
 
 
 def fuse_residuals(target: Target, tally: Tally) -> None:
@@ -57,22 +36,20 @@ def fuse_residuals(target: Target, tally: Tally) -> None:
     if chain is None:
         return
     layers, attentions, final = chain
-    stream = _Stream()
-    forwards = []
+    found = []
     for index, (layer, attention) in enumerate(zip(layers, attentions, strict=True)):
         parts = _parts(target, layer, attention)
         if parts is None or not (final in target.norms or isinstance(final, StandIn)):
             tally.add(f"layer {index}", "adds to the residual in another way")
             continue
-        forwards.append(_layer_forward(stream, parts, first=index == 0))
+        found.append(parts)
         tally.add(f"layer {index}", None)
     if tally.refused:
         tally.refused, tally.fused = [*tally.refused, *[("others", "all layers or none")] * tally.fused], 0
         return
-    for layer, forward in zip(layers, forwards, strict=True):
-        target.patches.set_forward(layer, forward)
-    add = torch.Tensor.add if isinstance(final, StandIn) else norm_forward(final, target.norms[final])
-    target.patches.set_forward(final, _final_forward(stream, add))
+    final_norm = None if isinstance(final, StandIn) else Norm(final, target.norms[final])
+    target.decoder = Decoder(layers, attentions, found, final, final_norm)
+    target.decoder.install(target.patches)
 
 
 def _chain(target: Target) -> tuple[list[nn.Module], list[nn.Module], nn.Module] | None:
@@ -92,17 +69,17 @@ def _chain(target: Target) -> tuple[list[nn.Module], list[nn.Module], nn.Module]
     return None
 
 
-def _parts(target: Target, layer: nn.Module, attention: nn.Module) -> _Parts | None:
+def _parts(target: Target, layer: nn.Module, attention: nn.Module) -> LayerParts | None:
     mlp = getattr(layer, "mlp", None)
     names = _SANDWICH if hasattr(layer, _SANDWICH[-1]) else _PRE_NORM
     norms: list[Any] = [getattr(layer, name, None) for name in names]
     if not isinstance(mlp, nn.Module) or any(norm not in target.norms for norm in norms):
         return None
     inputs = {0: _input_dtype(attention), len(norms) // 2: _input_dtype(mlp)}
-    forwards = [norm_forward(norm, target.norms[norm], inputs.get(place)) for place, norm in enumerate(norms)]
+    found = [Norm(norm, target.norms[norm], inputs.get(place)) for place, norm in enumerate(norms)]
     for in_tuple in (False, True):
-        if _agrees(target, layer, attention, mlp, _Parts(forwards, _fake_attention, _fake_mlp(in_tuple), in_tuple)):
-            return _Parts(forwards, attention.forward, mlp.forward, in_tuple)
+        if _agrees(target, layer, attention, mlp, LayerParts(found, _fake_attention, _fake_mlp(in_tuple), in_tuple)):
+            return LayerParts(found, attention.forward, mlp.forward, in_tuple)
     return None
 
 
@@ -114,7 +91,7 @@ def _input_dtype(module: nn.Module) -> torch.dtype | None:
     return dtypes.pop() if len(dtypes) == 1 else None
 
 
-def _agrees(target: Target, layer: nn.Module, attention: nn.Module, mlp: nn.Module, fakes: _Parts) -> bool:
+def _agrees(target: Target, layer: nn.Module, attention: nn.Module, mlp: nn.Module, fakes: LayerParts) -> bool:
     """Whether the layer's own forward, with cheap fakes for attention and MLP, agrees with the form."""
     x = target.inputs(target.config.hidden_size)
     residual = x.flip(-1)
@@ -127,8 +104,8 @@ def _agrees(target: Target, layer: nn.Module, attention: nn.Module, mlp: nn.Modu
         return False
     finally:
         target.patches.back_to(mark)
-    stream = _Stream(residual.clone())
-    added = _layer_forward(stream, fakes, first=False)(x)
+    stream = Stream(residual.clone())
+    added = layer_forward(stream, fakes, first=False)(x)
     return isinstance(expected, Tensor) and close(stream.residual + added, expected)
 
 
@@ -140,39 +117,5 @@ def _fake_mlp(in_tuple: bool) -> Forward:
     def forward(x: Tensor) -> Any:
         result = x.roll(3, -1) * 0.25
         return (result, None) if in_tuple else result
-
-    return forward
-
-
-def _layer_forward(stream: _Stream, parts: _Parts, first: bool) -> Forward:
-    attention, mlp, in_tuple = parts.attention, parts.mlp, parts.mlp_in_tuple
-    sandwich = len(parts.norms) == len(_SANDWICH)
-    norm1, after_attention, norm2, after_mlp = parts.norms if sandwich else (parts.norms[0], None, parts.norms[1], None)
-
-    def forward(hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        if first:
-            # Nothing else uses the embedding's output: the norms may add to it in place.
-            stream.residual = residual = hidden_states
-            x = norm1(hidden_states)
-        else:
-            residual = stream.residual  # type: ignore[assignment]
-            x = norm1(hidden_states, residual)
-        x, _ = attention(hidden_states=x, **kwargs)
-        if after_attention is not None:
-            x = after_attention(x)
-        x = mlp(norm2(x, residual))
-        if in_tuple:
-            x = x[0]
-        return x if after_mlp is None else after_mlp(x)
-
-    return forward
-
-
-def _final_forward(stream: _Stream, add: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """What follows the layers: takes what the last one adds, and adds it to the residual first."""
-
-    def forward(hidden_states: Tensor, **_: object) -> Tensor:
-        residual, stream.residual = stream.residual, None
-        return add(hidden_states, residual)
 
     return forward

@@ -14,12 +14,11 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from baton_kernels.kv_write import HeadNorm, rope_kv_write
 from engine.model import rope
-from engine.model.attention import Angles, AttentionCall, FusedRotary
+from engine.model.attention import Angles, AttentionCall, FusedRotary, attend_within
 from engine.model.fast.forwards import BLOCK_SIZE, run_model
 from engine.model.fast.patches import RmsNorm, Target
 from engine.model.fast.tally import Tally
@@ -186,9 +185,7 @@ class _RotationProbe:
         candidate = self._watched.get(module)
         if candidate is not None:
             call.query, call.key = self._compare(candidate, call)
-        q, k, v = (x.transpose(0, 1)[None] for x in (call.query, call.key, call.value))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale, enable_gqa=True)
-        return out[0].transpose(0, 1)
+        return attend_within(call)
 
     def _compare(self, candidate: _Candidate, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """Returns the layer's own query and key; sets the candidate's form and refusal."""

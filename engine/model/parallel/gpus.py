@@ -1,7 +1,9 @@
 """Ranks with a GPU each, on one host: sums of few tokens through memory that all ranks map, all else over NCCL.
 
-Of 4096 bf16 values a row, two H100s sum 1 / 128 / 1024 rows over NCCL in 17 / 25 / 55 us; in one shot, each reading all
-parts, in 9 / 17 / 63; in two shots, each summing a part of the rows, in 9 / 15 / 42.
+Sums that a norm follows are made by one kernel with it (`baton_kernels.all_reduce_rms_norm`), through memory of its
+own. Those of many tokens go over NCCL in pieces, each while the next one is computed. The other sums, such as that of
+the embedding, are torch's. Of 4096 bf16 values a row, two H100s sum 1 / 128 / 1024 rows over NCCL in 17 / 25 / 55 us;
+in one shot, each reading all parts, in 9 / 17 / 63; in two shots, each summing a part of the rows, in 9 / 15 / 42.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
+from baton_kernels.all_reduce_rms_norm import NUM_PROGRAMS, PeerMemory
 from engine.model.parallel.group import COLLECTIVE_TIMEOUT_S, ONE_RANK, GlooRanks, RankGroup
 
 log = logging.getLogger(__name__)
@@ -23,8 +26,13 @@ log = logging.getLogger(__name__)
 ONE_SHOT_BYTES = 256 * 1024
 TWO_SHOT_BYTES = 8 * 1024 * 1024
 """The largest sums that take one shot, and two."""
+MOST_PIECES = 4
+PIECE_ROWS = 1024
+"""The pieces in which larger sums are made with their products, and the fewest rows of one: with fewer, products are
+slower."""
 _SHARED_DTYPES = (torch.bfloat16, torch.float32)
 _ALIGNMENT = 16
+_TIMEOUT = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
 _CPU_ONLY = "pipeline stages compute on a CPU"
 
 
@@ -42,11 +50,17 @@ class GpuRanks:
             store=host.sub_store("gpus"),
             rank=host.rank,
             world_size=host.size,
-            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+            timeout=_TIMEOUT,
             device_id=device,
+            pg_options=_options(),
         )
         self._name = dist.group.WORLD.group_name  # type: ignore[union-attr]
-        self._shared = self._share(device)
+        self._shared: dict[torch.dtype, Tensor] = {}
+        """For each dtype, the memory that all ranks map; none where GPUs cannot map each other's."""
+        self.peers: PeerMemory | None = None
+        if self._can_share(device):
+            self._shared = {dtype: self._share(TWO_SHOT_BYTES, dtype, device)[0] for dtype in _SHARED_DTYPES}
+            self._buffer, self.peers = self._make_peers(device)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if not x.is_cuda:
@@ -66,6 +80,22 @@ class GpuRanks:
         ops.two_shot_all_reduce_(shared, "sum", self._name)
         own.copy_(shared)
         return x
+
+    def start_all_reduce(self, x: Tensor) -> Callable[[], None]:
+        work: Any = dist.all_reduce(x, async_op=True)  # on a stream of NCCL's, after what this one does so far
+
+        def wait() -> None:
+            work.wait()
+
+        return wait
+
+    def num_pieces(self, num_rows: int, row_bytes: int) -> int:
+        if num_rows * row_bytes <= TWO_SHOT_BYTES:
+            return 1
+        return max(1, min(MOST_PIECES, num_rows // PIECE_ROWS))
+
+    def norms_sum(self, num_rows: int, row_bytes: int) -> bool:
+        return self.peers is not None and self.peers.can_take(num_rows, row_bytes)
 
     def all_gather(self, x: Tensor) -> Tensor:
         if not x.is_cuda:
@@ -97,17 +127,38 @@ class GpuRanks:
             return ONE_RANK
         raise RuntimeError(_CPU_ONLY)
 
-    def _share(self, device: torch.device) -> dict[torch.dtype, Tensor]:
-        """For each dtype, the memory that all ranks map; none where GPUs cannot map each other's."""
+    def _can_share(self, device: torch.device) -> bool:
+        """Whether all GPUs can map each other's memory."""
         num_gpus = torch.cuda.device_count()
         peers = [index for index in range(self.size) if index != device.index]
         can = all(index < num_gpus and torch.cuda.can_device_access_peer(device, index) for index in peers)
         if not self.minimum(int(can)):
             log.warning("no peer access between the GPUs of the ranks: all sums go over NCCL")
-            return {}
-        shared = {}
-        for dtype in _SHARED_DTYPES:
-            memory = symmetric_memory.empty(TWO_SHOT_BYTES // dtype.itemsize, dtype=dtype, device=device)
-            symmetric_memory.rendezvous(memory, self._name)
-            shared[dtype] = memory
-        return shared
+            return False
+        return True
+
+    def _share(self, num_bytes: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[int]]:
+        """This rank's memory, and where it maps that of each rank."""
+        memory = symmetric_memory.empty(num_bytes // dtype.itemsize, dtype=dtype, device=device)
+        handle: Any = symmetric_memory.rendezvous(memory, self._name)
+        start = memory.data_ptr() - handle.buffer_ptrs[self.rank]  # the same in all ranks' allocations
+        return memory, [address + start for address in handle.buffer_ptrs]
+
+    def _make_peers(self, device: torch.device) -> tuple[Tensor, PeerMemory]:
+        """With the buffer, to be kept as long. Returns when all ranks' buffers are empty."""
+        buffer, addresses = self._share(PeerMemory.num_bytes(self.size), torch.uint8, device)
+        buffer.fill_(0xFF)
+        turns = torch.zeros(NUM_PROGRAMS, dtype=torch.int32, device=device)
+        peers = PeerMemory(self.rank, self.size, torch.tensor(addresses, device=device), turns)
+        torch.cuda.synchronize(device)
+        self.minimum(0)
+        return buffer, peers
+
+
+def _options() -> Any:
+    """NCCL's own stream goes first: a sum that is ready takes the next multiprocessors that a product gives up."""
+    nccl: Any = dist
+    options = nccl.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    options._timeout = _TIMEOUT
+    return options

@@ -18,6 +18,8 @@ from torch._C._distributed_c10d import (
     Store,
 )  # torch.distributed does not declare these as exported
 
+from baton_kernels.all_reduce_rms_norm import PeerMemory
+
 COLLECTIVE_TIMEOUT_S = 600.0
 """The bound for a rank that waits for another; that one died or hangs is noticed much earlier (`node.ranks`)."""
 _CONNECT_TIMEOUT_S = 15.0
@@ -35,9 +37,22 @@ class RankGroup(Protocol):
 
     rank: int
     size: int
+    peers: PeerMemory | None
+    """Through which `all_reduce_rms_norm` sums; None: with `all_reduce`."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks; may overwrite x."""
+
+    def start_all_reduce(self, x: Tensor) -> Callable[[], None]:
+        """Start to overwrite x, which is contiguous, with the sum. It has it after the call that is returned, on a GPU
+        for what that call's stream does next; other work goes on meanwhile."""
+
+    def num_pieces(self, num_rows: int, row_bytes: int) -> int:
+        """In how many pieces to compute and sum such parts, so that one is summed while the next is computed."""
+
+    def norms_sum(self, num_rows: int, row_bytes: int) -> bool:
+        """Whether a norm right after such a sum makes it, with `all_reduce_rms_norm`, rather than whoever computes the
+        parts. The same on all ranks."""
 
     def all_gather(self, x: Tensor) -> Tensor:
         """The tensors of all ranks side by side: [..., n] to [..., size * n]."""
@@ -63,9 +78,19 @@ class OneRank:
 
     rank = 0
     size = 1
+    peers: PeerMemory | None = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
+
+    def start_all_reduce(self, x: Tensor) -> Callable[[], None]:
+        raise RuntimeError("there are no other ranks")
+
+    def num_pieces(self, num_rows: int, row_bytes: int) -> int:
+        return 1
+
+    def norms_sum(self, num_rows: int, row_bytes: int) -> bool:
+        return True
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x
@@ -93,6 +118,8 @@ class GlooRanks:
     """Ranks on CPUs. They meet at `store`. host: this rank's address, at which the others reach it. Joining waits for
     all of them; raises RuntimeError."""
 
+    peers: PeerMemory | None = None
+
     def __init__(
         self, store: Store, rank: int, size: int, timeout_s: float = COLLECTIVE_TIMEOUT_S, host: str = LOOPBACK
     ) -> None:
@@ -108,8 +135,23 @@ class GlooRanks:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()
-        self._reduce(x, ReduceOp.SUM)
+        self._reduce(x, ReduceOp.SUM).wait()
         return x
+
+    def start_all_reduce(self, x: Tensor) -> Callable[[], None]:
+        work = self._reduce(x, ReduceOp.SUM)
+
+        def wait() -> None:
+            work.wait()
+            x.data_ptr()  # kept until here: gloo writes to it meanwhile
+
+        return wait
+
+    def num_pieces(self, num_rows: int, row_bytes: int) -> int:
+        return 1  # sums take the cores that products need
+
+    def norms_sum(self, num_rows: int, row_bytes: int) -> bool:
+        return True
 
     def all_gather(self, x: Tensor) -> Tensor:
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
@@ -125,7 +167,7 @@ class GlooRanks:
 
     def minimum(self, number: int) -> int:
         told = torch.tensor([number], dtype=torch.int64)
-        self._reduce(told, ReduceOp.MIN)
+        self._reduce(told, ReduceOp.MIN).wait()
         return int(told)
 
     def send(self, x: Tensor, to: int) -> Callable[[], None]:
@@ -153,10 +195,10 @@ class GlooRanks:
         """Where others of these ranks can meet, for a purpose of that name."""
         return PrefixStore(name, self._store)
 
-    def _reduce(self, x: Tensor, kind: Any) -> None:
+    def _reduce(self, x: Tensor, kind: Any) -> Any:
         options: Any = AllreduceOptions()
         options.reduceOp, options.timeout = kind, self._timeout
-        self._group.allreduce([x], options).wait()
+        return self._group.allreduce([x], options)
 
 
 def _there(rank: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -17,6 +17,9 @@ from engine.model.parallel.group import RankGroup
 from engine.model.parallel.sharding import Sharding, WideNorm
 from engine.model.parallel.stages import StandIn
 from engine.model.tolerance import Tolerance
+
+TILE_ROWS = 128
+"""The rows that a tile of a large product has."""
 
 
 @torch.no_grad()
@@ -91,7 +94,45 @@ class _Collective(LinearMethod):
 
 
 class RowParallelLinear(_Collective):
-    """Each rank multiplies its part of the inputs; the results are summed."""
+    """Each rank multiplies its part of the inputs; the results are summed: many rows in pieces, one while the next is
+    computed."""
+
+    @property
+    def group(self) -> RankGroup:
+        """The ranks that have the other parts."""
+        return self._group
+
+    def make_product(self) -> Product:
+        product, into, group = self._own.make_product(), self._own.make_product_into(), self._group
+        in_features, out_features = self.in_features, self.out_features
+
+        def summed(x: Tensor) -> Tensor:
+            num_rows = x.numel() // in_features
+            num_pieces = group.num_pieces(num_rows, out_features * x.itemsize)
+            if num_pieces == 1:
+                return group.all_reduce(product(x))
+            out = x.new_empty(*x.shape[:-1], out_features)
+            waits = []
+            for rows, sums in _pieces(x.reshape(num_rows, in_features), out.view(num_rows, -1), num_pieces):
+                into(rows, sums)
+                waits.append(group.start_all_reduce(sums))
+            for wait in waits:
+                wait()
+            return out
+
+        return summed
+
+    def make_product_for_norm(self) -> Product:
+        """The rank's part alone, where a norm that gets it sums it (`RankGroup.norms_sum`); else the sum."""
+        product, summed, group = self._own.make_product(), self.make_product(), self._group
+        in_features, out_features = self.in_features, self.out_features
+
+        def part_or_sum(x: Tensor) -> Tensor:
+            if group.norms_sum(x.numel() // in_features, out_features * x.itemsize):
+                return product(x)
+            return summed(x)
+
+        return part_or_sum
 
     def _join(self, own: Tensor) -> Tensor:
         return self._group.all_reduce(own)
@@ -121,6 +162,12 @@ class NormOverRanks(nn.Module):
         copies = ranks.shape[-2] * ranks.shape[-1] // self.norm.weight.shape[0]  # ranks that have the same KV heads
         normed: Tensor = self.norm(ranks[..., ::copies, :].flatten(-2))
         return normed[..., self._first : self._end]
+
+
+def _pieces(x: Tensor, out: Tensor, number: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The rows of both in pieces of equal size but the last: whole tiles of the products."""
+    num_rows = -(-x.shape[0] // (number * TILE_ROWS)) * TILE_ROWS
+    return zip(torch.split(x, num_rows), torch.split(out, num_rows), strict=True)
 
 
 def _few_tokens(model: PreTrainedModel) -> Tensor:

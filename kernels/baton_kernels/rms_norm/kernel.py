@@ -14,6 +14,15 @@ from baton_kernels.quantized_linear.weights import LARGEST
 TILE = 2048  # elements per program of short rows: 4 warps with two 16-byte accesses per thread
 
 
+@triton.jit
+def normed(x, weight, eps, N: tl.constexpr, ROUND_ONCE: tl.constexpr, DTYPE: tl.constexpr):
+    """x: [rows, columns], fp32, zeros beyond the N columns. weight: with its offset, fp32."""
+    x *= tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / N) + eps)[:, None]
+    if not ROUND_ONCE:
+        x = x.to(DTYPE).to(tl.float32)
+    return (x * weight).to(DTYPE)
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_inner"])
 def _rms_norm_kernel(
     x_ptr,
@@ -61,12 +70,9 @@ def _rms_norm_kernel(
         rounded = x.to(DTYPE)
         tl.store(residual_ptr + offset, rounded, mask=mask)
         x = rounded.to(tl.float32)
-    x *= tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / N) + eps)[:, None]
-    if not ROUND_ONCE:
-        x = x.to(DTYPE).to(tl.float32)
+    out = normed(x, weight, eps, N, ROUND_ONCE, DTYPE)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    out = (x * weight).to(DTYPE)
     tl.store(out_ptr + offset, out, mask=mask)
     if LARGEST:
         store_quantized(

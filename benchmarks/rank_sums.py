@@ -1,0 +1,247 @@
+"""What the sums of a divided layer take: `python -m benchmarks.rank_sums`, with a process for each GPU.
+
+Two tables, after the answers have been checked: the sum, the residual addition and the norm after it as separate
+kernels and as one; and a product with its sum, of a prompt's rows, as a whole and in pieces, of which one is summed
+while the next is computed. Calls follow one another in a CUDA graph; the time of one is what rank 0 sees. What fails is
+printed, and the rest goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore
+
+from baton.settings import Settings, parse
+from baton_kernels.all_reduce_rms_norm import all_reduce_rms_norm
+from baton_kernels.rms_norm import reference, rms_norm
+from benchmarks.checks import WrongAnswers
+from benchmarks.tables import Table
+from engine.model.linear_method import UnquantizedLinear
+from engine.model.parallel.group import GlooRanks, RankGroup
+from engine.model.parallel.layers import RowParallelLinear
+from engine.model.tolerance import close
+
+EPS = 1e-5
+Call = Callable[[], Tensor]
+Row = dict[str, Any]
+
+
+class SumsSettings(Settings):
+    """Measures sums over ranks with what comes before and after them."""
+
+    prog: ClassVar[str] = "benchmarks.rank_sums"
+
+    device: Literal["cpu", "cuda"] = Field("cuda", description="where the ranks compute; cpu: to try this script")
+    ranks: int = Field(2, ge=2, description="GPUs, one process each")
+    widths: str = Field("4096,8192", description="features of a row that a norm follows")
+    rows: str = Field("1,8,32,64,128,256,512,1024", description="rows of such sums")
+    inputs: str = Field("2048,7168", description="input features of the products, which have 4096 outputs")
+    prompts: str = Field("2048,8192", description="rows of the products")
+    pieces: str = Field("1,2,4,8", description="in how many pieces to sum a product")
+    calls: int = Field(20, ge=1, description="calls in a graph")
+    limit_s: float = Field(60, gt=0, description="ranks that have not ended by then are killed")
+
+
+class Bench:
+    """One rank. rows: what it has measured."""
+
+    def __init__(self, settings: SumsSettings, group: RankGroup, device: torch.device) -> None:
+        self._settings, self.group, self.device = settings, group, device
+        self.rank, self.rows, self._dtype = group.rank, list[Row](), torch.bfloat16
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        settings = self._settings
+        for width in _numbers(settings.widths):
+            for num_rows in _numbers(settings.rows):
+                self._try({"rows": num_rows, "width": width}, self._norm, num_rows, width)
+        for in_features in _numbers(settings.inputs):
+            for num_rows in _numbers(settings.prompts):
+                self._try({"rows": num_rows, "inputs": in_features}, self._product, num_rows, in_features)
+
+    def _try(self, what: Row, measure: Callable[[int, int], Row], *sizes: int) -> None:
+        try:
+            row = what | measure(*sizes)
+        except Exception as error:  # noqa: BLE001 - the others may succeed
+            row = what | {"failed": f"{type(error).__name__}: {error}"}
+            print(f"rank {self.rank}: {row}", file=sys.stderr, flush=True)
+        self.rows.append(row)
+        if self.rank == 0:
+            print({name: round(value, 2) if isinstance(value, float) else value for name, value in row.items()})
+            sys.stdout.flush()
+
+    def _norm(self, num_rows: int, width: int) -> Row:
+        parts = [self._random(num_rows, width, seed=rank) for rank in range(self.group.size)]
+        residual, weight = self._random(num_rows, width, seed=20), self._random(1, width, seed=21)[0]
+        x, group = parts[self.rank].clone(), self.group
+        takes = group.norms_sum(num_rows, width * x.itemsize)
+
+        def separate() -> Tensor:
+            return rms_norm(group.all_reduce(x), weight, EPS, residual=residual)
+
+        def fused() -> Tensor:
+            return all_reduce_rms_norm(x, weight, EPS, group.all_reduce, group.peers, residual=residual)
+
+        before, total = residual.clone(), torch.stack([part.float() for part in parts]).sum(0).to(x.dtype)
+        for call in (separate, fused) if takes else (separate,):
+            for _ in range(3):  # so that both halves of the memory in common are used, and again
+                x.copy_(parts[self.rank])
+                residual.copy_(before)
+                after = before.clone()
+                expected = reference.rms_norm(total, weight, EPS, after, 0.0, False)
+                self._check(call(), expected)
+                self._check(residual, after)
+        x.zero_()  # some sums overwrite it
+        separate_us = self._us(separate)
+        if not takes:
+            return {"separate_us": separate_us}
+        fused_us = self._us(fused)
+        x.copy_(parts[self.rank])
+        residual.copy_(before)
+        self._check(fused(), expected)  # after the graph's calls
+        return {"separate_us": separate_us, "fused_us": fused_us, "ratio": fused_us / separate_us}
+
+    def _product(self, num_rows: int, in_features: int) -> Row:
+        group: Any = self.group
+        x = self._random(1, num_rows, in_features, seed=self.rank)
+        weight = self._random(4096, in_features, seed=30 + self.rank) / in_features**0.5
+        own = UnquantizedLinear(weight, None)
+        product, summed = own.make_product(), RowParallelLinear(own, group).make_product()
+        expected = group.all_reduce(product(x))
+        row: Row = {"product_us": self._us(lambda: product(x))}
+        chosen = group.num_pieces(num_rows, 4096 * x.itemsize)
+        try:
+            for number in _numbers(self._settings.pieces):
+                group.num_pieces = lambda *_, number=number: number
+                self._check(summed(x), expected)
+                row[f"pieces_{number}_us"] = self._us(lambda: summed(x), expected)
+        finally:
+            del group.num_pieces
+        return row | {"chosen": chosen}
+
+    def _check(self, found: Tensor, expected: Tensor) -> None:
+        """Raises WrongAnswers, on all ranks or on none."""
+        if not self.group.minimum(int(close(found, expected))):
+            error = float((found.float() - expected.float()).abs().max())
+            raise WrongAnswers(f"off by up to {error:.3g}")
+        ranks = self.group.all_gather(found.reshape(-1)).view(self.group.size, -1)
+        if not all(torch.equal(ranks[0], other) for other in ranks[1:]):
+            raise WrongAnswers("the ranks' results differ")
+
+    def _us(self, call: Call, expected: Tensor | None = None) -> float:
+        """Of one call among many, the median of five times. expected: what the last call gives."""
+        replay, calls, result = self._repeated(call)
+        took = []
+        for _ in range(6):
+            self._synchronize()
+            self.group.minimum(0)
+            began = time.perf_counter()
+            replay()
+            self._synchronize()
+            took.append((time.perf_counter() - began) / calls * 1e6)
+        if expected is not None:
+            self._check(result, expected)
+        return sorted(took[1:])[2]
+
+    def _repeated(self, call: Call) -> tuple[Callable[[], object], int, Tensor]:
+        """A function that makes so many calls, their number, and where the last one's result is then."""
+        if self.device.type == "cpu":
+            return call, 1, call()
+        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            call()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin()
+            for _ in range(self._settings.calls):
+                result = call()
+            graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        return graph.replay, self._settings.calls, result
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _random(self, *shape: int, seed: int) -> Tensor:
+        generator = torch.Generator(self.device).manual_seed(seed)  # with a GPU's numbers, the same on all
+        return torch.randn(shape, generator=generator, device=self.device).to(self._dtype)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]
+
+
+def _bench(settings: SumsSettings, rank: int, meeting: Path) -> Bench:
+    host = GlooRanks(FileStore(str(meeting), settings.ranks), rank, settings.ranks)
+    if settings.device == "cpu":
+        torch.set_num_threads(1)
+        return Bench(settings, host, torch.device("cpu"))
+    from engine.model.parallel.gpus import GpuRanks
+
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    return Bench(settings, GpuRanks(host, device), device)
+
+
+def _measure(settings: SumsSettings, rank: int, meeting: Path, rows: Any) -> None:
+    """A rank's process. rows: takes what rank 0 has measured."""
+    bench = _bench(settings, rank, meeting)
+    bench.run()
+    if rank == 0:
+        rows.put(bench.rows)
+    bench.group.minimum(0)
+    sys.stderr.flush()
+    os._exit(0)  # no rank waits for another to take NCCL apart
+
+
+def _table(rows: list[Row], has: str) -> str:
+    those = [row for row in rows if has in row and "failed" not in row]
+    names = list(those[0]) if those else []
+    return Table(names, [[f"{row.get(name, float('nan')):.4g}" for name in names] for row in those]).plain()
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Prints rows as they are measured, the tables, and then a line of JSON. 1: something failed."""
+    settings = parse(SumsSettings, sys.argv[1:] if args is None else args)
+    context = multiprocessing.get_context("spawn")
+    rows: Any = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = Path(folder) / "meeting"
+        ranks = [
+            context.Process(target=_measure, args=(settings, rank, meeting, rows), daemon=True)
+            for rank in range(settings.ranks)
+        ]
+        for process in ranks:
+            process.start()
+        deadline = time.monotonic() + settings.limit_s
+        for rank, process in enumerate(ranks):
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.exitcode is None:
+                print(f"rank {rank} has not ended", file=sys.stderr)
+                process.kill()
+                process.join()
+    if ranks[0].exitcode:
+        return 1
+    found = rows.get()
+    for has in ("width", "inputs"):
+        print(_table(found, has))
+    print(json.dumps({"benchmark": "rank_sums", "ranks": settings.ranks, "rows": found}))
+    return int(any("failed" in row for row in found) or any(process.exitcode for process in ranks))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,177 @@
+"""all_reduce_rms_norm as a Triton kernel: every rank pushes its part of each row to all others, and sums what arrives.
+
+    a program, for rows r = program, program + NUM_PROGRAMS, ...:
+        write the rows of this rank's part into the program's region in each other rank's buffer
+        for each row: read the regions of the own buffer until nothing in them is EMPTY; sum; EMPTY them again
+        add the residual, norm, store
+
+A row travels once, and nothing else does: no flag, no barrier, since an element that is not EMPTY has arrived. Ranks
+never send EMPTY. Elements are at most 4 bytes and aligned, so that none arrives in part; their order does not matter.
+
+Whatever a program touches of the buffers belongs to programs of its number alone, whichever rows, widths or dtypes
+their calls have. They use two halves of it in turns, and `turns` says which is next, in memory, so that a CUDA graph
+goes on where the last one ended. That a rank never writes over what another has not read follows for each number:
+
+    - A rank that writes in call c + 2 has ended its call c + 1, for which it read what the others wrote in theirs.
+    - A rank that wrote in call c + 1 had ended its call c, since programs of a stream wait for all kernels before.
+    - So in all ranks call c has ended, which read its half and left it EMPTY: the half that call c + 2 uses.
+
+Programs that wait get what they wait for: a launch has so few that GPUs with as many SMs run all of them at once,
+beside what ends by itself; and where they do not, they start programs in order, so that the first one that has not
+ended runs on all ranks.
+
+After TensorRT-LLM's one-shot all-reduce with Lamport's flags (`trtllm_allreduce_fusion.cuh` in FlashInfer), which has
+three buffers, because there all threads of a call share them, and -0.0 as its empty element.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton_kernels.all_reduce_rms_norm import EMPTY, NUM_PROGRAMS, REGION_BYTES, PeerMemory
+from baton_kernels.pdl import launch_options
+from baton_kernels.quantized_linear.quantize_rows_kernel import store_quantized
+from baton_kernels.quantized_linear.weights import LARGEST
+from baton_kernels.rms_norm.kernel import normed
+
+_EMPTY = tl.constexpr(EMPTY)
+_NUM_PROGRAMS = tl.constexpr(NUM_PROGRAMS)
+_REGION_BYTES = tl.constexpr(REGION_BYTES)
+
+
+@triton.jit
+def _region(address, distance, turn, SIZE: tl.constexpr, BITS: tl.constexpr):
+    """Where in the buffer at that address this program's rows are from the rank so many before the buffer's."""
+    base = tl.multiple_of(address.to(tl.pointer_type(BITS)), 16)
+    index = (turn * (SIZE - 1) + distance - 1) * _NUM_PROGRAMS + tl.program_id(0)
+    return base + index.to(tl.int64) * (_REGION_BYTES // (BITS.primitive_bitwidth // 8))
+
+
+@triton.jit
+def _take(ptrs, mask):
+    """The bits there, once all have arrived; leaves the place EMPTY. Volatile loads see what other GPUs write."""
+    bits = tl.load(ptrs, mask=mask, other=0, volatile=True)
+    while tl.min(tl.min((bits != _EMPTY).to(tl.int32), 1), 0) == 0:
+        bits = tl.load(ptrs, mask=mask, other=0, volatile=True)
+    tl.store(ptrs, tl.full(bits.shape, _EMPTY, bits.dtype), mask=mask)
+    return bits
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _all_reduce_rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    quantized_ptr,
+    scale_ptr,
+    addresses_ptr,
+    turns_ptr,
+    num_rows,
+    eps,
+    weight_offset,
+    N: tl.constexpr,
+    N_PADDED: tl.constexpr,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    BITS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ROUND_ONCE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ROUND: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BITS: the integer of x's size. LARGEST: what the largest value of a row becomes in its quantized form; 0: there
+    is none."""
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    LAST: tl.constexpr = 2 ** (BITS.primitive_bitwidth - 1) - 1  # also a NaN
+    program = tl.program_id(0)
+    column = tl.arange(0, N_PADDED)[None, :]
+    mask = column < N
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32) + weight_offset
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    turn = tl.load(turns_ptr + program)
+    own_address = tl.load(addresses_ptr + RANK)
+    x_bits_ptr = x_ptr.to(tl.pointer_type(BITS))
+    for distance in tl.static_range(1, SIZE):
+        address = tl.load(addresses_ptr + (RANK + distance) % SIZE)
+        for row in range(program, num_rows, _NUM_PROGRAMS):
+            bits = tl.load(x_bits_ptr + tl.cast(row, tl.int64) * N + column, mask=mask, other=0)
+            bits = tl.where(bits == _EMPTY, LAST, bits)
+            region = _region(address, distance, turn, SIZE, BITS)
+            tl.store(region + row // _NUM_PROGRAMS * N + column, bits, mask=mask)
+    tl.debug_barrier()  # no thread waits before all have sent
+    for row in range(program, num_rows, _NUM_PROGRAMS):
+        offset = tl.cast(row, tl.int64) * N + column
+        own = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        if HAS_RESIDUAL:
+            residual = tl.load(residual_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        x = tl.zeros([1, N_PADDED], tl.float32)
+        for rank in tl.static_range(SIZE):
+            if rank == RANK:
+                x += own
+            else:
+                region = _region(own_address, (RANK - rank + SIZE) % SIZE, turn, SIZE, BITS)
+                bits = _take(region + row // _NUM_PROGRAMS * N + column, mask)
+                x += bits.to(DTYPE, bitcast=True).to(tl.float32)
+        rounded = x.to(DTYPE)
+        if HAS_RESIDUAL:
+            rounded = (rounded.to(tl.float32) + residual).to(DTYPE)
+            tl.store(residual_ptr + offset, rounded, mask=mask)
+        out = normed(rounded.to(tl.float32), weight, eps, N, ROUND_ONCE, DTYPE)
+        tl.store(out_ptr + offset, out, mask=mask)
+        if LARGEST:
+            one = row + tl.arange(0, 1)[:, None]
+            store_quantized(
+                out.to(tl.float32), quantized_ptr + offset, scale_ptr + one, mask, one < num_rows, LARGEST, ROUND
+            )
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    tl.store(turns_ptr + program, 1 - turn)
+
+
+def all_reduce_rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    peers: PeerMemory,
+    residual: Tensor | None,
+    weight_offset: float,
+    round_once: bool,
+    quantized: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """quantized: where to write the result's rows as `quantize_rows` would make them, and their scales."""
+    out = torch.empty_like(x)
+    n = x.shape[-1]
+    num_rows = x.numel() // n
+    if num_rows == 0:
+        return out
+    padded = triton.next_power_of_2(n)
+    _all_reduce_rms_norm_kernel[(min(num_rows, NUM_PROGRAMS),)](
+        x,
+        x if residual is None else residual,
+        weight,
+        out,
+        *(quantized or (out, out)),
+        peers.addresses,
+        peers.turns,
+        num_rows,
+        eps,
+        weight_offset,
+        n,
+        padded,
+        peers.rank,
+        peers.size,
+        tl.int16 if x.itemsize == 2 else tl.int32,
+        residual is not None,
+        round_once,
+        0 if quantized is None else LARGEST[quantized[0].dtype],
+        quantized is not None and quantized[0].dtype == torch.int8,
+        num_warps=max(1, min(16, padded // 512)),
+        **launch_options(x.device),
+    )
+    return out

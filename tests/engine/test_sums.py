@@ -1,0 +1,152 @@
+"""Sums over ranks: norms make those that nothing else reads, and sums in pieces are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from engine.model import fast
+from engine.model.attention import probe
+from engine.model.fast import FusedReport
+from engine.model.fast.forwards import logits_as_served
+from engine.model.fast.patches import Target
+from engine.model.linear_method import UnquantizedLinear
+from engine.model.load import loader
+from engine.model.load.checkpoint import Checkpoint
+from engine.model.parallel.group import GlooRanks, RankGroup
+from engine.model.parallel.layers import RowParallelLinear
+from engine.model.parallel.part import RankPart
+from tests.engine import tiny_models
+from tests.engine.rank_threads import in_threads
+
+torch.set_num_threads(1)
+
+SIZE = 2
+MAX_MODEL_LEN = 64
+
+
+def nothing(model: Any, rank: int) -> None:
+    """The model as it is."""
+
+
+def served(
+    folder: Path, mutate: Callable[[Any, int], None] = nothing, group_of: Callable[[RankGroup], RankGroup] = lambda g: g
+) -> tuple[Tensor, Tensor, FusedReport]:
+    """Of rank 0: logits before and after the fusion, and its report. mutate: changes the model of each rank."""
+    found: dict[int, tuple[Tensor, Tensor, FusedReport]] = {}
+
+    def run(group: RankGroup) -> None:
+        model: PreTrainedModel = loader.load_model(Checkpoint.open(folder), part=RankPart(group_of(group)))
+        mutate(model, group.rank)
+        probed = probe(model, MAX_MODEL_LEN)
+        target = Target(model, probed.layers, MAX_MODEL_LEN)
+        with torch.inference_mode():
+            own = logits_as_served(target, probed.kv)
+            report = fast.apply(model, probed, MAX_MODEL_LEN)
+            after = logits_as_served(target, probed.kv)
+        found[group.rank] = own, after, report
+
+    with in_threads(SIZE, run) as group:
+        run(group)
+    assert torch.equal(found[0][1], found[1][1])
+    return found[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_the_next_norm_makes_the_sum(family: str, tmp_path: Path) -> None:
+    """Also where the norm after attention and MLP comes before the residual."""
+    own, after, report = served(tiny_models.save(tiny_models.CONFIGS[family], tmp_path))
+    assert "sum_norm 4/4" in str(report)
+    torch.testing.assert_close(after, own, atol=1e-4, rtol=1e-4)
+
+
+class Clamped(nn.Module):
+    def __init__(self, inner: nn.Module, most: float = 0.5) -> None:
+        super().__init__()
+        self.inner, self.most = inner, most
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x).clamp(-self.most, self.most)
+
+
+def test_a_sum_of_which_more_is_made_stays_with_its_product(tmp_path: Path) -> None:
+    """In one layer by the attention, in another by the MLP: the others do not change for that."""
+
+    def mutate(model: Any, rank: int) -> None:
+        first, second = model.model.layers
+        first.self_attn.o_proj, second.mlp = Clamped(first.self_attn.o_proj), Clamped(second.mlp)
+
+    own, after, report = served(tiny_models.save(tiny_models.CONFIGS["llama"], tmp_path), mutate)
+    tally, why = report.pieces["sum_norm"], "more is done with the sum"
+    refused = ["model.layers.0.self_attn.o_proj.inner", "model.layers.1.mlp.inner.down_proj"]
+    assert tally.refused == [(name, why) for name in refused]
+    assert tally.fused == 2
+    torch.testing.assert_close(after, own, atol=1e-4, rtol=1e-4)
+
+
+def test_ranks_leave_the_same_sums_to_norms(tmp_path: Path) -> None:
+    """What one of them cannot leave, none does: all sum at the same time."""
+
+    def mutate(model: Any, rank: int) -> None:
+        attention = model.model.layers[1].self_attn
+        attention.o_proj = Clamped(attention.o_proj, 1e9) if rank else attention.o_proj
+
+    own, after, report = served(tiny_models.save(tiny_models.CONFIGS["llama"], tmp_path), mutate)
+    assert report.pieces["sum_norm"].refused == [("model.layers.1.self_attn.o_proj", "another rank refused it")]
+    torch.testing.assert_close(after, own, atol=1e-4, rtol=1e-4)
+
+
+class InPieces(GlooRanks):
+    """Sums all in pieces, as GPUs do those of long prompts."""
+
+    started: list[tuple[int, ...]]
+
+    def __init__(self, group: Any) -> None:
+        self.__dict__.update(group.__dict__)
+        self.started = []
+
+    def num_pieces(self, num_rows: int, row_bytes: int) -> int:
+        return 3
+
+    def norms_sum(self, num_rows: int, row_bytes: int) -> bool:
+        return False
+
+    def start_all_reduce(self, x: Tensor) -> Callable[[], None]:
+        self.started.append(tuple(x.shape))
+        return super().start_all_reduce(x)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_sum_in_pieces_is_the_sum(bias: bool) -> None:
+    """Of whole tiles of rows, the last piece having the rest."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(24, 16, generator=generator) for _ in range(SIZE)]
+    inputs = [torch.randn(1, 700, 16, generator=generator) for _ in range(SIZE)]
+    biases = [torch.ones(24), torch.zeros(24)] if bias else [None, None]
+    results: dict[int, Tensor] = {}
+
+    def run(group: RankGroup) -> None:
+        pieces = InPieces(group)
+        rank = group.rank
+        method = RowParallelLinear(UnquantizedLinear(weights[rank], biases[rank]), pieces)
+        results[rank] = method.make_product_for_norm()(inputs[rank])
+        assert pieces.started == [(256, 24), (256, 24), (188, 24)]
+
+    with in_threads(SIZE, run) as group:
+        run(group)
+    expected = inputs[0] @ weights[0].T + inputs[1] @ weights[1].T + bias
+    for rank in range(SIZE):
+        torch.testing.assert_close(results[rank], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_model_whose_sums_are_made_in_pieces(tmp_path: Path) -> None:
+    """Norms that could sum, but need not, take the sum as it is."""
+    own, after, report = served(tiny_models.save(tiny_models.CONFIGS["llama"], tmp_path), group_of=InPieces)
+    assert report.pieces["sum_norm"].fused == 4
+    torch.testing.assert_close(after, own, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,183 @@
+"""all_reduce_rms_norm: what a rank sends, what it makes of what arrives, and that it waits for all of it.
+
+In the interpreter one rank runs: what others send is put into its buffer before. Ranks with a GPU each are in
+`tests/node/test_gpu_ranks.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder
+
+from baton_kernels.all_reduce_rms_norm import NUM_PROGRAMS, REGION_BYTES, PeerMemory, all_reduce_rms_norm
+from baton_kernels.quantized_linear import quantized_rows
+from baton_kernels.quantized_linear.tiling import WEIGHT_ONLY_ROWS
+from baton_kernels.rms_norm import reference
+from tests.kernels.poison import poisoned
+
+torch.set_num_threads(1)
+
+LLAMA, GEMMA = (0.0, False), (1.0, True)
+
+
+PLACES = [
+    pytest.param("cpu", torch.float32),
+    pytest.param("cpu", torch.float16),
+    pytest.param("cuda", torch.float32, marks=pytest.mark.gpu),
+    pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+]
+
+
+def rows(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * 3).to(dtype).to(device)
+
+
+@dataclass
+class Ranks:
+    """Buffers of `size` ranks, of which `rank` computes."""
+
+    rank: int
+    size: int
+    device: str = "cpu"
+    buffers: list[Tensor] = field(default_factory=list)
+    calls: Counter[int] = field(default_factory=Counter)  # of each program
+
+    def __post_init__(self) -> None:
+        shape = 2, self.size - 1, NUM_PROGRAMS, REGION_BYTES
+        self.buffers = [torch.full(shape, 0xFF, dtype=torch.uint8, device=self.device) for _ in range(self.size)]
+        assert self.buffers[0].nbytes == PeerMemory.num_bytes(self.size)
+        addresses = torch.tensor([buffer.data_ptr() for buffer in self.buffers], device=self.device)
+        turns = torch.zeros(NUM_PROGRAMS, dtype=torch.int32, device=self.device)
+        self.memory = PeerMemory(self.rank, self.size, addresses, turns)
+
+    def place(self, of: int, sender: int, row: int, like: Tensor) -> Tensor:
+        """Where rank `of` finds that row of the sender's part, in the next call."""
+        program, index = row % NUM_PROGRAMS, row // NUM_PROGRAMS
+        region = self.buffers[of][self.calls[program] % 2, (of - sender) % self.size - 1, program]
+        return region[index * like.nbytes :][: like.nbytes].view(like.dtype)
+
+    def run(self, parts: list[Tensor], weight: Tensor, residual: Tensor | None, rule: tuple[float, bool]) -> Tensor:
+        """The rank's result, with what the others send there. Checks what it sends."""
+        for sender, part in enumerate(parts):
+            for row in range(len(part) if sender != self.rank else 0):
+                self.place(self.rank, sender, row, part[row]).copy_(part[row])
+        own = parts[self.rank].clone()
+        offset, once = rule
+        kinds: dict[str, Any] = {"residual": residual, "weight_offset": offset, "round_once": once}
+        with poisoned():
+            out = all_reduce_rms_norm(own, weight, 1e-5, torch.neg, self.memory, **kinds)
+        for of in set(range(self.size)) - {self.rank}:
+            sent = [self.place(of, self.rank, row, own[row]) for row in range(len(own))]
+            for arrived, expected in zip(sent, parts[self.rank], strict=True):
+                assert torch.equal(arrived, expected)
+                arrived.view(torch.uint8).fill_(0xFF)  # that rank takes it
+        self.calls.update(row % NUM_PROGRAMS for row in range(min(len(own), NUM_PROGRAMS)))
+        assert all(bool((buffer == 0xFF).all()) for buffer in self.buffers)
+        return out
+
+
+def check(ranks: Ranks, num_rows: int, n: int, dtype: torch.dtype, rule: tuple[float, bool], adds: bool) -> None:
+    kind: Any = {"dtype": dtype, "device": ranks.device}
+    parts = [rows(num_rows, n, **kind, seed=seed) for seed in range(ranks.size)]
+    weight, residual = rows(n, **kind, seed=11), rows(num_rows, n, **kind, seed=12) if adds else None
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    after = None if residual is None else residual.clone()
+    expected = reference.rms_norm(total.to(dtype), weight, 1e-5, after, *rule)
+    torch.testing.assert_close(ranks.run(parts, weight, residual, rule), expected)
+    if residual is not None and after is not None:
+        assert torch.equal(residual, after)
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 3)])
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_calls_of_any_shape_after_one_another(device: str, dtype: torch.dtype, rank: int, size: int) -> None:
+    """More programs, fewer, others again: each goes on with the half of its regions that is its next."""
+    ranks = Ranks(rank, size, device)
+    check(ranks, 1, 64, dtype, LLAMA, adds=True)
+    check(ranks, 3, 80, dtype, GEMMA, adds=True)
+    check(ranks, 2, 4096, dtype, LLAMA, adds=False)
+    check(ranks, 0, 64, dtype, LLAMA, adds=True)
+    check(ranks, 3, 64, dtype, LLAMA, adds=True)
+
+
+@pytest.mark.parametrize(("device", "n"), [("cpu", 8), pytest.param("cuda", 4096, marks=pytest.mark.gpu)])
+def test_a_program_has_several_rows(device: str, n: int) -> None:
+    check(Ranks(0, 2, device), 2 * NUM_PROGRAMS + 1, n, torch.float32, LLAMA, adds=True)
+
+
+def test_a_row_is_summed_when_all_of_it_is_there() -> None:
+    """Another rank sends when it has this one's part: an element at a time, the last one first, between two looks."""
+    ranks = Ranks(0, 2)
+    part, own, weight = rows(1, 16), rows(1, 16, seed=1), rows(16, seed=2)
+    got, place = ranks.place(1, 0, 0, own[0]), ranks.place(0, 1, 0, part[0])
+    missing = list(range(16))
+    look = InterpreterBuilder.create_masked_load
+
+    def send_and_look(builder: Any, ptrs: Any, mask: Any, other: Any, cache: Any, evict: Any, volatile: bool) -> Any:
+        if volatile:
+            assert torch.equal(got, own[0])
+            column = missing.pop()
+            place[column] = part[0, column]
+        return look(builder, ptrs, mask, other, cache, evict, volatile)
+
+    with patch.object(InterpreterBuilder, "create_masked_load", send_and_look):
+        out = all_reduce_rms_norm(own, weight, 1e-5, torch.neg, ranks.memory)
+    assert not missing
+    torch.testing.assert_close(out, reference.rms_norm(own + part, weight, 1e-5, None, *LLAMA))
+
+
+def test_a_nan_of_any_bits_arrives() -> None:
+    """Also one of the bits that stand for what has not arrived: the other rank would wait for it."""
+    ranks = Ranks(0, 2)
+    own, part = rows(1, 64), rows(1, 64)
+    own.view(torch.int32)[0, 5] = -1
+    ranks.place(0, 1, 0, part[0]).copy_(part[0])
+    out = all_reduce_rms_norm(own, rows(64), 1e-5, torch.neg, ranks.memory)
+    sent = ranks.place(1, 0, 0, own[0])
+    assert sent.isnan().tolist() == [column == 5 for column in range(64)]
+    assert not (sent.view(torch.int32) == -1).any()
+    assert out.isnan().all()
+
+
+def test_rows_carry_themselves_quantized() -> None:
+    """As the norm alone makes them, of more than a few rows."""
+    from baton_kernels.rms_norm import kernel
+
+    ranks, num_rows = Ranks(0, 2), WEIGHT_ONLY_ROWS + 1
+    own, part, weight = rows(num_rows, 64), rows(num_rows, 64, seed=1), rows(64, seed=2)
+    for row in range(num_rows):
+        ranks.place(0, 1, row, part[row]).copy_(part[row])
+    found = quantized_rows(all_reduce_rms_norm(own, weight, 1e-5, torch.neg, ranks.memory, quantize=torch.int8))
+    expected = torch.empty(num_rows, 64, dtype=torch.int8), torch.empty(num_rows, 1)
+    kernel.rms_norm(own + part, weight, 1e-5, None, *LLAMA, expected)
+    assert found is not None
+    assert torch.equal(found[0], expected[0])
+    torch.testing.assert_close(found[1], expected[1])
+
+
+def test_what_can_be_taken() -> None:
+    memory = Ranks(0, 2).memory
+    assert memory.can_take(1024, 8192)
+    assert not memory.can_take(1025, 8192)
+    assert memory.can_take(128, 16384 + 16)
+    assert not memory.can_take(1, 8192 + 8)  # no whole number of 16 bytes
+    assert not memory.can_take(1, REGION_BYTES + 16)
+    more = PeerMemory(0, 8, memory.addresses, memory.turns)
+    assert more.can_take(128, 8192)
+    assert not more.can_take(160, 8192)
+
+
+def test_without_memory_in_common_the_steps_are_separate() -> None:
+    x, weight, residual = rows(2, 64), rows(64, seed=1), rows(2, 64, seed=2)
+    expected = reference.rms_norm(2 * x, weight, 1e-5, residual.clone(), *LLAMA)
+    assert torch.equal(all_reduce_rms_norm(x, weight, 1e-5, lambda x: 2 * x, None, residual=residual), expected)
