@@ -231,14 +231,12 @@ def _eplb(settings: NodeSettings, model: PreTrainedModel, counts: ExpertCounts |
 def _layout(settings: NodeSettings, checkpoint: Checkpoint, part: Part) -> KvLayout:
     """Of the whole model's blocks, and of what each rank has of them."""
     fingerprint = _fingerprint(settings, checkpoint, part.config.max_model_len)
-    groups = part.probed.groups
+    groups = part.groups
     if settings.num_ranks == 1:
         return KvLayout(part.kv, settings.block_size, fingerprint, groups=groups)
     text = checkpoint.config.get_text_config()
     size, num_stages = settings.tensor_parallel_size, settings.pipeline_parallel_size
     held = tuple(kv_slice(text, i, size, Stage(stage, num_stages)) for stage in range(num_stages) for i in range(size))
-    if groups:  # a block has the layers of one
-        held = tuple(rank._replace(layer_end=max(map(len, groups))) for rank in held)
     num_heads = max(rank.head_end for rank in held)
     layers = tuple(dataclasses.replace(layer, num_kv_heads=num_heads) for layer in part.kv)
     return KvLayout(layers, settings.block_size, fingerprint, held, groups)

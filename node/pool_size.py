@@ -23,7 +23,7 @@ def num_blocks(settings: NodeSettings, limits: EngineConfig, model: PreTrainedMo
     memory = _profile(model, probed, limits) if model.device.type == "cuda" else None
     if settings.num_gpu_blocks_override is not None:
         return settings.num_gpu_blocks_override  # EngineConfig checks it
-    block_bytes = probed.layout(limits.block_size).block_bytes
+    block_bytes = probed.block_bytes(limits.block_size)
     pool_bytes, more_by = _pool_bytes(settings, limits, block_bytes, memory)
     return num_kv_blocks(pool_bytes, block_bytes, limits, more_by)
 

@@ -66,7 +66,8 @@ class Load:
         if self._fused:
             self.reports.append(fast.apply(model, probed, self.config.max_model_len))
         if self.config.table_shape.has_windows:
-            probed = dataclasses.replace(probed, groups=group_layers(probed.kv))
+            groups = group_layers(pipeline.kv_of_all(probed.kv))
+            probed = dataclasses.replace(probed, groups=pipeline.stage.groups(groups))
         return model, probed
 
 
