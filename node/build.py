@@ -256,7 +256,7 @@ def _num_expert_parts(settings: NodeSettings, pipeline: Pipeline) -> int:
 
 def _graph_sizes(settings: NodeSettings, config: EngineConfig, device: torch.device) -> list[int]:
     """Sizes of decode steps to capture. Empty: no CUDA graphs."""
-    if settings.enforce_eager or device.type != "cuda":
+    if not settings.captures_graphs or device.type != "cuda":
         return []
     wanted = settings.cudagraph_capture_sizes or decode_capture_sizes(config.max_num_seqs)
     return sorted({min(size, config.max_num_seqs) for size in wanted})

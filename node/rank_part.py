@@ -116,7 +116,7 @@ def _limits(settings: NodeSettings, checkpoint: Checkpoint, device: torch.device
         num_stages=settings.pipeline_parallel_size,
         target_itl_s=settings.target_itl_s,
     )
-    if on_gpu and not settings.enforce_eager:
+    if on_gpu and settings.captures_graphs:
         padding = step_padding(limits, settings.captured_prompt_tokens, settings.captured_mixed_tokens)
         limits = dataclasses.replace(limits, padding=padding)
     has_windows = getattr(checkpoint.config.get_text_config(), "sliding_window", None) is not None
@@ -189,7 +189,7 @@ def _with_pool(
 ) -> EngineConfig:
     """`limits` with the pool's size: the one that is set, or what fits into the memory of every rank."""
     began = time.monotonic()
-    num_blocks = pipeline.everyone.minimum(pool_size.num_blocks(settings, limits, model, probed))
+    num_blocks = pipeline.everyone.minimum(pool_size.num_blocks(settings, limits, model, probed, pipeline))
     log.info(
         "kv pool kv_blocks=%d kv_gib=%.2f dtype=%s windows=%s max_model_len=%d max_num_seqs=%d "
         "max_num_batched_tokens=%d seconds=%.2f",

@@ -87,6 +87,7 @@ class StandInEmbedding(StandIn):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """hidden_states: token ids, here."""
+        self._rows = self._rows.to(hidden_states.device)  # once: it is no parameter, which a checkpoint would have
         return self._rows[hidden_states % _STAND_IN_ROWS]
 
 
