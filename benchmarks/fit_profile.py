@@ -167,7 +167,7 @@ def to_toml(settings: FitSettings, built: Built, decodes: Sequence[float], promp
         },
         "node": {
             # A simulated node has blocks of all layers, whatever their windows.
-            "num_blocks": built.engine.blocks.num_total * built.layout.num_layers // num_layers,
+            "num_blocks": built.engine.blocks.num_total * max(map(len, built.layout.layers_of_groups)) // num_layers,
             "max_num_seqs": config.max_num_seqs,
             "layer_groups": built.layer_groups,
             "async_scheduling": config.async_scheduling,

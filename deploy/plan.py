@@ -139,9 +139,6 @@ def _placement_on_gpus(settings: OwnSettings, machine: Machine, ranks: Mapping[s
         if settings.num_peers(name) > 1:
             flag = _peers_flag(settings, name)
             raise ValueError(f"{flag}: nodes that share experts compute on a CPU so far, with --device cpu")
-        if settings.parallel_sizes(name)[1] > 1:
-            flag = flag_name("prefill_pipeline_parallel_size")
-            raise ValueError(f"{flag}: stages compute on a CPU so far, with --device cpu")
         if settings.enable_eplb:
             raise ValueError("--enable-eplb: experts change places on a CPU so far, with --device cpu")
         if size > len(machine.gpus):

@@ -25,10 +25,10 @@ class Copies(Protocol):
     def mark(self) -> Mark: ...
 
     def gather(
-        self, slot: int, blocks: Sequence[int], rows: Rows, checksums_at: int | None, placed: Target | None = None
+        self, slot: int, ids: Sequence[int], rows: Rows, checksums_at: int | None, placed: Target | None = None
     ) -> Native: ...
 
-    def scatter(self, slot: int, blocks: Sequence[int], rows: Rows, not_before: Mark) -> Move: ...
+    def scatter(self, slot: int, ids: Sequence[int], rows: Rows, not_before: Mark) -> Move: ...
 
     def on_device(self) -> contextlib.AbstractContextManager[object]: ...
 
@@ -51,11 +51,11 @@ class NoCopies:
         return None
 
     def gather(
-        self, slot: int, blocks: Sequence[int], rows: Rows, checksums_at: int | None, placed: Target | None = None
+        self, slot: int, ids: Sequence[int], rows: Rows, checksums_at: int | None, placed: Target | None = None
     ) -> Native:
         return DONE
 
-    def scatter(self, slot: int, blocks: Sequence[int], rows: Rows, not_before: Mark) -> Move:
+    def scatter(self, slot: int, ids: Sequence[int], rows: Rows, not_before: Mark) -> Move:
         return _nothing
 
     def on_device(self) -> contextlib.AbstractContextManager[object]:

@@ -3,11 +3,11 @@
     0                            num_pieces * piece_bytes, rounded up to 8
     | piece | piece | ...        | checksum of each piece, if asked for |
 
-A part carries the same slice (layers and heads) of each of its blocks, from one rank to another: block by block, then
-layer by layer, K then V, head by head. A piece is a range of a block that is contiguous at the sender. `PartPlanner`
-computes a request's parts; both sides derive them from numbers that both know. Between a quantized pool and one that is
-not, parts are quantized: the side whose pool is not converts. The header repeats the contents of tag
-and plan, since transports match by tag alone and check nothing.
+A part carries the same slice of each of its blocks, from one rank to another: block by block, then layer by layer, K
+then V, head by head. Of a block of a KV group these are the group's layers in that slice, which may be none. A piece
+is a range of a block that is contiguous at the sender. `PartPlanner` computes a request's parts; both sides derive them
+from numbers that both know. Between a quantized pool and one that is not, parts are quantized: the side whose pool is
+not converts. The header repeats the contents of tag and plan, since transports match by tag alone and check nothing.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def part_blocks_for(slot_bytes: int, block_bytes: int) -> int:
 class Piece:
     """The contents of a part: from rank `source` to rank `target`, the slice `what` (`num_bytes` per block) of each of
     the blocks [first, first + num_blocks) of those that travel for a request. layers: of the model as they are sent,
-    which say what a byte means."""
+    which say what a byte means. groups: of each block, its KV group; empty: there is one. `num_bytes` is then that of
+    the group with the most layers in the slice."""
 
     first: int
     num_blocks: int
@@ -82,6 +83,7 @@ class Piece:
     what: KvSlice
     num_bytes: int
     layers: tuple[LayerKv, ...] = field(repr=False)
+    groups: Sequence[int] = ()
 
     @property
     def end_layer(self) -> int:
@@ -108,27 +110,32 @@ class PartPlanner:
         # A node knows its own layers by identity.
         self._layers = own.layers if own and own.layers == self._sent.layers else self._sent.layers
         self._part_blocks = part_blocks
+        self._num_kv_groups = len(sender.layers_of_groups)
         self._rounds: dict[int, list[_Round]] = {}  # by number of groups
 
     def pair_of(self, part: int) -> RankPair:
         return self.pairs[part % len(self.pairs)]
 
     def plan(self, first: int, end: int, grouped_from: int = 0, num_groups: int = 1) -> tuple[Piece, ...]:
-        """The parts of blocks [first, end) of those of a request, in sending order: all layers, as many blocks at a
-        time as fit; from `grouped_from` on by layer groups, all blocks of one group before any of the next."""
-        if num_groups == 1:
-            grouped_from = end
-        cut = min(max(first, grouped_from), end)
-        return tuple(self._pieces(first, cut, 1) + self._pieces(cut, end, num_groups))
+        """The parts of the entries [first, end) of a request's block table, in sending order: all layers, as many
+        blocks at a time as fit; from `grouped_from` on by layer groups, all blocks of one group before any of the
+        next."""
+        return self._plan(range(end), first, grouped_from, num_groups)
 
     def of_entries(self, entries: Sequence[int], grouped_from: int = 0, num_groups: int = 1) -> tuple[Piece, ...]:
         """The parts of these entries of a request's block table, which are sorted; by layer groups from the entry
         `grouped_from` on. A part's blocks are counted along `entries`."""
-        return self.plan(0, len(entries), bisect.bisect_left(entries, grouped_from), num_groups)
+        return self._plan(entries, 0, bisect.bisect_left(entries, grouped_from), num_groups)
 
-    def _pieces(self, first: int, end: int, num_groups: int) -> list[Piece]:
+    def _plan(self, entries: Sequence[int], first: int, grouped_from: int, num_groups: int) -> tuple[Piece, ...]:
+        width, end = self._num_kv_groups, len(entries)
+        groups = [entry % width for entry in entries] if width > 1 else []
+        cut = end if num_groups == 1 else min(max(first, grouped_from), end)
+        return tuple(self._pieces(first, cut, 1, groups) + self._pieces(cut, end, num_groups, groups))
+
+    def _pieces(self, first: int, end: int, num_groups: int, groups: list[int]) -> list[Piece]:
         return [
-            Piece(at, min(most, end - at), pair.source, pair.target, what, num_bytes, self._layers)
+            Piece(at, n := min(most, end - at), *pair[:2], what, num_bytes, self._layers, groups[at : at + n])
             for most, slices in self._rounds_of(num_groups)
             for at in range(first, end, most)
             for pair, (what, num_bytes) in zip(self.pairs, slices, strict=True)
@@ -149,7 +156,7 @@ class PartPlanner:
             num_bytes = self._sent.num_bytes(what)
             for layout, rank in zip(self._ends, (pair.source, pair.target), strict=True):
                 fitting = self._part_blocks * layout.num_bytes(layout.ranks[rank]) // num_bytes
-                most = min(most, fitting, MAX_PIECES // rows_of(layout, rank, what, self._sent).num)
+                most = min(most, fitting, MAX_PIECES // rows_of(layout, rank, what, self._sent).most)
             slices.append((what, num_bytes))
         return _Round(most, tuple(slices))
 
@@ -179,10 +186,9 @@ class PartHeader(NamedTuple):
 
     @property
     def message_bytes(self) -> int:
-        """Bytes that the transport moves besides this header; one for a drained part, as messages cannot be empty."""
-        if self.drain:
-            return 1
-        return self.checksums_at + self.num_pieces * CHECKSUM_BYTES if self.checked else self.payload_bytes
+        """Bytes that the transport moves besides this header; one at least, as messages cannot be empty: for a drained
+        part, and for one whose blocks have no layer in the slice."""
+        return max(1, self.checksums_at + self.num_pieces * CHECKSUM_BYTES if self.checked else self.payload_bytes)
 
     def pack(self) -> bytes:
         """64 bytes, of which the last four are a checksum."""

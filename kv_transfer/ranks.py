@@ -106,7 +106,7 @@ class SenderRanks(_Ranks[KvSender]):
     def send(self, peer: str, lease: int, part: int, piece: Piece, blocks: Sequence[int], checked: bool) -> bool:
         """Send a piece of these blocks as that part. See KvSender."""
         name = rank_name(peer, piece.target)
-        return self.ranks[piece.source].send(name, lease, part, blocks, piece.what, checked, piece.layers)
+        return self.ranks[piece.source].send(name, lease, part, blocks, piece.what, checked, piece.layers, piece.groups)
 
     def drain(self, peer: str, lease: int, part: int, planner: PartPlanner) -> bool:
         """See KvSender. planner: the one for that peer."""
@@ -151,7 +151,8 @@ class ReceiverRanks(_Ranks[KvReceiver]):
         """Expect a piece of these blocks as that part. is_last: the lease's last part for that rank. See KvReceiver."""
         name = rank_name(peer, piece.source)
         mover = self.ranks[piece.target]
-        return mover.expect(name, lease, part, blocks, piece.what, not_before[piece.target], is_last, piece.layers)
+        mark = not_before[piece.target]
+        return mover.expect(name, lease, part, blocks, piece.what, mark, is_last, piece.layers, piece.groups)
 
     def withdraw(self, lease: int) -> None:
         """See KvReceiver."""

@@ -61,8 +61,8 @@ ReceiverEvent = PartLanded | PartUnused | PartRefused | PartFailed | PeerDisconn
 
 class _Plan(NamedTuple):
     """An expected part: it goes to `what` of its blocks, `num_bytes` in all. land: launches the scatter. header: the
-    header of that part without checksums, from a sender whose pool holds `what` in one piece per block. digest: of the
-    layout as it is sent."""
+    header of that part without checksums, from a sender whose pool holds `what` in one piece per block, or per layer
+    where blocks of the KV groups differ. digest: of the layout as it is sent."""
 
     peer: str
     lease: int
@@ -137,9 +137,10 @@ class KvReceiver(KvMover):
         not_before: Mark = None,
         is_last: bool = False,
         layers: tuple[LayerKv, ...] | None = None,
+        groups: Sequence[int] = (),
     ) -> bool:
         """Post a receive for a part, before the peer may send it. layers: the model's as they are sent; None: as they
-        are in the pool. False: no slot is free.
+        are in the pool. groups: the blocks' KV groups, if there are several. False: no slot is free.
 
         is_last: now all parts of the lease are expected. From then on the engine is woken when the last missing part
         lands; until then, for each part that lands and each slot that becomes free.
@@ -156,7 +157,7 @@ class KvReceiver(KvMover):
         what = what or self.held
         sent = self._sent(layers)
         rows = self._rows_of(what, sent)
-        piece_bytes = rows.num * rows.sent_bytes
+        ids = rows.of(blocks, groups)
         with self._lock:
             self._partial.add(lease)
             self._free_slots()
@@ -167,9 +168,10 @@ class KvReceiver(KvMover):
                 return False
             if is_last:
                 self._partial.remove(lease)
-            land = self._copies.scatter(slot, blocks, rows, not_before)
-            num_blocks, num_bytes = len(blocks), len(blocks) * piece_bytes
-            header = PartHeader(lease, part, num_blocks, what, num_blocks, piece_bytes, sent.digest)
+            land = self._copies.scatter(slot, ids, rows, not_before)
+            num_blocks, num_bytes = len(blocks), len(ids) * rows.sent_bytes
+            pieces = (num_blocks, rows.most * rows.sent_bytes) if len(rows.runs) == 1 else (len(ids), rows.sent_bytes)
+            header = PartHeader(lease, part, num_blocks, what, *pieces, sent.digest)
             self._plans[slot] = _Plan(peer, lease, part, num_blocks, what, num_bytes, land, header.pack(), sent.digest)
             self._staging.lend(slot)
         self.transport.expect(peer, tag, slot, self._staging.slot_bytes)
@@ -291,13 +293,15 @@ class KvReceiver(KvMover):
             return
         if header.piece_bytes % CHECKSUM_BYTES:
             raise TransferError(f"part {header.part} has checksums of pieces of {header.piece_bytes} bytes")
+        if not header.num_pieces:
+            return
         import torch  # only a node with memory gets here
 
         from baton_kernels.block_checksum import block_checksums
 
         with self._staging.reading():
             rows = slot[: header.payload_bytes].view(header.num_pieces, header.piece_bytes)
-            sent = slot[header.checksums_at : header.message_bytes].view(torch.int64)
+            sent = slot[header.checksums_at :][: header.num_pieces * CHECKSUM_BYTES].view(torch.int64)
             num_damaged = int((block_checksums(rows) != sent).sum())
         if num_damaged:
             self.num_damaged_pieces += num_damaged

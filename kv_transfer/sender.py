@@ -97,10 +97,11 @@ class KvSender(KvMover):
         what: KvSlice | None = None,
         checked: bool = False,
         layers: tuple[LayerKv, ...] | None = None,
+        groups: Sequence[int] = (),
     ) -> bool:
         """Copy `what` of the blocks, or all that this rank holds, into a slot and send it. checked: with checksums.
-        layers: the model's as they are sent; None: as they are in the pool. False: no slot is free, and nothing was
-        done.
+        layers: the model's as they are sent; None: as they are in the pool. groups: the blocks' KV groups, if there are
+        several. False: no slot is free, and nothing was done.
 
         Each True leads to exactly one PartSent or PartFailed. Raises TransferError for more blocks or bytes than a slot
         holds, or a lease or part that does not fit in a tag.
@@ -108,7 +109,7 @@ class KvSender(KvMover):
         what = what or self.held
         sent = self._sent(layers)
         rows = self._rows_of(what, sent)
-        num_rows = len(blocks) * rows.num
+        num_rows = len(ids := rows.of(blocks, groups))
         if num_rows * rows.sent_bytes > self.part_blocks * self.block_bytes or num_rows > self._copies.most_pieces:
             told = f"{num_rows} x {rows.sent_bytes} bytes"
             raise TransferError(f"a part of {told}, where {self.part_blocks} blocks at most fit")
@@ -117,7 +118,7 @@ class KvSender(KvMover):
             return False
         sums_at = header.checksums_at if checked else None
         placed = self.transport.acquire_remote_slot(peer, out.tag, out.num_bytes)
-        storing = self._copies.gather(out.slot, blocks, rows, sums_at, placed)
+        storing = self._copies.gather(out.slot, ids, rows, sums_at, placed)
         if placed is None:
             self._copies.when_done(out.slot, partial(self._push, out))
         else:

@@ -9,50 +9,59 @@ from baton.layout import KvLayout, KvSlice
 
 
 class Rows(NamedTuple):
-    """A slice in one rank's pool, viewed as `per_block` rows per block: the bytes [offset, offset + row_bytes) of the
-    rows [first, first + num) of a block. In that order they are the slice's bytes; sent, each has `sent_bytes`.
-    is_converted: they are sent in another form than the pool has, which may have as many bytes."""
+    """A slice in one rank's pool, viewed as `per_block` rows per block: the bytes [offset, offset + row_bytes) of a
+    block's rows `runs[group]`, if the block is of that KV group; of one run, whatever the group. In that order they are
+    the slice's bytes; sent, each has `sent_bytes`. is_converted: they are sent in another form than the pool has, which
+    may have as many bytes."""
 
     per_block: int
-    first: int
-    num: int
+    runs: tuple[range, ...]
     offset: int
     row_bytes: int
     sent_bytes: int
     is_converted: bool
 
-    def of(self, blocks: Sequence[int]) -> Sequence[int]:
-        """The pool's rows that hold the slice of these blocks."""
-        if self.per_block == 1:
-            return blocks
-        firsts = (block * self.per_block + self.first for block in blocks)
-        return [row for first in firsts for row in range(first, first + self.num)]
+    @property
+    def most(self) -> int:
+        """Of a block."""
+        return max(map(len, self.runs))
+
+    def of(self, blocks: Sequence[int], groups: Sequence[int]) -> Sequence[int]:
+        """The pool's rows that hold the slice of these blocks. groups: of each block, its KV group."""
+        if len(self.runs) == 1:
+            if self.per_block == 1:
+                return blocks
+            groups = [0] * len(blocks)
+        return [
+            block * self.per_block + row
+            for block, group in zip(blocks, groups, strict=True)
+            for row in self.runs[group]
+        ]
 
 
 def rows_of(layout: KvLayout, rank: int, what: KvSlice, sent: KvLayout) -> Rows:
-    """`what` in that rank's pool, which holds all of it: one row per block if it has all heads that the rank holds,
-    else one for each layer's K and V. The second case requires `layout.has_equal_runs`. sent: the layout as it is
-    sent."""
+    """`what` in that rank's pool, which holds all of it: one row per block if it has all heads that the rank holds, and
+    blocks of all KV groups have it at the same place; one for each layer if they do not; else one for each layer's K
+    and V. The last case requires `layout.has_equal_runs`. sent: the layout as it is sent."""
     held = layout.ranks[rank]
     assert what.overlap(held) == what
-    block_bytes = layout.num_bytes(held)
-    before = what.layer_start - held.layer_start
     is_converted = sent.layers[0].form != layout.layers[0].form
-    if what[2:] == held[2:]:
+    pairs = zip(layout.runs_of(what), layout.runs_of(held), strict=True)
+    runs = tuple(range(of_slice.start - own.start, of_slice.stop - own.start) for of_slice, own in pairs)
+    has_all_heads, is_same = what[2:] == held[2:], len({(run.start, run.stop) for run in runs}) == 1
+    if has_all_heads and is_same:
         offset = layout.num_bytes(held._replace(layer_end=what.layer_start))
-        sizes = layout.num_bytes(what), sent.num_bytes(what)
-        return Rows(1, 0, 1, offset, *sizes, is_converted)
-    assert layout.has_equal_runs
-    runs = 2 if layout.layers[0].head_dim_v else 1
-    per_block = held.num_layers * runs
-    head_bytes = block_bytes // per_block // held.num_heads
+        return Rows(1, (range(1),), offset, layout.num_bytes(what), sent.num_bytes(what), is_converted)
+    assert has_all_heads or layout.has_equal_runs
+    per_layer = 2 if layout.layers[0].head_dim_v and not has_all_heads else 1
+    per_block = max(map(len, layout.runs_of(held))) * per_layer
+    head_bytes = layout.num_bytes(held) // per_block // held.num_heads
     return Rows(
         per_block=per_block,
-        first=before * runs,
-        num=what.num_layers * runs,
+        runs=tuple(range(run.start * per_layer, run.stop * per_layer) for run in (runs[:1] if is_same else runs)),
         offset=(what.head_start - held.head_start) * head_bytes,
         row_bytes=what.num_heads * head_bytes,
-        sent_bytes=sent.num_bytes(what) // (what.num_layers * runs),
+        sent_bytes=sent.num_bytes(what) // (max(map(len, runs)) * per_layer),
         is_converted=is_converted,
     )
 

@@ -68,38 +68,30 @@ class SlotCopies:
     def gather(
         self,
         slot: int,
-        blocks: Sequence[int],
+        ids: Sequence[int],
         rows: Rows,
         checksums_at: int | None,
         placed: Target | None = None,
     ) -> Native:
-        """Copy these rows of each block to the start of the slot, and their checksums, if wanted, to its byte
+        """Copy the rows `ids` (of `Rows.of`) to the start of the slot, and their checksums, if wanted, to its byte
         `checksums_at`. placed: the peer's slot to use instead, from `Transport.acquire_remote_slot`."""
-        pool, moves, num_rows = self._take_rows(slot, blocks, rows)
         memory = self._staging.memory(slot) if placed is None else placed.memory
-        moves.gather(self._ids[slot], num_rows, rows.offset, rows.row_bytes, memory, self._stream)()
-        if checksums_at is not None:
-            with torch.cuda.stream(self._stream):
-                if rows.is_converted:
-                    sent = memory[: num_rows * rows.sent_bytes].view(num_rows, rows.sent_bytes)
-                    sums = block_checksums(sent, None)
-                else:
-                    pieces = pool[:, rows.offset : rows.offset + rows.row_bytes]
-                    sums = block_checksums(pieces, self._ids[slot][:num_rows])
-                memory[checksums_at:][: sums.nbytes].view(torch.int64).copy_(sums)
+        if ids:
+            self._gather(slot, ids, rows, checksums_at, memory)
         if placed is not None:
             placed.signal(self._stream)
         launched = self._launched(slot)
         self.make_stream_wait(slot)
         return launched
 
-    def scatter(self, slot: int, blocks: Sequence[int], rows: Rows, not_before: Mark) -> Move:
-        """Prepare a copy of the slot's beginning into these rows of each block, to run once the work that `not_before`
+    def scatter(self, slot: int, ids: Sequence[int], rows: Rows, not_before: Mark) -> Move:
+        """Prepare a copy of the slot's beginning into the rows `ids`, to run once the work that `not_before`
         marks is done. Calling the result launches the copy, on any thread, even one that launches no steps. The slot's
         previous copy must be done."""
-        _, moves, num_rows = self._take_rows(slot, blocks, rows)
-        memory = self._staging.memory(slot)
-        move = moves.scatter(self._ids[slot], num_rows, rows.offset, rows.row_bytes, memory, self._stream)
+        memory, move = self._staging.memory(slot), _nothing
+        if ids:
+            _, moves = self._take_rows(slot, ids, rows)
+            move = moves.scatter(self._ids[slot], len(ids), rows.offset, rows.row_bytes, memory, self._stream)
         is_passed = not_before is None or not_before.query()
         return partial(self._scatter, slot, move, None if is_passed else not_before)
 
@@ -129,18 +121,29 @@ class SlotCopies:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _take_rows(
-        self, slot: int, blocks: Sequence[int], rows: Rows
-    ) -> tuple[Tensor, PoolMoves | QuantizingMoves, int]:
-        """Write the ids of these rows into the slot's entry. Returns the pool viewed as such rows, its moves, and the
-        number of ids."""
-        ids = rows.of(blocks)
+    def _gather(self, slot: int, ids: Sequence[int], rows: Rows, checksums_at: int | None, memory: Tensor) -> None:
+        pool, moves = self._take_rows(slot, ids, rows)
+        num_rows = len(ids)
+        moves.gather(self._ids[slot], num_rows, rows.offset, rows.row_bytes, memory, self._stream)()
+        if checksums_at is None:
+            return
+        with torch.cuda.stream(self._stream):
+            if rows.is_converted:
+                sent = memory[: num_rows * rows.sent_bytes].view(num_rows, rows.sent_bytes)
+                sums = block_checksums(sent, None)
+            else:
+                pieces = pool[:, rows.offset : rows.offset + rows.row_bytes]
+                sums = block_checksums(pieces, self._ids[slot][:num_rows])
+            memory[checksums_at:][: sums.nbytes].view(torch.int64).copy_(sums)
+
+    def _take_rows(self, slot: int, ids: Sequence[int], rows: Rows) -> tuple[Tensor, PoolMoves | QuantizingMoves]:
+        """Write the ids into the slot's entry. Returns the pool viewed as such rows, and its moves."""
         self._numbers[slot][: len(ids)] = ids
         key = rows.per_block, rows.is_converted
         if (view := self._views.get(key)) is None:
             pool = self._pool.view(len(self._pool) * rows.per_block, -1)
             view = self._views[key] = pool, self._quantizing(pool) if rows.is_converted else PoolMoves(pool)
-        return *view, len(ids)
+        return view
 
     def _quantizing(self, pool: Tensor) -> QuantizingMoves:
         layer = self._layout.layers[0]
@@ -158,3 +161,7 @@ class SlotCopies:
         done = self._done[slot]
         done.record(self._stream)
         return OnDevice(done)
+
+
+def _nothing() -> None:
+    """To copy for a part whose blocks have no layer in its slice."""

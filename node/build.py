@@ -231,14 +231,12 @@ def _eplb(settings: NodeSettings, model: PreTrainedModel, counts: ExpertCounts |
 def _layout(settings: NodeSettings, checkpoint: Checkpoint, part: Part) -> KvLayout:
     """Of the whole model's blocks, and of what each rank has of them."""
     fingerprint = _fingerprint(settings, checkpoint, part.config.max_model_len)
-    groups = part.probed.groups
+    groups = part.groups
     if settings.num_ranks == 1:
         return KvLayout(part.kv, settings.block_size, fingerprint, groups=groups)
     text = checkpoint.config.get_text_config()
     size, num_stages = settings.tensor_parallel_size, settings.pipeline_parallel_size
     held = tuple(kv_slice(text, i, size, Stage(stage, num_stages)) for stage in range(num_stages) for i in range(size))
-    if groups:  # a block has the layers of one
-        held = tuple(rank._replace(layer_end=max(map(len, groups))) for rank in held)
     num_heads = max(rank.head_end for rank in held)
     layers = tuple(dataclasses.replace(layer, num_kv_heads=num_heads) for layer in part.kv)
     return KvLayout(layers, settings.block_size, fingerprint, held, groups)
@@ -258,7 +256,7 @@ def _num_expert_parts(settings: NodeSettings, pipeline: Pipeline) -> int:
 
 def _graph_sizes(settings: NodeSettings, config: EngineConfig, device: torch.device) -> list[int]:
     """Sizes of decode steps to capture. Empty: no CUDA graphs."""
-    if settings.enforce_eager or device.type != "cuda":
+    if not settings.captures_graphs or device.type != "cuda":
         return []
     wanted = settings.cudagraph_capture_sizes or decode_capture_sizes(config.max_num_seqs)
     return sorted({min(size, config.max_num_seqs) for size in wanted})

@@ -66,9 +66,9 @@ class PartsOut:
         if sending.grant is None or sending.target is None:
             return True
         blocks, grant, peer = self._engine.blocks, sending.grant, sending.target.incarnation
-        checked, layers = grant.checksums or self._sender.verify, self._sender.layout.num_layers_done(num_layers)
+        checked = grant.checksums or self._sender.verify
         with self._sender.batched():
-            while part := sending.ready_part(self._engine.tables.shape, layers):
+            while part := sending.ready_part(self._engine.tables.shape, num_layers):
                 named = sending.blocks_of(part)
                 pinned = [block for block in named if block != NULL_BLOCK]
                 blocks.pin_read(pinned)

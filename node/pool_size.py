@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 from engine.config import EngineConfig
 from engine.model.attention import Probe
 from engine.model.memory import ProfiledMemory, kv_pool_bytes, num_kv_blocks, out_of_memory, profile
+from engine.model.parallel.pipeline import ONE_STAGE, Pipeline, Rehearsal
 from engine.model.runner import TorchModelRunner
 from engine.model.warm_up import largest_steps, profile_config
 from node.settings import GIB, NodeSettings
@@ -17,13 +18,15 @@ _GRAPHS_BYTES = GIB
 """Kept free for CUDA graphs."""
 
 
-def num_blocks(settings: NodeSettings, limits: EngineConfig, model: PreTrainedModel, probed: Probe) -> int:
-    """Blocks for requests. On a GPU this always computes the largest steps, which also compiles their kernels. Raises
-    ValueError, naming the flag, if one request does not fit."""
-    memory = _profile(model, probed, limits) if model.device.type == "cuda" else None
+def num_blocks(
+    settings: NodeSettings, limits: EngineConfig, model: PreTrainedModel, probed: Probe, pipeline: Pipeline = ONE_STAGE
+) -> int:
+    """Blocks for requests. On a GPU this always computes the largest steps, which also compiles their kernels; all
+    ranks of a stage must call. Raises ValueError, naming the flag, if one request does not fit."""
+    memory = _profile(model, probed, limits, pipeline) if model.device.type == "cuda" else None
     if settings.num_gpu_blocks_override is not None:
         return settings.num_gpu_blocks_override  # EngineConfig checks it
-    block_bytes = probed.layout(limits.block_size).block_bytes
+    block_bytes = probed.block_bytes(limits.block_size)
     pool_bytes, more_by = _pool_bytes(settings, limits, block_bytes, memory)
     return num_kv_blocks(pool_bytes, block_bytes, limits, more_by)
 
@@ -37,7 +40,7 @@ def _pool_bytes(
         return told, f"--kv-cache-memory-bytes ({told})"
     if memory is not None:
         share = settings.gpu_memory_utilization
-        graphs_bytes = 0 if settings.enforce_eager else _GRAPHS_BYTES
+        graphs_bytes = _GRAPHS_BYTES if settings.captures_graphs else 0
         slots = slot_sizes(settings, block_bytes, on_gpu=True)
         num_slots = slots.num_slots + settings.num_outward_slots
         kept = graphs_bytes + num_slots * slots.part_blocks * block_bytes
@@ -46,10 +49,10 @@ def _pool_bytes(
     return min(_CPU_POOL_BYTES, fillable * block_bytes), "--kv-cache-memory-bytes (unset: at most 1 GiB)"
 
 
-def _profile(model: PreTrainedModel, probed: Probe, limits: EngineConfig) -> ProfiledMemory:
+def _profile(model: PreTrainedModel, probed: Probe, limits: EngineConfig, pipeline: Pipeline) -> ProfiledMemory:
     """Compute the largest steps over a few blocks, which stay allocated until another runner takes over the model."""
     with out_of_memory("--max-num-batched-tokens, --max-num-seqs: lower them, a step does not fit the GPU"):
-        runner = TorchModelRunner(model, profile_config(limits), probed)
+        runner = TorchModelRunner(model, profile_config(limits), probed, pipeline=Rehearsal(pipeline))
 
         def run() -> None:
             for chunks in largest_steps(limits):

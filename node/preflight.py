@@ -92,13 +92,11 @@ def _check_device(settings: NodeSettings) -> None:
 def _check_ranks(settings: NodeSettings) -> None:
     if settings.num_ranks == 1 or settings.device == "cpu" or not (there := num_gpus()):
         return
-    if settings.pipeline_parallel_size > 1:
-        raise StartupError("--pipeline-parallel-size: stages compute on a CPU so far, with --device cpu")
     if settings.enable_eplb:
         raise StartupError("--enable-eplb: experts change places on a CPU so far, with --device cpu")
     if settings.num_ranks > there:
-        wanted = settings.num_ranks
-        raise StartupError(f"--tensor-parallel-size: {wanted} ranks need a GPU each, and this process sees {there}")
+        flag = "--tensor-parallel-size" if settings.pipeline_parallel_size == 1 else "--pipeline-parallel-size"
+        raise StartupError(f"{flag}: {settings.num_ranks} ranks need a GPU each, and this process sees {there}")
     if settings.kv_layer_groups is not None and settings.kv_layer_groups > 1:
         raise StartupError("--kv-layer-groups: several ranks on GPUs send what a step computed when it is done")
 

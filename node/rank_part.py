@@ -16,7 +16,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from baton.kv_groups import group_layers
-from baton.layout import QUANTIZED_TOKENS, LayerKv, as_quantized, num_blocks_for
+from baton.layout import QUANTIZED_TOKENS, KvLayout, LayerKv, as_quantized, num_blocks_for
 from engine.config import EngineConfig
 from engine.model import fast
 from engine.model.attention import Probe, probe
@@ -27,7 +27,6 @@ from engine.model.memory import out_of_memory
 from engine.model.parallel.data_parallel import ONE_NODE, DataParallel
 from engine.model.parallel.part import RankPart
 from engine.model.parallel.pipeline import Pipeline
-from engine.model.parallel.stages import Stage
 from node import pool_size
 from node.settings import GIB, NodeSettings
 
@@ -43,13 +42,14 @@ _NULL_BLOCK = 1
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A rank's part of the model, and what is the same on all ranks: sizes, and what the layers of all stages keep. The
-    latter is of the heads that one rank has."""
+    """A rank's part of the model, and what is the same on all ranks: sizes, what the layers of all stages keep of the
+    heads that one rank has, and the KV groups of these layers."""
 
     model: PreTrainedModel
     probed: Probe
     config: EngineConfig
     kv: tuple[LayerKv, ...]
+    groups: tuple[tuple[int, ...], ...]
 
 
 def load_part(
@@ -70,21 +70,11 @@ def load_part(
     limits = _limits(settings, checkpoint, device)
     model, probed = _load(settings, checkpoint, device, limits.max_model_len, pipeline, data)
     kv = pipeline.kv_of_all(probed.kv)
+    groups = () if settings.disable_hybrid_kv_cache_manager else group_layers(kv)
     if not settings.disable_hybrid_kv_cache_manager:
-        probed = dataclasses.replace(probed, groups=kv_groups(kv, pipeline.stage))
-        limits = _with_windows(limits, probed.layout(limits.block_size).windows)
-    return Part(model, probed, _with_pool(settings, limits, model, probed, pipeline), kv)
-
-
-def kv_groups(kv: tuple[LayerKv, ...], stage: Stage) -> tuple[tuple[int, ...], ...]:
-    """The KV groups of a model whose stages together keep this. Raises ValueError where stages cannot have them."""
-    groups = group_layers(kv)
-    if groups and stage.size > 1:
-        raise ValueError(
-            "--pipeline-parallel-size: the model has layers with sliding windows, whose blocks cannot be divided among "
-            "stages so far; give --disable-hybrid-kv-cache-manager to all of its nodes, which keeps what is behind them"
-        )
-    return groups
+        probed = dataclasses.replace(probed, groups=pipeline.stage.groups(groups))
+        limits = _with_windows(limits, KvLayout(kv, limits.block_size, "", groups=groups).windows)
+    return Part(model, probed, _with_pool(settings, limits, model, probed, pipeline), kv, groups)
 
 
 def device_of(settings: NodeSettings, rank: int = 0) -> torch.device:
@@ -126,7 +116,7 @@ def _limits(settings: NodeSettings, checkpoint: Checkpoint, device: torch.device
         num_stages=settings.pipeline_parallel_size,
         target_itl_s=settings.target_itl_s,
     )
-    if on_gpu and not settings.enforce_eager:
+    if on_gpu and settings.captures_graphs:
         padding = step_padding(limits, settings.captured_prompt_tokens, settings.captured_mixed_tokens)
         limits = dataclasses.replace(limits, padding=padding)
     has_windows = getattr(checkpoint.config.get_text_config(), "sliding_window", None) is not None
@@ -199,12 +189,12 @@ def _with_pool(
 ) -> EngineConfig:
     """`limits` with the pool's size: the one that is set, or what fits into the memory of every rank."""
     began = time.monotonic()
-    num_blocks = pipeline.everyone.minimum(pool_size.num_blocks(settings, limits, model, probed))
+    num_blocks = pipeline.everyone.minimum(pool_size.num_blocks(settings, limits, model, probed, pipeline))
     log.info(
         "kv pool kv_blocks=%d kv_gib=%.2f dtype=%s windows=%s max_model_len=%d max_num_seqs=%d "
         "max_num_batched_tokens=%d seconds=%.2f",
         num_blocks,
-        num_blocks * probed.layout(settings.block_size).block_bytes / GIB,
+        num_blocks * probed.block_bytes(settings.block_size) / GIB,
         probed.kv[0].dtype,
         ",".join(str(window or "none") for window in limits.windows),
         limits.max_model_len,

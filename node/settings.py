@@ -115,7 +115,7 @@ class NodeSettings(ClusterSettings):
         ge=1,
         le=64,
         description="stages among which the model's layers and their KV are divided, each of --tensor-parallel-size "
-        "ranks, on a CPU so far; prefill nodes only",
+        "ranks; prefill nodes only",
     )
     enable_expert_parallel: bool = Field(
         False,
@@ -329,6 +329,12 @@ class NodeSettings(ClusterSettings):
     def name(self, role: NodeRole) -> str:
         """The node's name in logs."""
         return self.node_id or f"{role.value}-{self.listen.port or os.getpid()}"
+
+    @property
+    def captures_graphs(self) -> bool:
+        """On a GPU. Steps of a model in stages are launched op by op: they are those of a prefill node, whose chunks
+        are mostly too long for a graph, and a stage's graph would need hidden states at an address of its own."""
+        return not self.enforce_eager and self.pipeline_parallel_size == 1
 
     def layer_groups(self, on_gpu: bool) -> int:
         """--kv-layer-groups, or the device's default: 1 on a CPU, where a turn sees a step's layers all at once, and

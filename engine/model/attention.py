@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from baton.layout import KvLayout, LayerKv
+from baton.layout import LayerKv
 from baton_kernels.kv_write import HeadNorm, kv_write, rope_kv_write
 from baton_kernels.paged_attention import PagedBatch, paged_attention
 from engine.model import rope
@@ -200,15 +200,16 @@ def bind(module: nn.Module, site: AttentionSite | None) -> None:
 @dataclass(frozen=True, slots=True)
 class Probe:
     """What a first forward showed: the attention modules in the order in which they run, and the KV that each keeps.
-    groups: of these layers, see `KvLayout`; empty: one."""
+    groups: of these layers, see KvPool; empty: one."""
 
     layers: list[nn.Module]
     kv: tuple[LayerKv, ...]
     groups: tuple[tuple[int, ...], ...] = ()
 
-    def layout(self, block_size: int, fingerprint: str = "") -> KvLayout:
-        """Of a node's blocks, if one rank has this model."""
-        return KvLayout(self.kv, block_size, fingerprint, groups=self.groups)
+    def block_bytes(self, block_size: int) -> int:
+        """Of a block in this rank's pool."""
+        num_layers = max(map(len, self.groups), default=len(self.kv))
+        return num_layers * self.kv[0].num_kv_heads * self.kv[0].head_bytes(block_size)
 
 
 class _ProbeSite:

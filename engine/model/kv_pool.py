@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from baton.layout import KvLayout, LayerKv
+from baton.layout import LayerKv
 from baton_kernels.block_copy import copy_blocks
 from baton_kernels.fp8_kv import elements_of, head_bytes
 from engine.model.errors import UnsupportedModel
@@ -43,13 +43,14 @@ def fresh_pages(num_bytes: int) -> Tensor:
 class KvPool:
     """All KV blocks of a node's rank, in one tensor that this object owns.
 
-    layers: the KV of each layer of the model, as the rank holds it; `require_served` must accept them. groups: of these
-    layers, see `KvLayout`; empty: one. tensor: [num_blocks, num_layers of a block, 2, num_kv_heads, block_size,
-    head_dim]; of quantized layers [num_blocks, num_layers of a block, 2, num_kv_heads, bytes of a head's elements and
-    scales], uint8. Block-major: a block is one contiguous piece to copy, send or checksum. Heads come before slots, so
-    that a rank's heads are one slice. It starts as zeros. Reused blocks keep old KV in slots not yet written; on a CPU
-    the runner clears a block before a chunk fills a part of it, since the reference attention needs finite values
-    there. memory: gives so many zero bytes, uint8, on the device; None: new ones. Raises MemoryError, or torch's error.
+    layers: the KV of each layer of the model, as the rank holds it; `require_served` must accept them. groups: the
+    model's (see `KvLayout`), each with those of these layers that it has, counted here; empty: one. tensor:
+    [num_blocks, num_layers of a block, 2, num_kv_heads, block_size, head_dim]; of quantized layers [num_blocks,
+    num_layers of a block, 2, num_kv_heads, bytes of a head's elements and scales], uint8. Block-major: a block is one
+    contiguous piece to copy, send or checksum. Heads come before slots, so that a rank's heads are one slice. It starts
+    as zeros. Reused blocks keep old KV in slots not yet written; on a CPU the runner clears a block before a chunk
+    fills a part of it, since the reference attention needs finite values there. memory: gives so many zero bytes,
+    uint8, on the device; None: new ones. Raises MemoryError, or torch's error.
     """
 
     def __init__(
@@ -62,8 +63,7 @@ class KvPool:
         groups: tuple[tuple[int, ...], ...] = (),
     ) -> None:
         self.layers = layers
-        self._groups = groups
-        of_groups = KvLayout(layers, block_size, "", groups=groups).layers_of_groups
+        of_groups = groups or (tuple(range(len(layers))),)
         self.num_groups = len(of_groups)
         self._places = {  # of each layer: its group, and which of a block's layers it is
             layer: (group, index) for group, members in enumerate(of_groups) for index, layer in enumerate(members)
@@ -83,10 +83,9 @@ class KvPool:
             self.tensor = torch.zeros(dims, dtype=dtype, device=device)
         else:
             self.tensor = memory(math.prod(dims) * dtype.itemsize).view(dtype).view(dims)
-        assert self.as_bytes().shape[1] == self.layout("").block_bytes
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer of the model: views [num_blocks, num_kv_heads, block_size, head_dim]."""
+        """Keys and values of one of the layers: views [num_blocks, num_kv_heads, block_size, head_dim]."""
         keys, values = self.tensor[:, self._places[index][1]].unbind(1)
         one = self.layers[0]
         if one.scale_dtype:
@@ -108,7 +107,3 @@ class KvPool:
     def clear(self, blocks: list[int]) -> None:
         """Zero whole blocks."""
         self.tensor[blocks] = 0
-
-    def layout(self, fingerprint: str) -> KvLayout:
-        """The layout that describes the blocks to another node, for the model with that fingerprint."""
-        return KvLayout(self.layers, self.block_size, fingerprint, groups=self._groups)

@@ -144,6 +144,7 @@ class RankModel:
         """Copy whole blocks of the pool, (source, destination) each. Ends together: a source may be freed at once, and
         a transfer write into it when rank 0 is done."""
         self._follow_rank_0()
+        self.pipeline.follow_rank_0()
         self.pool.copy(pairs)
         self.group.all_reduce(torch.zeros(1, device=self.pool.tensor.device))
 
@@ -153,8 +154,9 @@ class RankModel:
         self._expert_slots[layer].rearrange(placement)
 
     def _follow_rank_0(self) -> None:
-        """Begin what reads or writes KV with a tensor of rank 0. On GPUs, copies between pools and slots are ordered
-        with the steps of rank 0 alone (`kv_transfer.slot_copies`), also those of this rank's pool."""
+        """Begin what reads or writes KV with a tensor of rank 0, as later stages begin it with hidden states. On GPUs,
+        copies between pools and slots are ordered with the steps of rank 0 alone (`kv_transfer.slot_copies`), also
+        those of this rank's pool."""
         if self.pipeline.stage.is_first:
             self.group.broadcast(self._state.last_tokens)
 

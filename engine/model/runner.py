@@ -86,7 +86,7 @@ class TorchModelRunner:
         self._staged: StagedSteps | None = None
         if pipeline.stage.size > 1:
             num_layers = model.config.get_text_config().num_hidden_layers
-            self._staged = StagedSteps(pipeline, config.vocab_size, num_layers, wake)
+            self._staged = StagedSteps(pipeline, config.vocab_size, num_layers, wake, self._watch)
 
     @property
     def pool(self) -> KvPool:

@@ -4,21 +4,25 @@ come.
     rank 0   stage 0 of N | stage 0 of N+1           | sample N, stage 0 of N+2 ...
     rank 1                | stage 1 of N, its logits | stage 1 of N+1 ...
 
-A thread waits for the logits, so that the engine's thread can launch the next step meanwhile. Steps are sampled in the
-order of their launches, as those of one stage are.
+A thread waits for the logits, so that the engine's thread can launch the next step meanwhile; on a GPU on a stream of
+its own, as the current one is full of next steps. Steps are sampled in the order of their launches, as those of one
+stage are.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from baton.prompt_logprobs import PromptLogprobs
+from baton_kernels.event_thread import EventThread
 from engine.model.parallel.group import COLLECTIVE_TIMEOUT_S
 from engine.model.parallel.pipeline import Pipeline
 from engine.model.rank import Score
@@ -33,25 +37,37 @@ Sample = Callable[[Tensor], LaunchedStep]
 class StagedSteps:
     """The steps that are in stages, or wait to be sampled; on rank 0. All calls belong to the engine's thread.
 
-    num_layers: of all stages. wake: is called, on another thread, when a step's logits are there; and at the launch of
-    a step that ends a prompt to hand off, whose KV of the first stage can leave while later ones compute theirs.
+    num_layers: of all stages. wake: is called, on another thread, when a step's logits are there; and when the first
+    stage of a step that ends a prompt to hand off is computed, whose KV can leave while later ones compute theirs: on a
+    CPU at the launch, on a GPU by `watch`.
     """
 
-    def __init__(self, pipeline: Pipeline, vocab_size: int, num_layers: int, wake: Callable[[], None] | None) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        vocab_size: int,
+        num_layers: int,
+        wake: Callable[[], None] | None,
+        watch: EventThread | None = None,
+    ) -> None:
         self.num_layers, self.num_own_layers = num_layers, len(pipeline.stage.layers(num_layers))
         self._pipeline, self._vocab_size, self._wake = pipeline, vocab_size, wake
+        self._watch = watch
+        device = pipeline.everyone.device
+        self._stream: Any = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._receiver = ThreadPoolExecutor(1, "last-stage")
         self._unsampled: deque[StagedStep] = deque()
         self._row_was_freed = False
 
     def launched(self, chunks: Seq[Chunk], step: RankStep, score: Score, sample: Sample) -> StagedStep:
-        """Rank 0 has computed its stage, and all others have been sent the step."""
+        """Rank 0 has computed its stage, or its GPU will, and all others have been sent the step."""
+        computed = self._mark()
         logits = self._receiver.submit(self._receive, step, score)
         if (wake := self._wake) is not None:
             logits.add_done_callback(lambda _: wake())
             if any(chunk.samples_token and chunk.sequence.hand_off for chunk in chunks):
-                wake()
-        staged = StagedStep(self, {chunk.sequence for chunk in chunks}, logits, sample)
+                self._when(computed, wake)
+        staged = StagedStep(self, {chunk.sequence for chunk in chunks}, computed, logits, sample)
         self._unsampled.append(staged)
         return staged
 
@@ -72,30 +88,63 @@ class StagedSteps:
             self._unsampled.popleft()
         self._row_was_freed &= bool(self._unsampled)
 
+    def _mark(self) -> torch.cuda.Event | None:
+        """All that is queued so far; None on a CPU."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _when(self, computed: torch.cuda.Event | None, wake: Callable[[], None]) -> None:
+        if computed is None:
+            wake()
+        elif self._watch is not None:
+            self._watch.add(computed, wake)
+
     @torch.inference_mode()
     def _receive(self, step: RankStep, score: Score) -> Tensor:
-        for index, (_, count) in enumerate(step.scored.tolist()):
-            score(index, self._pipeline.receive_logits(count, self._vocab_size))
-        num_rows = step.num_tokens if step.num_logits == ALL_TOKENS else step.num_logits
-        return self._pipeline.receive_logits(num_rows, self._vocab_size)
+        """On a GPU, too, all of it is there when this returns."""
+        stream = self._stream
+        with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+            for index, (_, count) in enumerate(step.scored.tolist()):
+                score(index, self._pipeline.receive_logits(count, self._vocab_size))
+            num_rows = step.num_tokens if step.num_logits == ALL_TOKENS else step.num_logits
+            logits = self._pipeline.receive_logits(num_rows, self._vocab_size)
+        if stream is not None:
+            stream.synchronize()
+        return logits
 
 
 class StagedStep:
-    """Implements `engine.step.LaunchedStep`. sampled: the step as it is once its choices are made."""
+    """Implements `engine.step.LaunchedStep`. computed: the event after which the first stage is; None: it is. sampled:
+    the step as it is once its choices are made."""
 
-    def __init__(self, steps: StagedSteps, sequences: set[Sequence], logits: Future[Tensor], sample: Sample) -> None:
+    def __init__(
+        self,
+        steps: StagedSteps,
+        sequences: set[Sequence],
+        computed: torch.cuda.Event | None,
+        logits: Future[Tensor],
+        sample: Sample,
+    ) -> None:
         self.sequences = sequences
         self.sampled: LaunchedStep | None = None
-        self._steps, self._logits, self._sample = steps, logits, sample
+        self._steps, self._computed, self._logits, self._sample = steps, computed, logits, sample
 
     def sample(self) -> None:
-        self.sampled = self._sample(self._logits.result(COLLECTIVE_TIMEOUT_S))
+        logits = self._logits.result(COLLECTIVE_TIMEOUT_S)
+        if logits.is_cuda:
+            logits.record_stream(torch.cuda.current_stream())  # another one than the one that it was made for
+        self.sampled = self._sample(logits)
 
     def is_done(self) -> bool:
         return self._logits.done()
 
     def num_layers_done(self) -> int:
-        return self._steps.num_layers if self.is_done() else self._steps.num_own_layers  # the first stage's, at once
+        if self.is_done():
+            return self._steps.num_layers
+        return self._steps.num_own_layers if self._computed is None or self._computed.query() else 0  # type: ignore[no-untyped-call]
 
     def wait(self) -> list[list[Choice]]:
         return self._settled().wait()

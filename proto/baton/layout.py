@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import hashlib
 import itertools
@@ -58,8 +59,7 @@ class LayerKv:
 
 
 class KvSlice(NamedTuple):
-    """The KV heads [head_start, head_end) of a block's layers [layer_start, layer_end): with one group of layers, those
-    of the whole model."""
+    """The KV heads [head_start, head_end) of the model's layers [layer_start, layer_end)."""
 
     layer_start: int
     layer_end: int
@@ -91,10 +91,10 @@ class KvLayout:
     head's `[block_size, head_dim]` is followed by the scales of its `block_size` tokens. Any two ranks hold the same
     slice or disjoint ones, and together they hold everything; empty: one rank holds everything.
 
-    groups: the layers of each group (`baton.kv_groups`), which gives back what is behind its window. A block has the
-    layers of one group, and what it has beyond these, if others have more, means nothing. Layers of several groups
-    differ in nothing but their windows, which are the same within a group. Empty: one group of all layers, which keeps
-    everything.
+    groups: the layers of each group in their order (`baton.kv_groups`), which gives back what is behind its window. A
+    block has the layers of one group, on each rank those that the rank holds, and what it has beyond these, if others
+    have more, means nothing. Layers of several groups differ in nothing but their windows, which are the same within a
+    group. Empty: one group of all layers, which keeps everything.
 
     Raises ValueError for layers, groups and ranks that violate this.
     """
@@ -116,8 +116,8 @@ class KvLayout:
 
     @property
     def num_layers(self) -> int:
-        """Of a block."""
-        return max(map(len, self.layers_of_groups))
+        """Of the model."""
+        return len(self.layers)
 
     @property
     def layers_of_groups(self) -> tuple[tuple[int, ...], ...]:
@@ -128,6 +128,13 @@ class KvLayout:
     def windows(self) -> tuple[int | None, ...]:
         """Of each group, how many tokens' KV is kept; None: that of all."""
         return tuple(self.layers[group[0]].sliding_window for group in self.groups) or (None,)
+
+    def runs_of(self, what: KvSlice) -> tuple[range, ...]:
+        """For each group which of its layers, counted in the group, are in the slice."""
+        if not self.groups:
+            return (range(what.layer_start, what.layer_end),)
+        bounds = what.layer_start, what.layer_end
+        return tuple(range(*(bisect.bisect_left(group, bound) for bound in bounds)) for group in self.groups)
 
     @property
     def num_kv_heads(self) -> int:
@@ -154,7 +161,11 @@ class KvLayout:
         return len(shapes) == 1 and all(v in (0, k) for _, k, v, *_ in shapes)
 
     def num_bytes(self, what: KvSlice) -> int:
-        """Bytes of a slice of one block. A layer with fewer heads contributes those that it has."""
+        """Bytes of a slice of one block, of the group that has the most layers in it. A layer with fewer heads
+        contributes those that it has."""
+        if self.groups:  # layers are alike
+            most = max(map(len, self.runs_of(what)))
+            return most * what.num_heads * self.layers[0].head_bytes(self.block_size)
         return sum(
             (min(what.head_end, layer.num_kv_heads) - min(what.head_start, layer.num_kv_heads))
             * layer.head_bytes(self.block_size)
@@ -201,19 +212,12 @@ class KvLayout:
         groups = (self.groups,) if self.groups else ()
         return hashlib.sha256(repr((self.layers, self.block_size, self.fingerprint, *groups)).encode()).digest()[:16]
 
-    def num_layers_done(self, num_done: int) -> int:
-        """How many layers of blocks of every group are computed when so many of the model's are."""
-        if not self.groups:
-            return num_done
-        done = [sum(layer < num_done for layer in group) for group in self.groups]
-        return min(
-            self.num_layers if some == len(group) else some for some, group in zip(done, self.groups, strict=True)
-        )
-
 
 def _require_groups(layers: Sequence[LayerKv], groups: Sequence[Sequence[int]]) -> None:
     if sorted(itertools.chain.from_iterable(groups)) != list(range(len(layers))) or not all(groups):
         raise ValueError(f"{len(layers)} layers are not divided by the groups {groups}")
+    if any(sorted(group) != list(group) for group in groups):
+        raise ValueError("the layers of a group are not in their order")
     if len({dataclasses.replace(layer, sliding_window=None) for layer in layers}) > 1:
         raise ValueError(f"layers of {len(groups)} KV groups differ in more than their windows")
     if any(len({layers[index].sliding_window for index in group}) > 1 for group in groups):

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from baton.kv_groups import MAX_GROUPS, group_layers
-from baton.layout import KvLayout, LayerKv
+from baton.layout import KvLayout, KvSlice, LayerKv
 
 
 def kv(*windows: int | None) -> tuple[LayerKv, ...]:
@@ -35,8 +35,8 @@ def test_layers_with_one_window_share_blocks(
     assert sorted(itertools.chain.from_iterable(groups)) == list(range(len(windows) if groups else 0))
     layout = KvLayout(kv(*windows), 16, "", groups=groups)  # which checks the rest
     assert layout.windows == of_groups
-    assert layout.num_layers == max(sizes, default=len(windows))
-    assert layout.block_bytes == layout.num_layers * layout.layers[0].head_bytes(16) * 4
+    per_block = max(sizes, default=len(windows))
+    assert layout.block_bytes == per_block * layout.layers[0].head_bytes(16) * 4
     assert len(groups) <= MAX_GROUPS
 
 
@@ -46,14 +46,10 @@ def test_layers_of_different_shapes_stay_together() -> None:
 
 
 def test_blocks_of_all_groups_are_computed_at_about_the_same_time() -> None:
-    """Of the layers with a window every n-th is in the same group."""
+    """Of the layers with a window every n-th is in the same group, so that stages have as many of each."""
     groups = group_layers(kv(*((1024,) * 5 + (None,)) * 8))
     assert groups[:2] == (tuple(range(5, 48, 6)), tuple(range(0, 48, 6)))
     layout = KvLayout(kv(*((1024,) * 5 + (None,)) * 8), 16, "", groups=groups)
-    assert [layout.num_layers_done(done) for done in (0, 5, 6, 11, 12, 47, 48)] == [0, 0, 1, 1, 2, 7, 8]
-
-
-def test_a_group_with_fewer_layers_keeps_nobody_waiting() -> None:
-    layout = KvLayout(kv(None, None, 7, 7, 7), 4, "", groups=((0, 1), (2, 4), (3,)))
-    assert layout.num_layers == 2
-    assert [layout.num_layers_done(done) for done in range(6)] == [0, 0, 0, 0, 1, 2]
+    halves = KvSlice(0, 24, 0, 4), KvSlice(24, 48, 0, 4)
+    assert [layout.runs_of(half) for half in halves] == [(range(4),) * 6, (range(4, 8),) * 6]
+    assert [len(run) for run in layout.runs_of(KvSlice(0, 16, 0, 4))] == [2, 3, 3, 3, 3, 2]

@@ -73,9 +73,19 @@ def test_blocks_of_other_groups_are_other_blocks() -> None:
     with pytest.raises(LayoutMismatch, match=r"^groups "):
         SPLIT.require_compatible(crossed, "the node")
     assert SPLIT.digest() != together.digest()
-    assert (SPLIT.whole, SPLIT.windows) == (KvSlice(0, 2, 0, 2), (None, 8))
+    assert (SPLIT.whole, SPLIT.windows) == (KvSlice(0, 4, 0, 2), (None, 8))
     assert 2 * SPLIT.block_bytes == together.block_bytes
     assert together.windows == (None,)
+
+
+def test_a_rank_that_has_some_layers_has_some_of_each_group() -> None:
+    """A block there is as large as that of the group with the most."""
+    ranks = KvSlice(0, 3, 0, 2), KvSlice(3, 4, 0, 2)
+    split = dataclasses.replace(SPLIT, ranks=ranks)
+    assert [split.runs_of(held) for held in ranks] == [(range(2), range(1)), (range(2, 2), range(1, 2))]
+    assert [split.num_bytes(held) for held in ranks] == [split.block_bytes, split.block_bytes // 2]
+    with pytest.raises(ValueError, match="do not hold the whole model"):
+        dataclasses.replace(SPLIT, ranks=(KvSlice(0, 2, 0, 2),))
 
 
 def test_whether_what_is_behind_the_only_window_is_kept_is_compared() -> None:
@@ -93,6 +103,7 @@ def test_whether_what_is_behind_the_only_window_is_kept_is_compared() -> None:
         (((0, 2), (1, 3), ()), "not divided"),
         (((0, 2), (1, 3, 3)), "not divided"),
         (((0, 1), (2, 3)), "different windows"),
+        (((2, 0), (1, 3)), "not in their order"),
     ],
 )
 def test_groups_must_divide_the_layers(groups: tuple[tuple[int, ...], ...], text: str) -> None:

@@ -145,8 +145,8 @@ def test_prefill_nodes_alone_have_stages() -> None:
             "--prefill-tensor-parallel-size: prefill-0 would have 2 ranks, each with a GPU of its own, and there are 1",
         ),
         (
-            *(Machine(4, ("0", "1")), ("--prefill-pipeline-parallel-size=2",)),
-            "--prefill-pipeline-parallel-size: stages compute on a CPU so far, with --device cpu",
+            *(Machine(4, ("0", "1")), ("--prefill-pipeline-parallel-size=3",)),
+            "--prefill-pipeline-parallel-size: prefill-0 would have 3 ranks, each with a GPU of its own, and there are",
         ),
     ],
 )

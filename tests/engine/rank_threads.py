@@ -66,19 +66,23 @@ class Load:
         if self._fused:
             self.reports.append(fast.apply(model, probed, self.config.max_model_len))
         if self.config.table_shape.has_windows:
-            probed = dataclasses.replace(probed, groups=group_layers(probed.kv))
+            groups = group_layers(pipeline.kv_of_all(probed.kv))
+            probed = dataclasses.replace(probed, groups=pipeline.stage.groups(groups))
         return model, probed
 
 
 @contextlib.contextmanager
-def in_threads(size: int, run: Callable[[RankGroup], None]) -> Iterator[RankGroup]:
-    """The group as rank 0 sees it; `run` has the other ranks, a thread each. At the end all of them must have ended."""
+def in_threads(
+    size: int, run: Callable[[RankGroup], None], over: Callable[[GlooRanks], RankGroup] = lambda group: group
+) -> Iterator[RankGroup]:
+    """The group as rank 0 sees it; `run` has the other ranks, a thread each. At the end all of them must have ended.
+    over: makes of each rank's group the one that is used."""
     store, joined = HashStore(), threading.Barrier(size)
 
-    def join(rank: int) -> GlooRanks:
+    def join(rank: int) -> RankGroup:
         group = GlooRanks(store, rank, size, TIMEOUT_S)
         joined.wait(TIMEOUT_S)  # a rank that ends at once would break the connections of those that still join
-        return group
+        return over(group)
 
     with ThreadPoolExecutor(max(1, size - 1)) as pool:
         others = [pool.submit(lambda rank: run(join(rank)), rank) for rank in range(1, size)]
@@ -115,9 +119,10 @@ def ranked_runner(
     before: Callable[[int], object] = lambda rank: None,
     wake: Callable[[], None] | None = None,
     together: Together | None = None,
+    over: Callable[[GlooRanks], RankGroup] = lambda group: group,
 ) -> Iterator[tuple[TorchModelRunner, list[RankModel]]]:
     """The runner of rank 0, and the models of all `size` ranks. before: is called by each other rank, on its thread,
-    when it has a message and has not done it."""
+    when it has a message and has not done it. over: see `in_threads`."""
     together = together or Together()
 
     def rank_0(pipeline: Pipeline, others: OtherRanks) -> TorchModelRunner:
@@ -148,7 +153,7 @@ def ranked_runner(
         for inbox in inboxes:
             inbox.put((kind, array))
 
-    with in_threads(size, run) as group:
+    with in_threads(size, run, over) as group:
         others = RemoteRanks(send)
         try:
             runner = rank_0(Pipeline(group, load.num_stages), others)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from baton.kv_groups import group_layers
+from baton.layout import KvLayout
 from baton.messages import AttemptId
 from baton.sampling import SamplingParams
 from engine.config import EngineConfig
@@ -44,7 +45,7 @@ def answers(folder: Path, lengths: list[int], left_behind: float) -> list[list[i
         vocab_size=tiny_models.VOCAB_SIZE,
         block_size=4,
         max_num_batched_tokens=64,
-        windows=probed.layout(4).windows,
+        windows=KvLayout(probed.kv, 4, "", groups=probed.groups).windows,
     )
     runner = TorchModelRunner(model, config, probed)
     runner.pool.tensor.fill_(left_behind)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import FalconConfig, Llama4TextConfig, LlamaConfig, MambaConfig
 
-from baton.layout import KvSlice, LayerKv
+from baton.layout import KvLayout, KvSlice, LayerKv
 from baton.messages import AttemptId
 from baton.sampling import SamplingParams
 from engine.config import EngineConfig
@@ -98,7 +98,7 @@ def test_the_pool_and_its_layout(tmp_path: Path) -> None:
     folder = tiny_models.save(tiny_models.CONFIGS["llama"], tmp_path)
     pool = TorchModelRunner(loader.load_model(Checkpoint.open(folder)), SIZES).pool
     assert pool.tensor.shape == (65, 2, 2, 2, 8, 16)
-    layout = pool.layout("print")
+    layout = KvLayout(pool.layers, pool.block_size, "print")
     assert layout.layers == (LayerKv(2, 16, 16, "float32"),) * 2
     assert (layout.block_size, layout.ranks) == (8, (KvSlice(0, 2, 0, 2),))
     raw = pool.as_bytes()

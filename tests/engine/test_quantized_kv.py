@@ -114,7 +114,7 @@ def test_a_block_is_half_as_large(folder: Path) -> None:
     _, pool = make_engine(folder)
     model = load_model(Checkpoint.open(folder), device=torch.device("cpu"))
     layers = probe(model, 256).kv
-    plain, own = KvLayout(layers, 16, "f"), pool.layout("f")
+    plain, own = KvLayout(layers, 16, "f"), KvLayout(pool.layers, 16, "f")
     head_dim = layers[0].head_dim_k
     assert own.block_bytes * 4 * head_dim == plain.block_bytes * (head_dim + 1)
     assert pool.as_bytes().shape == (200, own.block_bytes)

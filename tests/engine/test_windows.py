@@ -4,6 +4,7 @@ fewer blocks."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from functools import cache
 from pathlib import Path
@@ -26,6 +27,7 @@ from engine.model.load.checkpoint import Checkpoint
 from engine.model.runner import TorchModelRunner
 from engine.step_padding import StepPadding
 from tests.engine import tiny_models
+from tests.engine.rank_threads import Load, ranked_runner
 from tests.engine.test_parity import MAX_TOKENS, Outputs, ask, run
 
 WINDOW = 20
@@ -55,16 +57,20 @@ def prompts() -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[list[int]]:
-    """Greedy answers of transformers, each prompt alone, computed anew for each token."""
+    return answers(folder)
+
+
+def answers(folder: Path) -> list[list[int]]:
+    """Greedy ones of transformers, each prompt alone, computed anew for each token."""
     model: Any = tiny_models.reference(folder)
-    answers = []
+    found = []
     for prompt in prompts():
         tokens = list(prompt)
         while len(tokens) < len(prompt) + MAX_TOKENS and tokens[-1] != tiny_models.EOS:
             with torch.inference_mode():
                 tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-        answers.append(tokens[len(prompt) :])
-    return answers
+        found.append(tokens[len(prompt) :])
+    return found
 
 
 def make_engine(folder: Path, device: str = "cpu", split: bool = True, **sizes: Any) -> tuple[Engine, TorchModelRunner]:
@@ -75,7 +81,7 @@ def make_engine(folder: Path, device: str = "cpu", split: bool = True, **sizes: 
     plain: dict[str, Any] = {"num_blocks": 2000, "max_model_len": MAX_MODEL_LEN, "block_size": 4, **sizes}
     if split:
         probed = dataclasses.replace(probed, groups=group_layers(probed.kv))
-        plain["windows"] = probed.layout(plain["block_size"]).windows
+        plain["windows"] = KvLayout(probed.kv, 4, "", groups=probed.groups).windows
     config = EngineConfig(vocab_size=tiny_models.VOCAB_SIZE, eos_token_ids=(tiny_models.EOS,), **plain)
     runner = TorchModelRunner(model, config, probed)
     return Engine(config, runner), runner
@@ -93,6 +99,44 @@ def test_the_same_tokens_at_the_edges_of_windows(
         assert [said[str(index), 0] for index in range(len(seqs))] == expected
         if turn:  # all that the first turn computed is still there, also what has fallen behind windows
             assert [s.num_cached_tokens for s in seqs] == [(len(p) - 1) // block_size * block_size for p in prompts()]
+
+
+def staged(config: Any) -> Any:
+    """The same family with five layers at least."""
+    num_layers = max(5, config.num_hidden_layers)
+    return type(config)(**{**config.to_dict(), "num_hidden_layers": num_layers, "layer_types": None})
+
+
+CI = {("gemma2", 2, 1), ("mistral", 3, 1), ("gpt_oss", 2, 2)}
+
+
+@pytest.mark.parametrize(
+    ("family", "stages", "tp"),
+    [
+        pytest.param(*case, marks=[] if case in CI else pytest.mark.full)
+        for case in itertools.product(FAMILIES, (2, 3), (1, 2))
+    ],
+)
+def test_stages_say_the_same(family: str, stages: int, tp: int, tmp_path: Path) -> None:
+    """Each has some of the layers of some groups. Twice, the second time with prefixes that are still there."""
+    folder = tiny_models.save(staged(FAMILIES[family]), tmp_path)
+    plain = EngineConfig(
+        num_blocks=2000, max_model_len=MAX_MODEL_LEN, vocab_size=tiny_models.VOCAB_SIZE, block_size=4,
+        eos_token_ids=(tiny_models.EOS,), max_num_batched_tokens=33, async_scheduling=True, num_stages=stages,
+    )  # fmt: skip
+    checkpoint = Checkpoint.open(folder)
+    kv = probe(loader.load_model(checkpoint), MAX_MODEL_LEN).kv
+    config = dataclasses.replace(plain, windows=KvLayout(kv, 4, "", groups=group_layers(kv)).windows)
+    assert config.table_shape.has_windows
+    with ranked_runner(stages * tp, Load(folder, config, fused=True, num_stages=stages)) as (runner, ranks):
+        engine, wanted = Engine(config, runner), answers(folder)
+        assert sum(len(rank.pool.layers) for rank in ranks[::tp]) == len(kv)
+        for turn in range(2):
+            seqs = [ask(str(index), prompt) for index, prompt in enumerate(prompts())]
+            said = run(engine, seqs)
+            assert [said[str(index), 0] for index in range(len(seqs))] == wanted
+            if turn:
+                assert [s.num_cached_tokens for s in seqs] == [(len(p) - 1) // 4 * 4 for p in prompts()]
 
 
 def test_a_hit_needs_only_the_last_window_of_layers_with_one(folder: Path, expected: list[list[int]]) -> None:

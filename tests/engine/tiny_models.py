@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+
+from engine.checkpoint import EMBEDDED
 
 VOCAB_SIZE = 160
 EOS = 9
@@ -72,6 +75,15 @@ def save(config: Any, folder: Path, seed: int = 0) -> Path:
     """Write a random model of that configuration, in fp32, to the folder."""
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+def save_windowed(folder: Path) -> Path:
+    """Of five layers every other one has a window of 40 tokens: three KV groups. It has baton-tiny's tokenizer."""
+    shape = SHAPE | {"vocab_size": 4096, "num_hidden_layers": 5, "eos_token_id": 4095}
+    save(Gemma2Config(**shape, sliding_window=40, query_pre_attn_scalar=16), folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(EMBEDDED["baton-tiny"] / name, folder)
     return folder
 
 

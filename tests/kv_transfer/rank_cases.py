@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -64,6 +64,19 @@ class Case(NamedTuple):
     def __repr__(self) -> str:
         return f"Case({', '.join(f'{name}={value!r}' for name, value in self._asdict().items())})"
 
+    def layers_of(self, entry: int) -> tuple[int, ...]:
+        """Of the block at that entry of a table: those of its KV group."""
+        groups = self.p.layers_of_groups
+        return groups[entry % len(groups)]
+
+    def num_bytes(self, piece: Piece) -> int:
+        """Of a part."""
+        if not self.p.groups:
+            return piece.num_blocks * piece.num_bytes
+        entries = range(piece.first, piece.first + piece.num_blocks)
+        num_layers = sum(layer in self.layers_of(entry) for entry in entries for layer in range(*piece.what[:2]))
+        return num_layers * piece.what.num_heads * piece.layers[0].head_bytes(self.p.block_size)
+
     @property
     def num_blocks(self) -> int:
         """Of either pool: block 0 is the null block, and some are others'."""
@@ -87,14 +100,16 @@ def simple_case(
     num_heads: int = 4,
     form: tuple[bool, bool] = (False, False),
     width: int = 4,
+    groups: tuple[tuple[int, ...], ...] = (),
 ) -> Case:
-    """P's and D's degrees of tensor parallelism, and numbers of stages. form: whether their KV is quantized."""
+    """P's and D's degrees of tensor parallelism, and numbers of stages. form: whether their KV is quantized. groups:
+    see KvLayout."""
     layers = tuple(LayerKv(num_heads, width, width, "bfloat16", window) for window in (None, 24, None, 24, 24))
     ends = []
     for degree, num_stages, quantized in zip(degrees, stages, form, strict=True):
         sizes = [end - first for first, end in layer_groups_of(len(layers), num_stages)]
         kept = tuple(map(as_quantized, layers)) if quantized else layers
-        ends.append(KvLayout(kept, QUANTIZED_TOKENS, "f", divided(sizes, num_heads, degree)))
+        ends.append(KvLayout(kept, QUANTIZED_TOKENS, "f", divided(sizes, num_heads, degree), groups))
     p, d = ends
     p_part_blocks = tuple(2 + rank % 2 for rank in range(len(p.ranks)))
     return Case(p, d, p_part_blocks, (3,) * len(d.ranks), seed=sum(degrees) + 9 * stages[1] + num_heads)
@@ -132,11 +147,27 @@ def models(draw: st.DrawFn, whole_words: bool) -> tuple[tuple[LayerKv, ...], tup
 
 
 @st.composite
+def kv_groups(draw: st.DrawFn, layers: tuple[LayerKv, ...]) -> tuple[tuple[int, ...], ...]:
+    """Of layers with the same window, any numbers; often one of all layers."""
+    alike = len({dataclasses.replace(layer, sliding_window=None) for layer in layers}) == 1
+    if not alike or draw(st.booleans()):
+        return ()
+    found = list[tuple[int, ...]]()
+    for window in {layer.sliding_window for layer in layers}:
+        members = [index for index, layer in enumerate(layers) if layer.sliding_window == window]
+        placed = draw(st.lists(st.integers(0, 2), min_size=len(members), max_size=len(members)))
+        for number in sorted(set(placed)):
+            found.append(tuple(layer for layer, at in zip(members, placed, strict=True) if at == number))
+    return tuple(found)
+
+
+@st.composite
 def cases(draw: st.DrawFn, is_checked: bool = False) -> Case:
     """is_checked: all parts have checksums."""
     *ends, block_size = draw(models(is_checked))
     may_divide_heads = KvLayout(ends[0], block_size, "").has_equal_runs
-    p, d = (KvLayout(layers, block_size, "f", draw(divisions(layers, may_divide_heads))) for layers in ends)
+    groups = draw(kv_groups(ends[0]))
+    p, d = (KvLayout(layers, block_size, "f", draw(divisions(layers, may_divide_heads)), groups) for layers in ends)
     num_table = draw(st.integers(1, 9))
     return Case(
         p,
@@ -176,15 +207,15 @@ Kv = list[list[Tensor]]
 """For each layer its K, and its V if there is one: [num_blocks, heads, bytes of a head], uint8."""
 
 
-def random_kv(layout: KvLayout, num_blocks: int, generator: torch.Generator) -> Kv:
-    """Numbers of the layout's dtype, of many sizes: no NaN, since it need not keep its bits when converted."""
+def random_kv(layers: Sequence[LayerKv], block_size: int, num_blocks: int, generator: torch.Generator) -> Kv:
+    """Numbers of the layers' dtype, of many sizes: no NaN, since it need not keep its bits when converted."""
     return [
         [
-            _stored(layer, _numbers((num_blocks, layer.num_kv_heads, layout.block_size, width), generator))
+            _stored(layer, _numbers((num_blocks, layer.num_kv_heads, block_size, width), generator))
             for width in (layer.head_dim_k, layer.head_dim_v)
             if width
         ]
-        for layer in layout.layers
+        for layer in layers
     ]
 
 
@@ -221,9 +252,20 @@ def _converted(run: Tensor, layer: LayerKv, to: LayerKv, block_size: int) -> Ten
     return whole.view(torch.uint8).flatten(-2)
 
 
-def pool_of(kv: Kv, held: KvSlice) -> Bytes:
-    """[num_blocks, bytes of a block]: what a rank that holds this slice has."""
-    runs = itertools.chain.from_iterable(kv[held.layer_start : held.layer_end])
+def own_layers(group: Sequence[int], held: KvSlice) -> list[int]:
+    """Those of a group that a rank has, in the order in which they are in a block there."""
+    return [layer for layer in group if held.layer_start <= layer < held.layer_end]
+
+
+def slots_of(layout: KvLayout, held: KvSlice) -> list[LayerKv]:
+    """What is in a block of a rank, layer by layer: of several groups as much as the one with the most layers has."""
+    own = max((own_layers(group, held) for group in layout.layers_of_groups), key=len)
+    return [layout.layers[layer] for layer in own]
+
+
+def pool_of(slots: Kv, held: KvSlice) -> Bytes:
+    """[num_blocks, bytes of a block]: what a rank that holds this slice has, of whose heads `slots` has all."""
+    runs = itertools.chain.from_iterable(slots)
     whole = torch.cat([run[:, held.head_start : held.head_end].flatten(1) for run in runs], dim=1)
     found: Bytes = whole.numpy()
     return found
@@ -236,37 +278,61 @@ class Contents:
     def __init__(self, case: Case) -> None:
         generator = torch.Generator().manual_seed(case.seed)
         self.case = case
-        whole = random_kv(case.p, case.num_blocks, generator)
+        whole = random_kv(case.p.layers, case.p.block_size, case.num_blocks, generator)
         self._sent = converted(whole, case.p, case.d)
-        self._before = [random_kv(case.d, case.num_blocks, generator) for _ in case.d.ranks]
-        self.p = [pool_of(whole, held) for held in case.p.ranks]
-        self.d = self.d_after([])
+        self._before = [self._any(case.d, held, generator) for held in case.d.ranks]
         self._tables = [list(table) for table in case.tables()]
+        self.p = [self._sender_pool(whole, held, generator) for held in case.p.ranks]
+        self.d = self.d_after([])
+
+    def _any(self, layout: KvLayout, held: KvSlice, generator: torch.Generator) -> Kv:
+        return random_kv(slots_of(layout, held), layout.block_size, self.case.num_blocks, generator)
+
+    def _sender_pool(self, whole: Kv, held: KvSlice, generator: torch.Generator) -> Bytes:
+        slots = self._any(self.case.p, held, generator)
+        for entry, block in enumerate(self._tables[0]):
+            for slot, layer in enumerate(own_layers(self.case.layers_of(entry), held)):
+                for run, of_layer in zip(slots[slot], whole[layer], strict=True):
+                    run[block] = of_layer[block]
+        return pool_of(slots, held)
 
     def d_after(self, pieces: Iterable[Piece]) -> list[Bytes]:
         """D's pools when just these parts have landed."""
-        after = [[[run.clone() for run in runs] for runs in kv] for kv in self._before]
+        after = [_each(slots, torch.clone) for slots in self._before]
         for piece in pieces:
-            span = slice(piece.first, piece.first + piece.num_blocks)
-            self._copy(after[piece.target], piece.what, span)
+            entries = range(piece.first, piece.first + piece.num_blocks)
+            self._copy(self._sent, after, piece.target, piece.what, entries)
         return self._pools(after)
 
-    def d_in_the_end(self) -> list[Bytes]:
-        """D's pools when each rank has its slice of all blocks."""
-        after = [[[run.clone() for run in runs] for runs in kv] for kv in self._before]
-        for kv, held in zip(after, self.case.d.ranks, strict=True):
-            self._copy(kv, held, slice(self.case.num_held, self.case.num_table))
+    def d_in_the_end(self, before: list[Bytes]) -> list[Bytes]:
+        """D's pools, of which this was in them, when each rank has its slice of all blocks."""
+        arrived = self._all_of(self._sent, [_each(slots, torch.clone) for slots in self._before])
+        written = self._all_of(
+            _each(self._sent, torch.ones_like), [_each(slots, torch.zeros_like) for slots in self._before]
+        )
+        return [np.where(*pools) for pools in zip(written, arrived, before, strict=True)]
+
+    def _all_of(self, sent: Kv, after: list[Kv]) -> list[Bytes]:
+        for rank, held in enumerate(self.case.d.ranks):
+            self._copy(sent, after, rank, held, range(self.case.num_held, self.case.num_table))
         return self._pools(after)
 
-    def _copy(self, kv: Kv, what: KvSlice, span: slice) -> None:
-        sources, targets = (table[span] for table in self._tables)
-        for layer in range(what.layer_start, what.layer_end):
-            for run, sent in zip(kv[layer], self._sent[layer], strict=True):
-                for head in range(what.head_start, min(what.head_end, run.shape[1])):
-                    run[targets, head] = sent[sources, head]
+    def _copy(self, sent: Kv, after: list[Kv], rank: int, what: KvSlice, entries: Iterable[int]) -> None:
+        for entry in entries:
+            source, target = (table[entry] for table in self._tables)
+            for slot, layer in enumerate(own_layers(self.case.layers_of(entry), self.case.d.ranks[rank])):
+                if not what.layer_start <= layer < what.layer_end:
+                    continue
+                for run, of_layer in zip(after[rank][slot], sent[layer], strict=True):
+                    heads = slice(what.head_start, min(what.head_end, run.shape[1]))
+                    run[target, heads] = of_layer[source, heads]
 
-    def _pools(self, kvs: list[Kv]) -> list[Bytes]:
-        return [pool_of(kv, held) for kv, held in zip(kvs, self.case.d.ranks, strict=True)]
+    def _pools(self, after: list[Kv]) -> list[Bytes]:
+        return [pool_of(slots, held) for slots, held in zip(after, self.case.d.ranks, strict=True)]
+
+
+def _each(kv: Kv, change: Callable[[Tensor], Tensor]) -> Kv:
+    return [[change(run) for run in runs] for runs in kv]
 
 
 def carried_once(case: Case) -> Counter[tuple[int, int, int, int, int]]:
@@ -281,16 +347,20 @@ def carried_once(case: Case) -> Counter[tuple[int, int, int, int, int]]:
         for target, held in enumerate(case.d.ranks)
         for cell in _cells(held)
         for block in range(case.num_held, case.num_table)
+        if cell[0] in case.layers_of(block)
     )
 
 
-def carried_by(pieces: Iterable[tuple[int, int, KvSlice, range]]) -> Counter[tuple[int, int, int, int, int]]:
+def carried_by(
+    case: Case, pieces: Iterable[tuple[int, int, KvSlice, range]]
+) -> Counter[tuple[int, int, int, int, int]]:
     """The same of parts, given as source, target, slice and blocks."""
     return Counter(
         (source, target, block, *cell)
         for source, target, what, blocks in pieces
         for cell in _cells(what)
         for block in blocks
+        if cell[0] in case.layers_of(block)
     )
 
 

@@ -12,8 +12,6 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from baton.kv_groups import group_layers
-from baton.layout import LayerKv
 from baton.settings import flag_name
 from decode_node.node import make_parts
 from decode_node.settings import DecodeSettings
@@ -21,10 +19,8 @@ from engine.checkpoint import EMBEDDED
 from engine.model.errors import ModelNotFound, UnsupportedModel
 from engine.model.fast.tally import FusedReport, Tally
 from engine.model.load import loader
-from engine.model.parallel.stages import WHOLE, Stage
 from node.build import build
 from node.errors import StartupError
-from node.rank_part import kv_groups
 from node.settings import NodeSettings
 from node.tokenizer import read_tokenizer
 from prefill_node.settings import PrefillSettings
@@ -205,18 +201,6 @@ def test_experts_are_not_divided_on_a_node_of_one_rank() -> None:
     ):
         NodeSettings(model="none", enable_expert_parallel=True)
     assert NodeSettings(model="none", enable_expert_parallel=True, tensor_parallel_size=2).enable_expert_parallel
-
-
-@pytest.mark.parametrize("windows", [(None, 8), (8, 8), (None, None)])
-def test_stages_of_a_model_with_windows_are_refused(windows: tuple[int | None, ...]) -> None:
-    """They would have blocks of some layers, and their decode node has blocks of others."""
-    kv = tuple(LayerKv(2, 8, 8, "float32", window) for window in windows)
-    assert kv_groups(kv, WHOLE) == group_layers(kv)
-    if windows == (None, None):
-        assert kv_groups(kv, Stage(1, 2)) == ()
-        return
-    with pytest.raises(ValueError, match=r"^--pipeline-parallel-size: .* --disable-hybrid-kv-cache-manager"):
-        kv_groups(kv, Stage(1, 2))
 
 
 DATA_PARALLEL: dict[str, Any] = {"data_parallel_size": 2, "data_parallel_rank": 1, "enable_expert_parallel": True}

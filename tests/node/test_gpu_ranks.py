@@ -1,22 +1,29 @@
-"""Nodes whose ranks have a GPU each: their answers, whatever the degrees of the two, are those of transformers. Their
+"""Nodes whose ranks have a GPU each: their answers, however the two divide the model, are those of transformers. Their
 sums, as kernels and in graphs."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from baton.address import HostPort
 from baton.sampling import SamplingParams
 from benchmarks import rank_sums
 from benchmarks.direct import Direct
 from engine.checkpoint import EMBEDDED
-from tests.e2e import reference_file
+from tests.e2e import reference_file, references
+from tests.e2e.reference_file import Reference
+from tests.engine import tiny_models
 from tests.node.processes import Process
+from tools.quantize import write
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,43 +31,126 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-FLAGS = ("--device", "cuda", "--dtype", "float32", "--gpu-memory-utilization", "0.2", "--verify-transfers")
+TINY, MOE = (EMBEDDED[name] for name in ("baton-tiny", "baton-tiny-moe"))
+FLAGS = ("--device", "cuda", "--gpu-memory-utilization", "0.2", "--verify-transfers")
+IN_FP32 = ("--dtype", "float32")
+TWO_STAGES = ("--pipeline-parallel-size=2", "--max-num-batched-tokens=64")
+"""Prompts of some chunks, so that both stages are busy."""
+TWO, ONE = "--tensor-parallel-size=2", "--tensor-parallel-size=1"
+EOS = (4, 2)
 NEAR_TIE = 1e-2
+MOE_AGREEMENT, QUANTIZED_AGREEMENT = 0.9, 0.7
+"""Of tokens, up to the first other one of each answer: where a router's choice is nearly a tie, or inputs are rounded
+to 8 bits, some answers leave their references."""
 
 
 @contextlib.contextmanager
-def node(role: str, degree: int, *flags: str) -> Iterator[Process]:
-    checkpoint: Path = EMBEDDED["baton-tiny"]
-    process = Process.start(f"{role}_node", checkpoint, *FLAGS, "--tensor-parallel-size", str(degree), *flags)
+def node(role: str, checkpoint: Path, *flags: str) -> Iterator[Process]:
+    process = Process.start(f"{role}_node", checkpoint, *FLAGS, *flags)
     try:
         yield process
     finally:
         assert process.stop() == 0, "".join(process.lines[-30:])
 
 
-@pytest.mark.parametrize(
-    ("prefill", "decode", "transport"), [(2, 2, "ipc"), (1, 2, "ipc"), (2, 1, "ipc"), (2, 2, "ucx")]
-)
-async def test_answers_are_those_of_transformers(prefill: int, decode: int, transport: str) -> None:
-    """Twice, the second time with prefixes that the prefill node has."""
-    known = reference_file.load().of_kind("ids", "text", "shared")
-    references = [r for r in known if len(r.prompt) < 1500 and len(r.output) > 1][::4]  # those that are handed off
-    carried = "--transport", transport
-    with node("prefill", prefill, *carried) as first, node("decode", decode, *carried) as second:
+Answers = list[tuple[int, ...]]
+
+
+async def answers(
+    checkpoint: Path, asked: Sequence[Reference], prefill: Sequence[str], decode: Sequence[str], *flags: str
+) -> Answers:
+    """To all of them twice, the second time with prefixes that the prefill node has."""
+    said, hits = Answers(), []
+    with node("prefill", checkpoint, *prefill, *flags) as first, node("decode", checkpoint, *decode, *flags) as second:
         first.wait_ready()
         second.wait_ready()
         async with Direct(HostPort.parse(first.address), HostPort.parse(second.address)) as client:
-            hits = []
             for _ in range(2):
-                for reference in references:
+                for reference in asked:
                     params = SamplingParams(
                         temperature=0.0, max_tokens=reference.max_tokens, ignore_eos=reference.ignore_eos
                     )
                     _, tokens = await client.generate(reference.prompt, params, "")
-                    difference = reference.difference(tokens)
-                    assert difference is None or difference.margin < NEAR_TIE, str(difference)
+                    said.append(tokens)
                 hits.append(first.metric("baton:prefix_cache_hits_total"))
-        assert hits[1] > 2 * hits[0]
+    assert hits[1] > 2 * hits[0]
+    return said
+
+
+def check(said: Answers, wanted: Sequence[Reference]) -> None:
+    for reference, tokens in zip([*wanted, *wanted], said, strict=True):
+        difference = reference.difference(tokens)
+        assert difference is None or difference.margin < NEAR_TIE, str(difference)
+
+
+def agreement(said: Answers, wanted: Sequence[Reference]) -> float:
+    same, total = 0, 0
+    for reference, tokens in zip([*wanted, *wanted], said, strict=True):
+        difference = reference.difference(tokens)
+        same += len(reference.output) if difference is None else difference.index
+        total += len(reference.output)
+    return same / total
+
+
+@cache
+def of_tiny() -> list[Reference]:
+    known = reference_file.load().of_kind("ids", "text", "shared")
+    return [r for r in known if len(r.prompt) < 1500 and len(r.output) > 1][::4]  # those that are handed off
+
+
+def made(checkpoint: Path, prompts: Sequence[Sequence[int]], eos: Sequence[int] = ()) -> list[Reference]:
+    """What transformers makes of prompts, on a CPU in fp32. eos: where answers end; none: after 16 tokens."""
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_pretrained(checkpoint, dtype=torch.float32, local_files_only=True).eval()
+    model.generation_config = GenerationConfig()
+    return [references.generate(model, list(eos), "ids", list(prompt), 16, not eos) for prompt in prompts]
+
+
+def random_prompts(*lengths: int) -> list[list[int]]:
+    rng = Random(7)
+    return [[rng.randrange(10, 4000) for _ in range(length)] for length in lengths]
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "transport"),
+    [
+        ((TWO,), (TWO,), "ipc"),
+        ((ONE,), (TWO,), "ipc"),
+        ((TWO,), (ONE,), "ipc"),
+        ((TWO,), (TWO,), "ucx"),
+        (TWO_STAGES, (ONE,), "ipc"),
+        (TWO_STAGES, (TWO,), "ucx"),
+    ],
+)
+async def test_answers_are_those_of_transformers(prefill: Sequence[str], decode: Sequence[str], transport: str) -> None:
+    check(await answers(TINY, of_tiny(), prefill, decode, *IN_FP32, "--transport", transport), of_tiny())
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [((TWO,), (TWO,)), (TWO_STAGES, (TWO,)), ((TWO,), (ONE,))])
+async def test_a_model_with_windows(prefill: Sequence[str], decode: Sequence[str], tmp_path: Path) -> None:
+    """Three KV groups, of which each stage has some layers; prompts end before, at and behind a window of 40."""
+    folder = tiny_models.save_windowed(tmp_path / "windowed")
+    wanted = made(folder, random_prompts(30, 39, 40, 41, 80, 130, 400))
+    check(await answers(folder, wanted, prefill, decode, *IN_FP32, "--transport=ipc"), wanted)
+
+
+@pytest.mark.parametrize("ways", [(), ("--enable-expert-parallel",)])
+async def test_a_mixture_of_experts(ways: Sequence[str]) -> None:
+    """With a part of each expert on each rank, and with half of them as a whole. Half of the prompts are longer than
+    its window of 128."""
+    wanted = made(MOE, random_prompts(24, 40, 64, 100, 140, 200, 300, 600))
+    said = await answers(MOE, wanted, (TWO, *ways), (TWO, *ways), *IN_FP32, "--transport=ipc")
+    assert agreement(said, wanted) > MOE_AGREEMENT
+
+
+async def test_weights_in_8_bits(tmp_path: Path) -> None:
+    """Of what transformers makes of the values that they stand for."""
+    write(TINY, tmp_path / "quantized", "compressed-fp8")
+    write(TINY, tmp_path / "plain", "compressed-fp8", dequantized=True)
+    known = [r for r in reference_file.load().of_kind("text") if len(r.prompt) > 20 and r.finish == "stop"]
+    wanted = [r for r in made(tmp_path / "plain", [r.prompt for r in known[::3]], EOS) if len(r.output) > 1]
+    said = await answers(tmp_path / "quantized", wanted, (TWO,), (TWO,), "--dtype=bfloat16", "--transport=ipc")
+    assert agreement(said, wanted) > QUANTIZED_AGREEMENT
 
 
 def test_sums_of_few_rows_and_in_pieces() -> None:

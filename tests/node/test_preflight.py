@@ -106,7 +106,10 @@ def test_it_needs_no_torch() -> None:
 @pytest.mark.parametrize(
     ("own", "reason"),
     [
-        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size: stages compute on a CPU so far, with --device cpu"),
+        (
+            {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+            "--pipeline-parallel-size: 4 ranks need a GPU each, and this process sees 2",
+        ),
         (
             {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True},
             "--enable-eplb: experts change places on a CPU so far, with --device cpu",
@@ -124,6 +127,10 @@ def test_ranks_need_a_gpu_each(own: dict[str, int], reason: str, monkeypatch: py
     settings = NodeSettings(model="baton-tiny", tensor_parallel_size=2)
     preflight.check(settings)
     assert settings.layer_groups(on_gpu=True) == 1
+    assert settings.captures_graphs
+    staged = NodeSettings(model="baton-tiny", pipeline_parallel_size=2)
+    preflight.check(staged)
+    assert not staged.captures_graphs
 
 
 def test_stages_are_refused_by_the_flag_where_there_are_none() -> None:

@@ -118,8 +118,8 @@ class FakeStep:
 
 
 class FakeModel:
-    """Implements `engine.step.ModelRunner` over a pool of `[num_blocks, layers held, heads held, block_size]` int64 for
-    each of its `ranks`; none: one holds everything.
+    """Implements `engine.step.ModelRunner` over a pool of `[num_blocks, layers of a block, heads held, block_size]`
+    int64 for each of its `ranks`; none: one holds everything.
 
     It computes as late as it may: what is launched happens when a step is waited for, or by `advance`, in order. So a
     block that is used again too early is overwritten by a step that still names it. With `blocks`, those of its engine,
@@ -150,9 +150,10 @@ class FakeModel:
             for group, members in enumerate(self.layout.layers_of_groups)
             for index, layer in enumerate(members)
         }
+        self._runs = [self.layout.runs_of(held) for held in self.layout.ranks]
         self._pools = [
-            torch.full((num_blocks, held.num_layers, held.num_heads, block_size), -1, dtype=torch.int64)
-            for held in self.layout.ranks
+            torch.full((num_blocks, max(map(len, runs)), held.num_heads, block_size), -1, dtype=torch.int64)
+            for held, runs in zip(self.layout.ranks, self._runs, strict=True)
         ]
         self._queue = Work()
         self._last_tokens: dict[tuple[EngineSequence, int], int] = {}  # by position
@@ -169,10 +170,10 @@ class FakeModel:
 
     def write(self, block: int, layer: int, slot: int, value: int) -> None:
         """The KV of a token, on all ranks."""
-        index = self._places[layer][1]
-        for held, pool in zip(self.layout.ranks, self._pools, strict=True):
-            if held.layer_start <= index < held.layer_end:
-                pool[block, index - held.layer_start, :, slot] = value + HEADS[held.head_start : held.head_end]
+        group, index = self._places[layer]
+        for held, runs, pool in zip(self.layout.ranks, self._runs, self._pools, strict=True):
+            if index in runs[group]:
+                pool[block, index - runs[group].start, :, slot] = value + HEADS[held.head_start : held.head_end]
 
     @property
     def is_busy(self) -> bool:
@@ -255,10 +256,10 @@ class FakeModel:
 
     def _slots(self, table: list[int], layer: int, num_tokens: int) -> torch.Tensor:
         """[NUM_HEADS, num_tokens]: what the ranks have."""
-        index = self._places[layer][1]
+        group, index = self._places[layer]
         have = torch.full((NUM_HEADS, num_tokens), -1, dtype=torch.int64)
-        for held, pool in zip(self.layout.ranks, self._pools, strict=True):
-            if held.layer_start <= index < held.layer_end:
-                blocks = pool[torch.tensor(table, dtype=torch.int64), index - held.layer_start]
+        for held, runs, pool in zip(self.layout.ranks, self._runs, self._pools, strict=True):
+            if index in runs[group]:
+                blocks = pool[torch.tensor(table, dtype=torch.int64), index - runs[group].start]
                 have[held.head_start : held.head_end] = blocks.transpose(0, 1).flatten(1)[:, :num_tokens]
         return have

@@ -197,11 +197,23 @@ def test_nothing_else_is_sent(windows: tuple[int | None, ...]) -> None:
     assert client.end.timings.transfer_bytes == model.shape.num_held(38) * model.layout.block_bytes
 
 
-def test_ranks_that_divide_heads_hand_over_blocks_of_every_group() -> None:
-    by_heads = (KvSlice(0, 1, 0, 1), KvSlice(0, 1, 1, 2))
-    for ranks in ({NodeRole.PREFILL: by_heads}, {NodeRole.DECODE: by_heads * 2}):
-        world = race(1, faults=0.0, num_blocks=50, ranks=ranks, windows=(None, 6))
-        handed_over = [client for client in world.clients.values() if client.end and client.end.timings.transfer_bytes]
+IN_STAGES = (KvSlice(0, 1, 0, 2), KvSlice(1, 3, 0, 2), KvSlice(3, 5, 0, 2))
+
+
+@pytest.mark.parametrize(
+    ("windows", "ranks"),
+    [
+        ((None, 6), {NodeRole.PREFILL: BY_HEADS}),
+        ((None, 6), {NodeRole.DECODE: BY_HEADS * 2}),
+        ((None, 6), {NodeRole.PREFILL: BY_LAYERS}),  # each with the layers of one group alone
+        ((None, None, 7, 7, 7), {NodeRole.PREFILL: IN_STAGES}),  # the first without layers of two groups
+    ],
+)
+def test_ranks_hand_over_blocks_of_every_group(windows: tuple[int | None, ...], ranks: Ranks) -> None:
+    for seed in (1, 2):
+        world = race(seed, faults=0.0, num_blocks=50, ranks=ranks, windows=windows)
+        ended = [client for client in world.clients.values() if client.end]
+        handed_over = [client for client in ended if client.end.timings.transfer_bytes]
         assert len(handed_over) > 3
         assert all(client.got == client.want for client in handed_over if client.end and client.end.error is None)
 

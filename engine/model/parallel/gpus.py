@@ -1,4 +1,5 @@
-"""Ranks with a GPU each, on one host: sums of few tokens through memory that all ranks map, all else over NCCL.
+"""Ranks with a GPU each, on one host: sums of few tokens through memory that all ranks of a stage map, all else over
+NCCL.
 
 Sums that a norm follows are made by one kernel with it (`baton_kernels.all_reduce_rms_norm`), through memory of its
 own. Those of many tokens go over NCCL in pieces, each while the next one is computed. The other sums, such as that of
@@ -9,13 +10,15 @@ in one shot, each reading all parts, in 9 / 17 / 63; in two shots, each summing 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store  # torch.distributed does not declare it as exported
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from baton_kernels.all_reduce_rms_norm import NUM_PROGRAMS, PeerMemory
@@ -33,18 +36,110 @@ slower."""
 _SHARED_DTYPES = (torch.bfloat16, torch.float32)
 _ALIGNMENT = 16
 _TIMEOUT = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-_CPU_ONLY = "pipeline stages compute on a CPU"
+_SENDER, _RECEIVER = 0, 1
+_PAIR_CTAS = 4
+"""Of a pair's kernels, which spin from when they are queued until the other end has come: of an H200's 132 SMs few, and
+yet with some 80 GB/s far more than stages send."""
+
+
+class Pair(Protocol):
+    """Two ranks, of which the first sends to the second, one tensor after the other."""
+
+    def send(self, x: Tensor) -> Callable[[], None]:
+        """See RankGroup."""
+
+    def receive(self, x: Tensor) -> None:
+        """See RankGroup."""
+
+
+class NcclPair:
+    """A communicator of its own for each direction: it has one stream, on which what waits for the other end would hold
+    up what goes the other way. They meet at `store`; joining waits for the other."""
+
+    def __init__(self, store: Store, rank: int, device: torch.device) -> None:
+        os.environ["TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"] = "0"  # serialization is intended
+        options = _options()
+        options.config.max_ctas = _PAIR_CTAS
+        self._group: Any = dist.ProcessGroupNCCL(store, rank, 2, options)
+        self._group.eager_connect_single_device(device)
+
+    def send(self, x: Tensor) -> Callable[[], None]:
+        """Begins when the current stream has come here, and runs beside what is queued on it afterwards. The wait is
+        that of the stream which is current then, for whose work x can be given anew."""
+        x = x.contiguous()
+        work = self._group.send([x], _RECEIVER, 0)
+
+        def wait() -> None:
+            work.wait()
+            x.data_ptr()  # kept until here: NCCL reads it meanwhile
+
+        return wait
+
+    def receive(self, x: Tensor) -> None:
+        self._group.recv([x], _SENDER, 0).wait()
+
+
+MakePair = Callable[[Store, int, torch.device], Pair]
+"""Joins the pair that meets at that store, as its rank 0 or 1."""
 
 
 class GpuRanks:
-    """Implements RankGroup. Numbers and tensors of the CPU go over `host`. device: the rank's, current on this thread.
+    """All ranks of a node. Implements RankGroup; its sums and gathers are of tensors of the CPU, over `host`: those of
+    GPUs are made by the ranks that have parts of the same layers, see `part`. device: the rank's, current on this
+    thread. Tensors there go from one rank to another over a pair, which these two make when they first need it."""
 
-    One process can be in one such group. Joining waits for all ranks; raises RuntimeError.
-    """
+    peers: PeerMemory | None = None
 
-    def __init__(self, host: GlooRanks, device: torch.device) -> None:
-        self.rank, self.size = host.rank, host.size
-        self._host = host
+    def __init__(self, host: GlooRanks, device: torch.device, make_pair: MakePair = NcclPair) -> None:
+        self.rank, self.size, self.device = host.rank, host.size, device
+        self._host, self._make_pair = host, make_pair
+        self._pairs: dict[tuple[int, int], Pair] = {}
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self._host.all_reduce(x)
+
+    def start_all_reduce(self, x: Tensor) -> Callable[[], None]:
+        return self._host.start_all_reduce(x)
+
+    def num_pieces(self, num_rows: int, row_bytes: int) -> int:
+        return self._host.num_pieces(num_rows, row_bytes)
+
+    def norms_sum(self, num_rows: int, row_bytes: int) -> bool:
+        return self._host.norms_sum(num_rows, row_bytes)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return self._host.all_gather(x)
+
+    def broadcast(self, x: Tensor) -> None:
+        self._host.broadcast(x)
+
+    def minimum(self, number: int) -> int:
+        return self._host.minimum(number)
+
+    def send(self, x: Tensor, to: int) -> Callable[[], None]:
+        return self._pair(self.rank, to).send(x)
+
+    def receive(self, x: Tensor, of: int) -> None:
+        self._pair(of, self.rank).receive(x)
+
+    def part(self, first: int, size: int) -> RankGroup:
+        return ONE_RANK if size == 1 else GpuPeers(self._host.part(first, size), self.device)
+
+    def _pair(self, sender: int, receiver: int) -> Pair:
+        ends = sender, receiver
+        if (pair := self._pairs.get(ends)) is None:
+            store = self._host.sub_store(f"from {sender} to {receiver}")
+            pair = self._pairs[ends] = self._make_pair(store, ends.index(self.rank), self.device)
+        return pair
+
+
+class GpuPeers(GpuRanks):
+    """Ranks that have parts of the same layers, with consecutive GPUs. One process can be in one such group. Joining
+    waits for all of them; raises RuntimeError."""
+
+    def __init__(self, host: RankGroup, device: torch.device) -> None:
+        assert isinstance(host, GlooRanks)
+        super().__init__(host, device)
         dist.init_process_group(
             "nccl",
             store=host.sub_store("gpus"),
@@ -57,7 +152,6 @@ class GpuRanks:
         self._name = dist.group.WORLD.group_name  # type: ignore[union-attr]
         self._shared: dict[torch.dtype, Tensor] = {}
         """For each dtype, the memory that all ranks map; none where GPUs cannot map each other's."""
-        self.peers: PeerMemory | None = None
         if self._can_share(device):
             self._shared = {dtype: self._share(TWO_SHOT_BYTES, dtype, device)[0] for dtype in _SHARED_DTYPES}
             self._buffer, self.peers = self._make_peers(device)
@@ -111,26 +205,10 @@ class GpuRanks:
         else:
             self._host.broadcast(x)
 
-    def minimum(self, number: int) -> int:
-        return self._host.minimum(number)
-
-    def send(self, x: Tensor, to: int) -> Callable[[], None]:
-        raise RuntimeError(_CPU_ONLY)
-
-    def receive(self, x: Tensor, of: int) -> None:
-        raise RuntimeError(_CPU_ONLY)
-
-    def part(self, first: int, size: int) -> RankGroup:
-        if size == self.size:
-            return self
-        if size == 1:
-            return ONE_RANK
-        raise RuntimeError(_CPU_ONLY)
-
     def _can_share(self, device: torch.device) -> bool:
         """Whether all GPUs can map each other's memory."""
-        num_gpus = torch.cuda.device_count()
-        peers = [index for index in range(self.size) if index != device.index]
+        num_gpus, first = torch.cuda.device_count(), device.index - self.rank  # ranks have consecutive GPUs
+        peers = [index for index in range(first, first + self.size) if index != device.index]
         can = all(index < num_gpus and torch.cuda.can_device_access_peer(device, index) for index in peers)
         if not self.minimum(int(can)):
             log.warning("no peer access between the GPUs of the ranks: all sums go over NCCL")
@@ -156,7 +234,7 @@ class GpuRanks:
 
 
 def _options() -> Any:
-    """NCCL's own stream goes first: a sum that is ready takes the next multiprocessors that a product gives up."""
+    """NCCL's own stream goes first: what is ready takes the next multiprocessors that a product gives up."""
     nccl: Any = dist
     options = nccl.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True

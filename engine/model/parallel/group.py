@@ -33,10 +33,11 @@ _TAG = 0
 class RankGroup(Protocol):
     """All ranks must call the same methods in the same order, with tensors of the same shape; `send` and `receive`, in
     pairs, only the two that take part. On a GPU the work is queued on the current stream. Raises RuntimeError when a
-    rank is lost."""
+    rank is lost. device: of the tensors that are sent."""
 
     rank: int
     size: int
+    device: torch.device
     peers: PeerMemory | None
     """Through which `all_reduce_rms_norm` sums; None: with `all_reduce`."""
 
@@ -64,7 +65,8 @@ class RankGroup(Protocol):
         """The smallest of all ranks' numbers."""
 
     def send(self, x: Tensor, to: int) -> Callable[[], None]:
-        """Start to send x, which must not change before the call that is returned has waited for its end."""
+        """Start to send x, which must not change before the call that is returned has waited for its end; on a GPU
+        that call has the current stream wait."""
 
     def receive(self, x: Tensor, of: int) -> None:
         """Overwrite x with the next tensor that rank `of` sends to this one."""
@@ -78,6 +80,7 @@ class OneRank:
 
     rank = 0
     size = 1
+    device = torch.device("cpu")
     peers: PeerMemory | None = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -123,7 +126,7 @@ class GlooRanks:
     def __init__(
         self, store: Store, rank: int, size: int, timeout_s: float = COLLECTIVE_TIMEOUT_S, host: str = LOOPBACK
     ) -> None:
-        self.rank, self.size, self._host = rank, size, host
+        self.rank, self.size, self.device, self._host = rank, size, torch.device("cpu"), host
         self._store, self._timeout = store, timedelta(seconds=timeout_s)
         store.set(_there(rank), "")
         store.wait([_there(other) for other in range(size)], self._timeout)

@@ -26,7 +26,8 @@ from engine.model.parallel.stages import Stage
 
 class Pipeline:
     """One rank's place: its `stage`, and `peers`, the ranks of that stage, among which its layers are divided.
-    everyone: all ranks of the node, which must all call this. One thread sends; another may receive."""
+    everyone: all ranks of the node, which must all call this. One thread sends; another may receive. On GPUs all of it
+    is queued on the current stream."""
 
     def __init__(self, everyone: RankGroup, num_stages: int) -> None:
         assert everyone.size % num_stages == 0
@@ -35,30 +36,50 @@ class Pipeline:
         self.stage = Stage(everyone.rank // self._stage_size, num_stages)
         self.peers = everyone.part(self.stage.number * self._stage_size, self._stage_size)
         self._on_the_way: deque[Callable[[], None]] = deque()
+        if num_stages > 1:
+            self._connect()
 
     def send_hidden(self, hidden: Tensor) -> None:
         """To the next stage. hidden: [num_tokens, hidden_size], which must not change any more."""
-        while len(self._on_the_way) >= self.stage.size:  # of a step that has retired, since no more are under way
-            self._on_the_way.popleft()()
-        self._on_the_way.append(self.everyone.send(hidden, self.everyone.rank + self._stage_size))
+        self._send(hidden, self.everyone.rank + self._stage_size)
 
     def receive_hidden(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> Tensor:
         """Wait for those of the stage before: [num_tokens, hidden_size]."""
-        hidden = torch.empty(num_tokens, hidden_size, dtype=dtype)
+        hidden = torch.empty(num_tokens, hidden_size, dtype=dtype, device=self.everyone.device)
         self.everyone.receive(hidden, self.everyone.rank - self._stage_size)
         return hidden
 
     def send_logits(self, logits: Tensor) -> None:
-        """From the last stage, whose first rank has them sent, to rank 0; returns when they are there. logits: [rows,
-        vocab_size]; also without rows, since they say as well that the last stage is done with the step."""
+        """From the last stage, whose first rank sends them, to rank 0. logits: [rows, vocab_size], which must not
+        change any more; also without rows, since they say as well that the last stage is done with the step."""
         if self.peers.rank == 0:
-            self.everyone.send(logits.float() if logits.numel() else torch.zeros(1), 0)()
+            self._send(logits.float() if logits.numel() else logits.new_zeros(1, dtype=torch.float32), 0)
 
     def receive_logits(self, num_rows: int, vocab_size: int) -> Tensor:
         """On rank 0, wait for those of the last stage: [num_rows, vocab_size], fp32."""
-        logits = torch.empty((num_rows, vocab_size) if num_rows else (1,))
+        logits = torch.empty((num_rows, vocab_size) if num_rows else (1,), device=self.everyone.device)
         self.everyone.receive(logits, self.everyone.size - self._stage_size)
         return logits if num_rows else logits.new_empty(0, vocab_size)
+
+    def follow_rank_0(self) -> None:
+        """Have what is queued from now on come after what rank 0 has queued, as hidden states do by themselves."""
+        if not self.stage.is_first:
+            self.receive_hidden(1, 1, torch.float32)
+        if not self.stage.is_last:
+            self.send_hidden(torch.zeros(1, 1, device=self.everyone.device))
+
+    def _send(self, x: Tensor, to: int) -> None:
+        while len(self._on_the_way) >= self.stage.size:  # hidden states of a step that has retired, or scored logits
+            self._on_the_way.popleft()()
+        self._on_the_way.append(self.everyone.send(x, to))
+
+    def _connect(self) -> None:
+        """Send along all the ways, which makes them: what NCCL takes is there before memory is measured."""
+        self.follow_rank_0()
+        if self.stage.is_last:
+            self.send_logits(torch.zeros(0, device=self.everyone.device))
+        if self.everyone.rank == 0:
+            self.receive_logits(0, 0)
 
     def kv_of_all(self, own: tuple[LayerKv, ...]) -> tuple[LayerKv, ...]:
         """What the layers of all stages keep; own: those of this one. All ranks must call. Raises UnsupportedModel if
@@ -78,6 +99,26 @@ class Pipeline:
         windows[first : first + len(own)] = torch.tensor([(layer.sliding_window or 0) * told for layer in own])
         windows = self.everyone.all_reduce(windows)
         return tuple(dataclasses.replace(alike, sliding_window=window or None) for window in windows.tolist())
+
+
+class Rehearsal(Pipeline):
+    """A rank's place, with nobody in the other stages: what it would receive is random, and nothing is sent. To measure
+    the memory that a step takes."""
+
+    def __init__(self, place: Pipeline) -> None:
+        self.everyone, self.stage, self.peers = place.everyone, place.stage, place.peers
+
+    def send_hidden(self, hidden: Tensor) -> None:
+        """Nobody gets it."""
+
+    def receive_hidden(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(num_tokens, hidden_size, dtype=dtype, device=self.everyone.device)
+
+    def send_logits(self, logits: Tensor) -> None:
+        """Nobody gets them."""
+
+    def receive_logits(self, num_rows: int, vocab_size: int) -> Tensor:
+        return torch.randn(num_rows, vocab_size, device=self.everyone.device)
 
 
 ONE_STAGE = Pipeline(ONE_RANK, 1)

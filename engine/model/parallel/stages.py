@@ -48,6 +48,11 @@ class Stage(NamedTuple):
         first = self.number * each + sum(stage < self.number for stage in more)
         return range(first, first + each + (self.number in more))
 
+    def groups(self, groups: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+        """Of KV groups of all layers what the stage has, counted in its layers."""
+        held = self.layers(sum(map(len, groups)))
+        return tuple(tuple(layer - held.start for layer in group if layer in held) for group in groups)
+
 
 WHOLE = Stage(0, 1)
 
@@ -82,6 +87,7 @@ class StandInEmbedding(StandIn):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """hidden_states: token ids, here."""
+        self._rows = self._rows.to(hidden_states.device)  # once: it is no parameter, which a checkpoint would have
         return self._rows[hidden_states % _STAND_IN_ROWS]
 
 

@@ -49,8 +49,8 @@ class Limits:
         """The limits of a node, which also apply to its own messages."""
         layout = info.layout
         longest = min(max_seconds, MAX_SECONDS)
-        num_layers = layout.num_layers * len(layout.layers_of_groups)
-        return cls(info.vocab_size, info.max_model_len, longest, layout.block_size, num_layers)
+        num_entries = len(layout.layers_of_groups)
+        return cls(info.vocab_size, info.max_model_len, longest, layout.block_size, layout.num_layers * num_entries)
 
     @property
     def max_parts(self) -> int:
