@@ -165,7 +165,7 @@ class Bench:
             call()
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            graph.capture_begin()
+            graph.capture_begin(capture_error_mode="thread_local")  # threads of NCCL look for the ends of sums
             for _ in range(self._settings.calls):
                 result = call()
             graph.capture_end()

@@ -140,7 +140,8 @@ class StepGraphs:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """While a graph is captured, CUDA allows no thread to free memory or graphs, as the destructors of garbage do."""
+    """While a graph is captured, its thread must not free memory or graphs, as the destructors of garbage do. Other
+    threads may do as they like, such as NCCL's, which look for the ends of sums."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
@@ -193,7 +194,7 @@ class _Pieces:
 
     def _begin(self) -> None:
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(self._pool)
+        graph.capture_begin(self._pool, capture_error_mode="thread_local")
         self._graphs.append(graph)
 
 
