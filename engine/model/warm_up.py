@@ -20,7 +20,7 @@ _KINDS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0),
 )
-_LENGTHS = (1, 6, 14, 30, 62, 126, 300, 700, 1400, 3000)
+_LENGTHS = (1, 6, 14, 30, 62, 126, 254, 300, 700, 1400, 3000)
 """With two decodes these cover every number of rows for which the matmuls of few rows have a kernel, except one row."""
 _CONTEXT = 10_000
 

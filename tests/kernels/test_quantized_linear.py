@@ -18,8 +18,11 @@ from baton_kernels.quantized_linear import (
     reference,
     unpack_halves,
 )
-from baton_kernels.quantized_linear.tiling import choose, choose_four_bits
+from baton_kernels.quantized_linear.four_bits_kernel import choose as choose_arranged
+from baton_kernels.quantized_linear.tiling import ARRANGED_ROWS, MAX_ROWS, choose, choose_four_bits
 from baton_kernels.quantized_linear.weights import LARGEST
+from engine.config import EngineConfig
+from engine.model.warm_up import first_steps
 from tests.kernels.poison import poisoned
 
 torch.set_num_threads(1)
@@ -277,3 +280,16 @@ def test_products_take_rows_that_a_norm_has_quantized(monkeypatch: pytest.Monkey
     monkeypatch.setattr(quantize_rows_kernel, "quantize_rows", None)
     for n, product in zip((4, 20, 300), expected, strict=True):
         assert torch.equal(linear(rms_norm(x[:n], ones, 1e-5, quantize=FP8), weight), product)
+
+
+def test_a_start_runs_every_kernel_for_few_rows() -> None:
+    """The steps computed before the first request have every padded number of rows."""
+    config = EngineConfig(num_blocks=2000, max_model_len=8192, vocab_size=9, max_num_batched_tokens=8192)
+    warmed = {sum(chunk.length for chunk in chunks) for chunks in first_steps(config)}
+    padded = [
+        {found.rows for n in rows if (found := choose(n, 4096, 4096, False, 0))} for rows in (warmed, range(2, 300))
+    ]
+    assert padded[0] == padded[1]
+    assert max(padded[0]) == MAX_ROWS
+    in_order = {(choose_arranged(n, gated=False), n > 128) for n in warmed if n <= ARRANGED_ROWS}
+    assert in_order == {(choose_arranged(n, gated=False), n > 128) for n in range(1, ARRANGED_ROWS + 1)}
