@@ -147,7 +147,7 @@ class KvLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block on all ranks together, each slice counted once."""
+        """Bytes of a block where one rank holds everything."""
         return self.num_bytes(self.whole)
 
     @property

@@ -202,6 +202,8 @@ def test_each_rank_has_a_gpu_of_its_own() -> None:
     flags = ("--decode-tensor-parallel-size=2", "--gpu-memory-utilization=0.8")
     four = Machine(8, ("0", "1", "2", "3"))
     assert placement(settings(*flags), four) == "prefill-0 on GPU 0, decode-0 on GPU 1 and 2; a rank on each"
+    staged = placement(settings("--prefill-pipeline-parallel-size=2"), four)
+    assert staged == "prefill-0 on GPU 0 and 1, decode-0 on GPU 2; a rank on each"
     seen = {name: child.env["CUDA_VISIBLE_DEVICES"] for name, child in planned(four, *flags).items() if "-" in name}
     assert seen == {"prefill-0": "0,1,2,3", "decode-0": "1,2,0,3"}
     pairs = planned(four, *flags, "--prefill-tensor-parallel-size=2")
