@@ -1,6 +1,7 @@
-"""What matmuls of few rows have in common that copy tiles by the tensor memory accelerator: one warp copies, one or two
-groups of 4 warps multiply 64 features each by all rows of x, at their own pace, and several programs may divide the
-columns.
+"""How a matmul of few rows is divided among programs, and how they end.
+
+In a program one warp has the tensor memory accelerator copy tiles, of x and of the weight; one or two groups of 4 warps
+multiply 64 features each by all rows of x, at their own pace. Several programs may divide the columns of a tile.
 
 Equal shares of all tiles for as many programs as there is room for (Osama et al., "Stream-K", 2023) take 10 to 15%
 longer: more tiles are sums of several programs then.
