@@ -19,7 +19,7 @@ from engine.model.errors import UnsupportedModel
 from engine.model.expert_counts import ExpertCounts
 from engine.model.experts import NAMES, expert_modules, weights_of
 from engine.model.fast.forwards import logits_as_served
-from engine.model.fast.patches import Target
+from engine.model.fast.target import Target
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.skeleton import build_skeleton

@@ -25,7 +25,7 @@ from engine.model.experts import (
     why_not,
 )
 from engine.model.fast.forwards import logits_as_served
-from engine.model.fast.patches import Target
+from engine.model.fast.target import Target
 from engine.model.kv_pool import KvPool
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.loader import load_model

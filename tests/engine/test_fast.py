@@ -18,8 +18,8 @@ from engine.model import fast
 from engine.model.attention import IMPLEMENTATION, Probe, probe
 from engine.model.fast import registry
 from engine.model.fast.forwards import logits_as_served
-from engine.model.fast.patches import Target
 from engine.model.fast.tally import FusedReport, Tally
+from engine.model.fast.target import Target
 
 torch.set_num_threads(1)
 

@@ -22,8 +22,8 @@ from engine.model import fast, linear_method, quantization
 from engine.model.attention import IMPLEMENTATION, probe
 from engine.model.errors import UnsupportedModel
 from engine.model.fast.forwards import logits_as_served
-from engine.model.fast.patches import Target
 from engine.model.fast.tally import FusedReport
+from engine.model.fast.target import Target
 from engine.model.linear_method import LinearMethod, Product, Quantization, UnquantizedLinear, attach, method_of
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint

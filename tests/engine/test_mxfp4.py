@@ -16,7 +16,7 @@ from engine.model.attention import probe
 from engine.model.errors import UnsupportedModel
 from engine.model.experts import NAMES, expert_modules, keep_four_bits, own_forward, weights_of
 from engine.model.fast.forwards import logits_as_served
-from engine.model.fast.patches import Target
+from engine.model.fast.target import Target
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.loader import load_model
 from engine.model.parallel.group import RankGroup

@@ -19,7 +19,7 @@ from engine.model import fast
 from engine.model.attention import probe
 from engine.model.errors import UnsupportedModel
 from engine.model.fast.forwards import logits_as_served
-from engine.model.fast.patches import Target
+from engine.model.fast.target import Target
 from engine.model.linear_method import UnquantizedLinear, method_of
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.loader import load_model

@@ -15,7 +15,7 @@ from engine.model import fast
 from engine.model.attention import probe
 from engine.model.fast import FusedReport
 from engine.model.fast.forwards import logits_as_served
-from engine.model.fast.patches import Target
+from engine.model.fast.target import Target
 from engine.model.linear_method import UnquantizedLinear
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint

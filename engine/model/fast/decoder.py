@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from engine.model.fast.norms import Norm, norm_forward
+from engine.model.fast.norm import Norm, norm_forward
 from engine.model.fast.patches import Patches
 
 NORMS_OF_SANDWICH = 4

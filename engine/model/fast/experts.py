@@ -18,8 +18,8 @@ from baton_kernels.experts import ROUTER_TOKENS, ExpertWeights, Routing, kernel_
 from baton_kernels.experts.reference import experts as reference
 from engine.model.attention import padding_slots
 from engine.model.experts import expert_modules, forward_of, own_forward, weights_of, why_not
-from engine.model.fast.patches import Target
 from engine.model.fast.tally import Tally
+from engine.model.fast.target import Target
 from engine.model.tolerance import Tolerance, close, rounding
 
 _BIAS = "e_score_correction_bias"

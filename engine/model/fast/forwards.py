@@ -8,7 +8,7 @@ from torch import Tensor
 from baton.layout import LayerKv
 from baton_kernels.paged_attention import PagedBatch
 from engine.model.attention import AttentionSite, attach, bind
-from engine.model.fast.patches import Target
+from engine.model.fast.target import Target
 from engine.model.kv_pool import KvPool
 
 NUM_TOKENS = 8

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from engine.model.fast.patches import Target
 from engine.model.fast.tally import Tally
+from engine.model.fast.target import Target
 from engine.model.linear_method import LinearMethod, fusable, fuse, method_of
 from engine.model.tolerance import close
 

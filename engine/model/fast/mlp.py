@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from baton_kernels.gated_activation import ACTIVATIONS, Activation, gated_activation
-from engine.model.fast.patches import Target
 from engine.model.fast.tally import Tally
+from engine.model.fast.target import Target
 from engine.model.linear_method import LinearMethod, Product, fusable, fuse, method_of
 from engine.model.tolerance import close
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from engine.model.fast.patches import Target
+from engine.model.fast.target import Target
 
 MIN_FP32_BYTES = 64 << 20
 """Models in fp32 with fewer bytes in their products are left to torch's own: they fit a processor's cache, and tests of

@@ -17,11 +17,11 @@ from engine.model.fast.linears import fuse_linears, fuse_qkv
 from engine.model.fast.mlp import fuse_gate_up
 from engine.model.fast.norms import fuse_norms
 from engine.model.fast.packing import pack_products
-from engine.model.fast.patches import Target
 from engine.model.fast.residual import fuse_residuals
 from engine.model.fast.rotary import fuse_head_norms, fuse_rotation, fuse_tables
 from engine.model.fast.sums import fuse_sums
 from engine.model.fast.tally import FusedReport, Tally
+from engine.model.fast.target import Target
 from engine.model.linear_method import method_of
 from engine.model.tolerance import rounding
 

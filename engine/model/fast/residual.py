@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from engine.model.fast.decoder import Decoder, Forward, LayerParts, Stream, layer_forward
-from engine.model.fast.norms import Norm
-from engine.model.fast.patches import Target
+from engine.model.fast.norm import Norm
 from engine.model.fast.tally import Tally
+from engine.model.fast.target import Target
 from engine.model.linear_method import method_of
 from engine.model.parallel.stages import StandIn
 from engine.model.tolerance import close

@@ -20,8 +20,9 @@ from baton_kernels.kv_write import HeadNorm, rope_kv_write
 from engine.model import rope
 from engine.model.attention import Angles, AttentionCall, FusedRotary, attend_within
 from engine.model.fast.forwards import BLOCK_SIZE, run_model
-from engine.model.fast.patches import RmsNorm, Target
+from engine.model.fast.norm import RmsNorm
 from engine.model.fast.tally import Tally
+from engine.model.fast.target import Target
 from engine.model.tolerance import close
 
 _NAME = "apply_rotary_pos_emb"

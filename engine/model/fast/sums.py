@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from engine.model.attention import AttentionCall, attend_within
 from engine.model.fast.decoder import Decoder, Forward
 from engine.model.fast.forwards import run_model
-from engine.model.fast.norms import Norm
-from engine.model.fast.patches import Target
+from engine.model.fast.norm import Norm
 from engine.model.fast.tally import Tally
+from engine.model.fast.target import Target
 from engine.model.linear_method import method_of
 from engine.model.parallel.group import RankGroup
 from engine.model.parallel.layers import RowParallelLinear

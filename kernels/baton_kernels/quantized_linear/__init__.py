@@ -15,9 +15,15 @@ from torch import Tensor
 from baton_kernels.gated_activation import Activation, gated_activation
 from baton_kernels.linear.tiling import Tiling
 from baton_kernels.quantized_linear import four_bits, reference
-from baton_kernels.quantized_linear.four_bits import FourBitWeight, arrange, can_arrange
+from baton_kernels.quantized_linear.four_bits import arrange, can_arrange
 from baton_kernels.quantized_linear.tiling import ARRANGED_ROWS, WEIGHT_ONLY_ROWS, choose, choose_four_bits
-from baton_kernels.quantized_linear.weights import QuantizedWeight, pack_halves, packed_columns, unpack_halves
+from baton_kernels.quantized_linear.weights import (
+    FourBitWeight,
+    QuantizedWeight,
+    pack_halves,
+    packed_columns,
+    unpack_halves,
+)
 
 __all__ = [
     "FourBitWeight",

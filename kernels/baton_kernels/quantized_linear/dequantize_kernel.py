@@ -10,8 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton_kernels.pdl import launch_options
-from baton_kernels.quantized_linear.four_bits import FourBitWeight
-from baton_kernels.quantized_linear.weights import QuantizedWeight
+from baton_kernels.quantized_linear.weights import FourBitWeight, QuantizedWeight
 
 ROWS = 8
 COLUMNS = 256

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from baton_kernels.quantized_linear.weights import QuantizedWeight, unpack_halves
+from baton_kernels.quantized_linear.weights import FourBitWeight, QuantizedWeight, unpack_halves
 
 GROUP = 128
 """Columns with one scale."""
@@ -16,31 +14,6 @@ STEP = 2 * GROUP
 _PADDING = 128
 """Scales after the last row of a group, which a tile that is not full reads, and does not use."""
 _SCALE_DTYPES = (torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True, slots=True)
-class FourBitWeight:
-    """Made by `arrange`.
-
-    words: [out_features, in_features / 8], int32. Of each 256 columns, those of the first group are the low halves of
-        bytes, the others the high ones: column 64h + 16j + 8q + 2t + p of a group, whose digits h, q, p are 0 or 1,
-        and t and j 0 to 3, is in byte 32t + 16h + 4j + 2p + q. So a lane, t, finds side by side what it holds of a
-        matrix of 16 columns, j, and two words are shifted less to be unpacked.
-    scales: [in_features / 128, at least out_features], int32: 16 bits of scale, then 16 of its zero.
-    scale_dtype: fp16 or bf16.
-    """
-
-    words: Tensor
-    scales: Tensor
-    scale_dtype: torch.dtype
-
-    @property
-    def out_features(self) -> int:
-        return self.words.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        return 8 * self.words.shape[1]
 
 
 def can_arrange(weight: QuantizedWeight) -> bool:

@@ -23,8 +23,9 @@ from triton.language import debug_barrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from baton_kernels.pdl import launch_options
-from baton_kernels.quantized_linear.four_bits import STEP, FourBitWeight
+from baton_kernels.quantized_linear.four_bits import STEP
 from baton_kernels.quantized_linear.tile_programs import Programs, TileTiling, finish, row_of, share, weight_descriptor
+from baton_kernels.quantized_linear.weights import FourBitWeight
 
 # The low halves of bytes times HUGE, less their zero times HUGE; and the high halves: 0x7f00 is 2 ** 127 in bf16.
 _DECODE_BF16 = gl.constexpr("""

@@ -52,6 +52,31 @@ class QuantizedWeight:
         return packed_columns(self.in_features, self.group)
 
 
+@dataclass(frozen=True, slots=True)
+class FourBitWeight:
+    """4-bit values in groups of 128 columns, as `four_bits.arrange` makes it.
+
+    words: [out_features, in_features / 8], int32. Of each 256 columns, those of the first group are the low halves of
+        bytes, the others the high ones: column 64h + 16j + 8q + 2t + p of a group, whose digits h, q, p are 0 or 1,
+        and t and j 0 to 3, is in byte 32t + 16h + 4j + 2p + q. So a lane, t, finds side by side what it holds of a
+        matrix of 16 columns, j, and two words are shifted less to be unpacked.
+    scales: [in_features / 128, at least out_features], int32: 16 bits of scale, then 16 of its zero.
+    scale_dtype: fp16 or bf16.
+    """
+
+    words: Tensor
+    scales: Tensor
+    scale_dtype: torch.dtype
+
+    @property
+    def out_features(self) -> int:
+        return self.words.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return 8 * self.words.shape[1]
+
+
 def packed_columns(in_features: int, group: int) -> int:
     """Columns within which 4-bit codes are packed: two groups, so that a byte's halves belong to neighbours; one, if
     their number is odd."""

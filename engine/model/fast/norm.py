@@ -1,0 +1,65 @@
+"""An RMS norm's forward, with the residual addition before it, and the sum over ranks before that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from baton_kernels.all_reduce_rms_norm import all_reduce_rms_norm
+from baton_kernels.rms_norm import rms_norm
+from engine.model.parallel.group import RankGroup
+
+
+@dataclass(frozen=True, slots=True)
+class RmsNorm:
+    """What a module was found to compute: the arguments of `rms_norm` besides x and the weight."""
+
+    eps: float
+    weight_offset: float
+    round_once: bool
+
+
+class Norm(NamedTuple):
+    """A module, and what it was found to compute. quantize: the type of its results in which the products over them
+    want them, if not their own. sums: the ranks whose parts it sums first, where `RankGroup.norms_sum` says so."""
+
+    module: nn.Module
+    kind: RmsNorm
+    quantize: torch.dtype | None = None
+    sums: RankGroup | None = None
+
+
+def norm_forward(norm: Norm) -> Callable[..., Tensor]:
+    """forward(x), or forward(x, residual), which adds x to the residual first, in place."""
+    weight, quantize, ranks = norm.module.weight, norm.quantize, norm.sums
+    eps, weight_offset, round_once = norm.kind.eps, norm.kind.weight_offset, norm.kind.round_once
+    assert isinstance(weight, Tensor)
+
+    def forward(x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return rms_norm(
+            x, weight, eps, residual=residual, weight_offset=weight_offset, round_once=round_once, quantize=quantize
+        )
+
+    if ranks is None:
+        return forward
+
+    def sum_and_forward(x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if not ranks.norms_sum(x.numel() // x.shape[-1], x.shape[-1] * x.itemsize):
+            return forward(x, residual)
+        return all_reduce_rms_norm(
+            x,
+            weight,
+            eps,
+            ranks.all_reduce,
+            ranks.peers,
+            residual=residual,
+            weight_offset=weight_offset,
+            round_once=round_once,
+            quantize=quantize,
+        )
+
+    return sum_and_forward

@@ -1,0 +1,44 @@
+"""What the pieces work on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from engine.model.fast.decoder import Decoder
+from engine.model.fast.norm import RmsNorm
+from engine.model.fast.patches import Patches
+from engine.model.linear_method import LinearMethod
+
+
+@dataclass(slots=True)
+class Target:
+    """The model, its attention modules in the order of the layers, and what earlier pieces found.
+
+    norms: what each module that is an RMS norm computes. absorbed: linear layers whose product another module computes.
+    products: the linear methods of the products that were put in, which all have weights of their own. decoder: the
+    layers, if their residual is kept outside of them.
+    """
+
+    model: PreTrainedModel
+    layers: list[nn.Module]
+    max_model_len: int
+    patches: Patches = field(default_factory=Patches)
+    norms: dict[nn.Module, RmsNorm] = field(default_factory=dict)
+    absorbed: set[nn.Module] = field(default_factory=set)
+    products: list[LinearMethod] = field(default_factory=list)
+    decoder: Decoder | None = None
+
+    @property
+    def config(self) -> Any:
+        return self.model.config.get_text_config()
+
+    def inputs(self, width: int) -> Tensor:
+        """Random [1, 3, width] of the model's dtype: a token of tiny, one of usual and one of large values."""
+        generator = torch.Generator().manual_seed(width)
+        rows = torch.randn(1, 3, width, generator=generator) * torch.tensor([[1e-3], [1.0], [5.0]])
+        return rows.to(self.model.device, self.model.dtype)
