@@ -224,7 +224,7 @@ async def test_mistakes_are_named(client):
 
 
 async def test_failures_of_nodes_have_anthropics_types(nodes):
-    async with running(nodes, request_timeout=0.2) as (_, client):
+    async with running(nodes, request_timeout=5) as (_, client):
         for error, status, kind in (
             (Overloaded("full"), 429, "rate_limit_error"),
             (CacheExhausted("it can never fit"), 503, "overloaded_error"),
