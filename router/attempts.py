@@ -118,7 +118,7 @@ class Attempts:
     def _place(self, task: Unplaced, placement: Placement, now: float) -> None:
         """Those of its samples that have not ended while it waited."""
         if placement.decode and not task.life.request.has_prefill:
-            placement = Placement(placement.decode, None, placement.option.alone, placement.prices)
+            placement = Placement(placement.decode, None, placement.option.alone, placement.options)
         num_blocks = placement.num_blocks(len(task.life.request.prompt_tokens), len(task.samples))
         life, samples = task.life, [sample for sample in task.samples if not sample.ended]
         prefill, decode = placement.prefill.info, placement.decode.info if placement.decode else None

@@ -54,7 +54,7 @@ class Cost(Policy):
         best += [Option(node, None) for node in _least(options.alone, alone_cost)]
         ranked = sorted([(price.option(option), _names(option), i) for i, option in enumerate(best)])[:2]
         near = [best[last] for least, _, last in ranked if least <= (1 + NEAR) * ranked[0][0]]
-        return draw.choice(near)
+        return near[0] if len(near) == 1 else draw.choice(near)
 
 
 def _least(nodes: Sequence[Candidate], price: Callable[[Candidate], float]) -> list[Candidate]:
