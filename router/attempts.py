@@ -131,7 +131,7 @@ class Attempts:
             life.timings.expected_first_token_s = now - life.arrived + placement.expected_first_token_s
         nodes = prefill.node_id, (decode or prefill).node_id
         estimate = placement.estimate(self._pool.policy_name)
-        indexes, at_s = [sample.index for sample in samples], now - life.arrived
+        indexes, at_s = tuple([sample.index for sample in samples]), now - life.arrived
         attempt = Attempt(
             attempt_id,
             samples,

@@ -23,8 +23,8 @@ from baton.messages import (
 )
 from baton.prompt_logprobs import PromptLogprobs
 from baton.sampling import FinishReason, SamplingParams
-from baton.telemetry.timeline import Timeline
-from router.request_record import UNPREPARED, AttemptRecord, Preparation, RequestRecord
+from baton.telemetry.timeline import AttemptTimeline, Timeline
+from router.request_record import UNPREPARED, Preparation, RequestRecord
 from router.versions import ModelVersion
 
 
@@ -174,7 +174,7 @@ class Attempt:
     prefill: str
     decode: str | None
     deadline_s: float
-    record: AttemptRecord
+    record: AttemptTimeline
     prefill_s: float = 0.0
     num_promised: int = 0
     state: AttemptState = AttemptState.QUEUED

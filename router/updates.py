@@ -61,7 +61,7 @@ class Updates:
             case Tokens() | SampleEnd() as item:
                 self._item(life, attempt, item, incarnation, now)
             case Started() as started:
-                attempt.record.started(started, now - life.arrived)
+                attempt.record.has_started(started, now - life.arrived)
                 self._started(life, attempt, started, incarnation)
             case PromptLogprobs() as piece:
                 self._prompt_logprobs(life, attempt, piece, now)
@@ -73,7 +73,7 @@ class Updates:
             case Stayed() as stayed:
                 self._migrations.stayed(life, attempt, stayed, now)
             case End(error) as end:
-                attempt.record.ended(end)
+                attempt.record.was_reported(end)
                 self._ended(life, attempt, error, incarnation, now)
 
     def _moves_on(self, life: RequestLife, attempt: Attempt, update: Update, incarnation: str, now: float) -> bool:
@@ -89,7 +89,7 @@ class Updates:
             self._recovery.fail(life, attempt, error, now, {target} if target else None, lost=True)
             return False
         self._migrations.handed_over(life, attempt)
-        attempt.record.moved(life.timings.decode_node, now - life.arrived)
+        attempt.record.has_moved(life.timings.decode_node, now - life.arrived)
         return True
 
     def _handed_off(self, life: RequestLife, attempt: Attempt, handed_off: HandedOff, now: float) -> None:
@@ -100,14 +100,14 @@ class Updates:
         self._pool.worked(attempt.prefill)
         if not attempt.visited:
             life.timings.handed_off(handed_off)
-            attempt.record.handed_off(handed_off, now - life.arrived)
+            attempt.record.was_handed_off(handed_off, now - life.arrived)
         self._after_progress(life, attempt, now)
 
     def _adopted(self, life: RequestLife, attempt: Attempt, adopted: Adopted, incarnation: str, now: float) -> None:
         self._attempts.prefilled(life, attempt, now)
         attempt.state = AttemptState.DECODING
         if not attempt.visited:
-            attempt.record.adopted(adopted, now - life.arrived)
+            attempt.record.was_adopted(adopted, now - life.arrived)
         self._attempts.has_blocks(attempt)
         for sample in attempt.samples:
             self._held.release(life, sample, now)
