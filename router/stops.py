@@ -65,6 +65,9 @@ class StopStrings:
         return self.edges[state].get(char, 0)
 
 
+NO_STOPS = StopStrings(())
+
+
 class StopScanner:
     """Finds the first stop string of one sample, however the text is cut.
 

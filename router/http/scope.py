@@ -24,8 +24,9 @@ _QUIET = frozenset({"/debug/console", "/debug/requests", "/health", "/load", "/m
 
 class RequestScope:
     """Outermost ASGI application. Puts `request_id`, `is_named` (whether a header gave the id), `received`
-    (`time.monotonic`), `owner` and `tenant` (b"" and None if there are no keys) into the request's state. The answer
-    has the `traceparent` of a request with a trace: its caller's or, if the router records `traces`, one of its own."""
+    (`time.monotonic`), `owner` and `tenant` (b"" and None if there are no keys) and `status` (the answer's; 0: it has
+    not begun) into the request's state. The answer has the `traceparent` of a request with a trace: its caller's or, if
+    the router records `traces`, one of its own."""
 
     def __init__(self, app: ASGIApp, traces: bool = False) -> None:
         self._app = app
@@ -43,18 +44,16 @@ class RequestScope:
         is_named = bool(given) and is_usable_request_id(given)
         request_id = given if is_named else usable_request_id("")
         state = scope.setdefault("state", {})
-        state.update(request_id=request_id, is_named=is_named, received=received, owner=b"", tenant=None)
+        state.update(request_id=request_id, is_named=is_named, received=received, owner=b"", tenant=None, status=0)
         names = (HEADER, _ANTHROPIC_HEADER) if in_messages_api(scope["path"]) else (HEADER,)
         trace = self._trace(scope)
         own = () if trace is None else ((TRACE_HEADER.encode(), trace.header.encode()),)
-        status = 0
 
         async def send_named(message: Message) -> None:
-            nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
+                state["status"] = message["status"]
                 named = state["request_id"].encode()
-                message["headers"] = [*message.get("headers", ()), *((name, named) for name in names), *own]
+                message["headers"] = [*message.get("headers", ()), *[(name, named) for name in names], *own]
             await send(message)
 
         with request_scope(request_id), trace_scope(trace):
@@ -64,7 +63,7 @@ class RequestScope:
                 log.exception("internal error in %s %s", scope["method"], scope["path"])
             level = logging.DEBUG if scope["path"] in _QUIET else logging.INFO
             took_ms = (time.monotonic() - received) * 1e3
-            log.log(level, "%s %s status=%d took_ms=%.1f", scope["method"], scope["path"], status, took_ms)
+            log.log(level, "%s %s status=%d took_ms=%.1f", scope["method"], scope["path"], state["status"], took_ms)
 
     def _trace(self, scope: Scope) -> TraceContext | None:
         given = next((value for name, value in scope["headers"] if name == b"traceparent"), None)
