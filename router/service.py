@@ -152,7 +152,7 @@ class Service:
         prompts = await self._prompts(model, wanted)
         check_prompt_logprobs([prompt.tokens for prompt in prompts], wanted)
         admitted.resize(sum([len(prompt.tokens) for prompt in prompts]))
-        bad_words = await self._bad_words(model, wanted.bad_words)
+        bad_words = await self._bad_words(model, wanted.bad_words) if wanted.bad_words else ()
         preparation = _preparation(received, read)
         stops = StopStrings(wanted.stop) if wanted.stop else NO_STOPS
         parts: list[Part] = []
@@ -168,8 +168,6 @@ class Service:
         return generation
 
     async def _bad_words(self, model: ServedModel, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        if not words:
-            return ()
         size = 2 * sum(map(len, words))
         return await self.offload.run(lambda: bad_words_token_ids(words, model.tokenizer, model.vocab_size), size)
 

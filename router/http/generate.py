@@ -12,7 +12,6 @@ from starlette.datastructures import State
 from baton.errors import InvalidRequest
 from router.answer_reader import AnswerReading, Parsers
 from router.api_keys import salted
-from router.call_plan import plan_calls
 from router.constraints import constrained, naming_tools
 from router.generation import Generation
 from router.generation_request import GenerationRequest, check_answer, encode
@@ -33,7 +32,7 @@ from router.http.schemas import (
 )
 from router.http.scope import request_id_of
 from router.http.shapes import ChatShape, CompletionShape, Shape
-from router.http.tools import call_mode, offered_tools, plain_tools
+from router.http.tools import call_plan, plain_tools
 from router.limits import MAX_COUNTED_CHARS, MAX_ECHO_CHARS
 from router.models import ServedModel
 from router.service import Service
@@ -72,10 +71,11 @@ class GenerateRoutes:
         """Start a chat that was checked, with the state of its HTTP request. Also says how its answers are read; None:
         as they are. Raises BatonError."""
         parallel = body.parallel_tool_calls is not False
-        plan = plan_calls(self._parsers, offered_tools(body.callable_tools), call_mode(body.tool_choice), parallel)
+        plan = call_plan(self._parsers, body.tools, body.tool_choice, parallel)
         size = size_of_prompt(body)
         with self._service.admit(model, (size,), body.num_drawn) as admitted:
-            _check_echo(body.num_kept * len(body.echoed))
+            if body.echo:
+                _check_echo(body.num_kept * len(body.echoed))
             prompt = await self._chat_prompt(model, body, size)
             reading = plan.reading(self._parsers, prompt, parallel)
             wanted = body.wanted(request_id, prompt)

@@ -3,7 +3,6 @@ ignored, unless they would change the answer (`unsupported`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel, Field
@@ -27,7 +26,7 @@ from router.http.fields import (
 )
 from router.http.logits_processors import ProcessorList, plain_processors
 from router.http.template_fields import TemplateFields
-from router.http.tools import Tool, ToolCalls, ToolChoice, ToolList, callable_tools, check_tools
+from router.http.tools import ToolCalls, ToolChoice, ToolList, check_tools
 from router.http.unsupported import refuse_unsupported
 from router.limits import MAX_MESSAGES, MAX_N, MAX_PROMPT_LOGPROBS, MAX_STREAMED_PROMPT_LOGPROBS
 from router.scope import REQUEST_ID
@@ -204,11 +203,6 @@ class ChatRequest(GenerationFields, TemplateFields):
     tools: ToolList | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-
-    @property
-    def callable_tools(self) -> Sequence[Tool]:
-        """Those that the model may call."""
-        return callable_tools(self.tools, self.tool_choice)
 
     def check(self) -> None:
         super().check()
