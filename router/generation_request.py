@@ -86,7 +86,8 @@ class GenerationRequest:
             raise InvalidRequest(
                 f"truncate_prompt_tokens must be -1, or 1 or more, not {kept}", "truncate_prompt_tokens"
             )
-        if any([not 0 <= token < _INT32_END for token in self.sampling.get("stop_token_ids", ())]):
+        ends = self.sampling.get("stop_token_ids")
+        if ends and not (0 <= min(ends) and max(ends) < _INT32_END):
             raise InvalidRequest("stop_token_ids must be token ids, 0 or more", "stop_token_ids")
         if self.timeout_s is not None and not 0 < self.timeout_s < float("inf"):
             raise InvalidRequest(f"the timeout must be above 0 seconds, not {self.timeout_s}", "timeout")

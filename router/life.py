@@ -121,8 +121,7 @@ class TokensOut(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SampleOut:
+class SampleOut(NamedTuple):
     sample: int
     reason: FinishReason
     stop_token_id: int | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from baton.errors import BatonError
 from baton.telemetry.timeline import AttemptTimeline, Estimate, Timeline
@@ -14,8 +15,7 @@ MAX_ATTEMPTS = 16
 """Of one request that are remembered: the first ones. Requests with many samples can have more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Preparation:
+class Preparation(NamedTuple):
     """What a front end did with a request before it was placed: seconds since its receipt. `received_at`: the time of
     day of that."""
 

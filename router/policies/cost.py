@@ -11,9 +11,9 @@ others, as Preble has it (Srivatsa et al. 2024, arXiv 2407.00023).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 from random import Random
+from typing import NamedTuple
 
 from router.policies.base import Candidate, Option, Options, Policy
 
@@ -84,8 +84,7 @@ def _names(option: Option) -> tuple[str, ...]:
     return tuple([node.node_id for node in option if node])
 
 
-@dataclass(frozen=True, slots=True)
-class Prices:
+class Prices(NamedTuple):
     """What options cost, in seconds, for a prompt of `num_tokens`, of which a prefill node has `most_cached`."""
 
     num_tokens: int

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from baton.errors import BatonError
 from baton.messages import Adopted, End, HandedOff, Started
@@ -30,8 +31,7 @@ node has no room yet. The next three only if the client's first token comes from
 as far as computing did not hide it. step_wait: until the decode node's next step. decode: of a beam search."""
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
+class Estimate(NamedTuple):
     """Why an attempt was placed where it is: what `policy` expected of it. `kind`: pair or decode_alone. `alone_s`: the
     time to the first token that the decode node would have taken without a prefill node."""
 
