@@ -36,9 +36,9 @@ class ContextTooLong(InvalidRequest):
     """Prompt and answer do not fit the model's context together."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class GenerationRequest:
-    """A generation as the client wants it.
+    """A generation as the client wants it. Nobody changes it.
 
     Each of `prompts` (text or token ids) gets `n` answers. `sampling`: what the client says of SamplingParams, by name.
     The rest takes the model's generation defaults, or follows from the context. `prompt_only`: the answers are dropped.
@@ -87,7 +87,7 @@ class GenerationRequest:
                 f"truncate_prompt_tokens must be -1, or 1 or more, not {kept}", "truncate_prompt_tokens"
             )
         ends = self.sampling.get("stop_token_ids")
-        if ends and not (0 <= min(ends) and max(ends) < _INT32_END):
+        if ends and not (min(ends) >= 0 and max(ends) < _INT32_END):
             raise InvalidRequest("stop_token_ids must be token ids, 0 or more", "stop_token_ids")
         if self.timeout_s is not None and not 0 < self.timeout_s < float("inf"):
             raise InvalidRequest(f"the timeout must be above 0 seconds, not {self.timeout_s}", "timeout")

@@ -54,8 +54,7 @@ FirstToken = Literal["prefill", "decode"]
 is a gap behind it; with the decode node's, the handoff is part of the time to the first token."""
 
 
-@dataclass(frozen=True, slots=True)
-class RoutedRequest:
+class RoutedRequest(NamedTuple):
     """A request of the front ends: token ids in, `n` samples out. `sampling.seed` has already been drawn.
 
     `block_hashes`: of the prompt's full blocks, as the nodes compute them. `version`: whose tokens the prompt is made

@@ -85,9 +85,7 @@ class Updates:
     def _tokens(self, life: RequestLife, attempt: Attempt, tokens: Tokens, incarnation: str, now: float) -> None:
         self._pool.count_tokens(incarnation, len(tokens.token_ids))
         if self._flows(life, attempt, tokens):
-            self._outbox.to_client(
-                life.request.request_id, TokensOut(tokens.sample, tokens.token_ids, tokens.logprobs)
-            )
+            self._outbox.to_client(life.request.request_id, TokensOut(tokens.sample, tokens.token_ids, tokens.logprobs))
         else:
             self._item(life, attempt, tokens, incarnation, now)
 

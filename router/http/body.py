@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from baton.errors import InvalidRequest, RequestCancelled
+from router.http.access import header_of
 from router.http.errors import describe_validation
 from router.http.limits import Bodies
 from router.http.parse import parse_json
@@ -34,7 +35,7 @@ class BodyReader:
     async def read(self, request: Request, kind: type[B]) -> B:
         """The body as `kind`, whatever its content type says. Raises InvalidRequest, Overloaded, HTTPException 413, or
         RequestCancelled if the client leaves before it has sent everything."""
-        announced = request.headers.get("content-length", "0")  # digits: the parser has seen to it
+        announced = header_of(request.scope, b"content-length") or "0"  # digits: the parser has seen to it
         if len(announced) > _MAX_DIGITS or int(announced) > self._bodies.max_bytes:
             raise self._too_large()
         body, more = bytearray(), True

@@ -60,7 +60,8 @@ class Cost(Policy):
         if not priced:
             priced = [(price.option(pair), _names(pair), pair) for pair in options.pairs()]
         if options.alone:
-            priced += [(alone_s, (node.node_id,), Option(node, None)) for alone_s, node in _least(options.alone, alone_cost)]
+            alone = _least(options.alone, alone_cost)
+            priced += [(alone_s, (node.node_id,), Option(node, None)) for alone_s, node in alone]
         if len(priced) > 1:
             priced.sort(key=_PRICE_AND_NAMES)
         near = [option for cost_s, _, option in priced[:2] if cost_s <= (1 + NEAR) * priced[0][0]]
