@@ -28,8 +28,12 @@ async def begins(request: Request) -> Response:
     return BreaksOff()
 
 
-async def nothing(*asgi: Any) -> None:
+async def framework(scope: Scope, receive: Receive, send: Send) -> None:
     raise AssertionError("not called")
+
+
+async def receive() -> Message:
+    return {"type": "http.request"}
 
 
 async def sent_by(handler: Any) -> list[Message]:
@@ -39,7 +43,7 @@ async def sent_by(handler: Any) -> list[Message]:
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": PATH, "headers": [], "state": {}}
-    await RequestScope(DirectRoutes(nothing, {PATH: handler}))(scope, nothing, send)
+    await RequestScope(DirectRoutes(framework, {PATH: handler}))(scope, receive, send)
     return sent
 
 
