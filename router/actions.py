@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
 from typing import NamedTuple
 
 from baton.messages import Abort, Migrate, Prefill
 from router.life import RequestEvent
 
 
-@dataclass(frozen=True, slots=True)
-class ToNode:
+class ToNode(NamedTuple):
     incarnation: str
     message: Prefill | Abort | Migrate
 
@@ -26,19 +25,14 @@ Action = ToNode | Emit
 
 
 class Outbox:
-    """Collects actions for nodes and for clients, whoever of the state machine makes them."""
+    """Collects actions for nodes and for clients, whoever of the state machine makes them. `actions`: those that are
+    still to be carried out, the next one first; the shell removes them."""
 
     def __init__(self) -> None:
-        self._actions: list[Action] = []
+        self.actions: deque[Action] = deque()
 
     def to_node(self, incarnation: str, message: Prefill | Abort | Migrate) -> None:
-        self._actions.append(ToNode(incarnation, message))
+        self.actions.append(ToNode(incarnation, message))
 
     def to_client(self, request_id: str, event: RequestEvent) -> None:
-        self._actions.append(Emit(request_id, event))
-
-    def take(self) -> list[Action]:
-        if not self._actions:
-            return []
-        actions, self._actions = self._actions, []
-        return actions
+        self.actions.append(Emit(request_id, event))

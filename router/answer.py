@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -35,9 +34,9 @@ def join(deltas: Sequence[Delta]) -> Delta:
         return deltas[0]
     return deltas[-1]._replace(
         prompt=deltas[0].prompt,
-        text="".join(delta.text for delta in deltas),
-        token_ids=tuple(itertools.chain.from_iterable(delta.token_ids for delta in deltas)),
-        logprobs=tuple(itertools.chain.from_iterable(delta.logprobs for delta in deltas)),
+        text="".join([delta.text for delta in deltas]),
+        token_ids=tuple([token_id for delta in deltas for token_id in delta.token_ids]),
+        logprobs=tuple([entry for delta in deltas for entry in delta.logprobs]),
     )
 
 

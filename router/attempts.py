@@ -118,7 +118,7 @@ class Attempts:
     def _place(self, task: Unplaced, placement: Placement, now: float) -> None:
         """Those of its samples that have not ended while it waited."""
         if placement.decode and not task.life.request.has_prefill:
-            placement = Placement(placement.decode, None, placement.option.alone, placement.prices)
+            placement = Placement(placement.decode, None, placement.option.alone, placement.options)
         num_blocks = placement.num_blocks(len(task.life.request.prompt_tokens), len(task.samples))
         life, samples = task.life, [sample for sample in task.samples if not sample.ended]
         prefill, decode = placement.prefill.info, placement.decode.info if placement.decode else None
@@ -131,7 +131,7 @@ class Attempts:
             life.timings.expected_first_token_s = now - life.arrived + placement.expected_first_token_s
         nodes = prefill.node_id, (decode or prefill).node_id
         estimate = placement.estimate(self._pool.policy_name)
-        indexes, at_s = [sample.index for sample in samples], now - life.arrived
+        indexes, at_s = tuple([sample.index for sample in samples]), now - life.arrived
         attempt = Attempt(
             attempt_id,
             samples,

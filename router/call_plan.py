@@ -52,18 +52,21 @@ class CallPlan:
 
     def reading(self, parsers: Parsers, prompt: str, parallel_tool_calls: bool) -> AnswerReading | None:
         """How answers are read; None: as they are."""
+        if not self.tools and parsers.reasoning is None:
+            return None
         parser = self.parser if self.is_forced else None
         is_named = self.mode is CallMode.ONE
         reading = AnswerReading(parsers, prompt, self.tools or {}, parallel_tool_calls, parser, is_named)
         return reading if reading.is_needed else None
 
 
+NO_CALLS = CallPlan()
+
+
 def plan_calls(
     parsers: Parsers, offered: Sequence[OfferedTool], mode: CallMode, parallel_tool_calls: bool = True
 ) -> CallPlan:
-    """Raises InvalidRequest."""
-    if not offered:
-        return CallPlan()
+    """`offered`: at least one tool. Raises InvalidRequest."""
     tools = {tool.name: tool.schema for tool in offered}
     if mode is CallMode.AUTO:
         return _plan_auto(parsers, offered, tools, parallel_tool_calls)

@@ -8,6 +8,7 @@ can take at the moment waits for one; each request ends exactly once, after its 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from random import Random
 
@@ -54,8 +55,8 @@ class RouterCore:
         self.prefix_index = PrefixIndex()
         self._retries = RetryBudget()
         outbox = Outbox()
-        self.take_actions: Callable[[], list[Action]] = outbox.take
-        """All that are to be carried out since the last call, in order."""
+        self.actions: deque[Action] = outbox.actions
+        """All that are still to be carried out, in order: who does so removes them from the left."""
         held = HeldEvents(outbox, first_token == "decode")
         waiting = WaitingRoom(max_waiting, max_waiting_tokens)
         self._attempts = Attempts(epoch, self.pool, self.prefix_index, outbox, waiting)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer(Protocol):
@@ -34,7 +35,7 @@ class ByteDetokenizer:
         self._token_bytes = token_bytes
         self._skipped = skipped
         self._whole_texts = {} if whole_texts is None else whole_texts
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8 = _Utf8Decoder("replace")
         self._in_character = False
 
     def add(self, token_id: int) -> str:
@@ -56,7 +57,7 @@ class ByteDetokenizer:
         return text
 
     def flush(self) -> str:
-        return self._utf8.decode(b"", final=True)
+        return self._utf8.decode(b"", final=True) if self._in_character else ""
 
 
 class WindowDetokenizer:

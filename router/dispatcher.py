@@ -55,10 +55,12 @@ class PrefixIndexState:
 class Dispatcher:
     def __init__(self, core: RouterCore, request_metrics: RequestMetrics) -> None:
         self._core = core
+        self._actions = core.actions
         self._request_metrics = request_metrics
         self._sinks: dict[str, Sink] = {}
         self._links: dict[str, Callable[[Prefill | Abort | Migrate], None]] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._armed_for = 0.0  # the deadline that it is set to
         self._carrying_out = False
         self._cause = ""
         self._idle = asyncio.Event()
@@ -132,10 +134,11 @@ class Dispatcher:
             return
         now = time.monotonic()
         self._cause = "node_error"
-        take, carry_out = self._core.update, self._carry_out
+        take, actions = self._core.update, self._actions
         for update in message:
             take(incarnation, update, now)
-            carry_out(now)  # one by one: a stop string is noticed before the tokens after it count
+            if actions:
+                self._carry_out(now)  # one by one: a stop string is noticed before the tokens after it count
 
     # ---- state, for the other parts of the router ----
 
@@ -220,25 +223,22 @@ class Dispatcher:
         self._carry_out(now)
         if self._timer:
             self._timer.cancel()
+            self._timer = None
 
     def _carry_out(self, now: float) -> None:
         """Carry out all actions, and those that they cause: a sink may call back into `stop_sample` and `cancel`.
         `now`: when what caused them came, so that metrics and timelines tell the same times."""
         if self._carrying_out:
             return
-        take = self._core.take_actions
-        actions = take()
-        if not actions:
-            return
         self._carrying_out = True
+        actions = self._actions
         try:
             while actions:
-                for action in actions:
-                    if isinstance(action, ToNode):
-                        self._send(action)
-                    else:
-                        self._emit(action, now)
-                actions = take()
+                action = actions.popleft()
+                if isinstance(action, ToNode):
+                    self._send(action)
+                else:
+                    self._emit(action, now)
         finally:
             self._carrying_out = False
 
@@ -270,14 +270,12 @@ class Dispatcher:
     def _arm(self) -> None:
         """Set the only timer to the next deadline. It fires in vain for a request that has ended early."""
         deadline = self._core.next_deadline()
-        if deadline is None:
+        if deadline is None or (self._timer is not None and self._armed_for <= deadline):
             return
-        loop = asyncio.get_running_loop()
-        when = loop.time() + max(0.001, deadline - time.monotonic())
-        if self._timer is None or self._timer.cancelled() or when < self._timer.when():
-            if self._timer:
-                self._timer.cancel()
-            self._timer = loop.call_at(when, self._tick)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._armed_for = deadline
+        self._timer = asyncio.get_running_loop().call_later(max(0.001, deadline - time.monotonic()), self._tick)
 
     def _tick(self) -> None:
         self._timer = None

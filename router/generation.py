@@ -184,7 +184,17 @@ class Generation:
     def take(self, part: Part, event: RequestEvent) -> None:
         """An event of one part. Never raises."""
         try:
-            self._take(part, event)
+            match event:
+                case TokensOut():
+                    self._take_tokens(part, event)
+                case PromptLogprobs() as piece:
+                    part.prompt_logprobs.append(piece)
+                case SampleOut(sample, reason, stop_token_id):
+                    answer = part.answers[sample]
+                    if not answer.ended:
+                        self._waiting.append(part.with_prompt(sample, answer.end(reason, stop_token_id)))
+                case RequestEnd():
+                    self._take_end(part, event)
         except Exception as error:  # a request's boundary: our mistake ends this request, not the node's stream
             log.exception("internal error", extra={"request_id": self.request_id})
             self._fail(InternalError(f"{type(error).__name__}: {error}"))
@@ -193,28 +203,21 @@ class Generation:
         elif self._waiter is not None:
             _wake(self._waiter)
 
-    def _take(self, part: Part, event: RequestEvent) -> None:
-        match event:
-            case TokensOut():
-                answer = part.answers[event.sample]
-                if not answer.ended:
-                    self._waiting.append(part.with_prompt(event.sample, answer.add(event.token_ids, event.logprobs)))
-                    if answer.ended:
-                        self._dispatcher.stop_sample(part.request.request_id, event.sample)
-            case PromptLogprobs() as piece:
-                part.prompt_logprobs.append(piece)
-            case SampleOut(sample, reason, stop_token_id):
-                answer = part.answers[sample]
-                if not answer.ended:
-                    self._waiting.append(part.with_prompt(sample, answer.end(reason, stop_token_id)))
-            case RequestEnd(error, timings, timeline):
-                part.timings = timings
-                self._live.discard(part.request.request_id)
-                if not self._live:
-                    self._admitted.release()
-                self._log_end(part, error, timings, timeline)
-                if error is not None:
-                    self._fail(error)
+    def _take_tokens(self, part: Part, event: TokensOut) -> None:
+        answer = part.answers[event.sample]
+        if not answer.ended:
+            self._waiting.append(part.with_prompt(event.sample, answer.add(event.token_ids, event.logprobs)))
+            if answer.ended:
+                self._dispatcher.stop_sample(part.request.request_id, event.sample)
+
+    def _take_end(self, part: Part, end: RequestEnd) -> None:
+        part.timings = end.timings
+        self._live.discard(part.request.request_id)
+        if not self._live:
+            self._admitted.release()
+        self._log_end(part, end.error, end.timings, end.timeline)
+        if end.error is not None:
+            self._fail(end.error)
 
     def _log_end(
         self, part: Part, error: BatonError | None, timings: RequestTimings, timeline: Timeline | None

@@ -36,9 +36,9 @@ class ContextTooLong(InvalidRequest):
     """Prompt and answer do not fit the model's context together."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class GenerationRequest:
-    """A generation as the client wants it.
+    """A generation as the client wants it. Nobody changes it.
 
     Each of `prompts` (text or token ids) gets `n` answers. `sampling`: what the client says of SamplingParams, by name.
     The rest takes the model's generation defaults, or follows from the context. `prompt_only`: the answers are dropped.
@@ -72,26 +72,39 @@ class GenerationRequest:
             raise InvalidRequest(f"n must be at most the width of the beam search, {width}, not {self.n}", "n")
         if width and self.stop:
             raise InvalidRequest("stop is not supported in a beam search", "stop")
-        if "" in self.stop:
-            raise InvalidRequest("stop must not contain an empty string", "stop")
-        _at_most(MAX_STOP_STRINGS, len(self.stop), "stop", "strings")
-        _at_most(MAX_STOP_CHARS, sum(map(len, self.stop)), "stop", "characters together")
-        stop_token_ids = self.sampling.get("stop_token_ids", ())
-        _at_most(MAX_STOP_TOKEN_IDS, len(stop_token_ids), "stop_token_ids", "ids")
-        _at_most(MAX_LOGIT_BIAS, len(self.sampling.get("logit_bias", ())), "logit_bias", "entries")
-        _at_most(MAX_ALLOWED_TOKEN_IDS, len(self.sampling.get("allowed_token_ids", ())), "allowed_token_ids", "ids")
+        if self.stop:
+            _check_stop(self.stop)
+        for param, most, what in _MOST_OF_SAMPLING:
+            if given := self.sampling.get(param):
+                _at_most(most, len(given), param, what)
         _at_most(MAX_CACHE_SALT_CHARS, len(self.cache_salt), "cache_salt", "characters")
-        check_bad_words(self.bad_words)
+        if self.bad_words:
+            check_bad_words(self.bad_words)
         check_priority(self.priority)
         kept = self.truncate_prompt_tokens
         if kept is not None and kept != _ALL_THAT_FIT and kept < 1:
             raise InvalidRequest(
                 f"truncate_prompt_tokens must be -1, or 1 or more, not {kept}", "truncate_prompt_tokens"
             )
-        if any(not 0 <= token < _INT32_END for token in stop_token_ids):
+        ends = self.sampling.get("stop_token_ids")
+        if ends and not (min(ends) >= 0 and max(ends) < _INT32_END):
             raise InvalidRequest("stop_token_ids must be token ids, 0 or more", "stop_token_ids")
         if self.timeout_s is not None and not 0 < self.timeout_s < float("inf"):
             raise InvalidRequest(f"the timeout must be above 0 seconds, not {self.timeout_s}", "timeout")
+
+
+def _check_stop(stop: tuple[str, ...]) -> None:
+    if "" in stop:
+        raise InvalidRequest("stop must not contain an empty string", "stop")
+    _at_most(MAX_STOP_STRINGS, len(stop), "stop", "strings")
+    _at_most(MAX_STOP_CHARS, sum(map(len, stop)), "stop", "characters together")
+
+
+_MOST_OF_SAMPLING = (
+    ("stop_token_ids", MAX_STOP_TOKEN_IDS, "ids"),
+    ("logit_bias", MAX_LOGIT_BIAS, "entries"),
+    ("allowed_token_ids", MAX_ALLOWED_TOKEN_IDS, "ids"),
+)
 
 
 def _at_most(limit: int, count: int, param: str, what: str) -> None:
@@ -189,7 +202,8 @@ def sampling_params(
     beam_search = bool(wanted.sampling.get("beam_width"))
     given = ({} if beam_search else _stated(model.defaults)) | dict(wanted.sampling)
     for name in ("logit_bias", "allowed_token_ids"):
-        if any(not 0 <= token < model.vocab_size for token in given.get(name, ())):
+        token_ids = given.get(name)
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < model.vocab_size):
             raise InvalidRequest(f"{name} names a token id outside [0, {model.vocab_size})", name)
     if beam_search:
         given.setdefault("temperature", 0.0)  # the others do not matter, or change logits

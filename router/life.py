@@ -23,8 +23,8 @@ from baton.messages import (
 )
 from baton.prompt_logprobs import PromptLogprobs
 from baton.sampling import FinishReason, SamplingParams
-from baton.telemetry.timeline import Timeline
-from router.request_record import UNPREPARED, AttemptRecord, Preparation, RequestRecord
+from baton.telemetry.timeline import AttemptTimeline, Timeline
+from router.request_record import UNPREPARED, Preparation, RequestRecord
 from router.versions import ModelVersion
 
 
@@ -54,8 +54,7 @@ FirstToken = Literal["prefill", "decode"]
 is a gap behind it; with the decode node's, the handoff is part of the time to the first token."""
 
 
-@dataclass(frozen=True, slots=True)
-class RoutedRequest:
+class RoutedRequest(NamedTuple):
     """A request of the front ends: token ids in, `n` samples out. `sampling.seed` has already been drawn.
 
     `block_hashes`: of the prompt's full blocks, as the nodes compute them. `version`: whose tokens the prompt is made
@@ -121,8 +120,7 @@ class TokensOut(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SampleOut:
+class SampleOut(NamedTuple):
     sample: int
     reason: FinishReason
     stop_token_id: int | None
@@ -174,7 +172,7 @@ class Attempt:
     prefill: str
     decode: str | None
     deadline_s: float
-    record: AttemptRecord
+    record: AttemptTimeline
     prefill_s: float = 0.0
     num_promised: int = 0
     state: AttemptState = AttemptState.QUEUED

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from baton.telemetry.timeline import Estimate
-from router.policies import Option
+from router.policies import Option, Options
 from router.policies.cost import Prices
 from router.routed_node import Node, num_blocks
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """`decode` None: the decode node in `prefill` does all the work. `option`: the two as the policy saw them.
+class Placement(NamedTuple):
+    """`decode` None: the decode node in `prefill` does all the work. `option`: the two as the policy saw them, among
+    all `options`.
     `has_room`: the node that generates has enough free blocks, see Node.has_room; where no prefill node works, it
     queues what it has no room for."""
 
     prefill: Node
     decode: Node | None
     option: Option
-    prices: Prices
+    options: Options
     has_room: bool = True
 
     def num_blocks(self, num_tokens: int, n: int) -> int:
@@ -55,9 +54,10 @@ class Placement:
 
     def __str__(self) -> str:
         """For logs: the nodes, and what the policy knew of them; times in milliseconds."""
+        cost_s = Prices.of(self.options).option(self.option)
         first, last = self.option.prefill, self.option.decode or self.option.prefill
         return (
-            f"prefill={first.node_id} decode={last.node_id} cost_ms={1e3 * self.prices.option(self.option):.1f} "
+            f"prefill={first.node_id} decode={last.node_id} cost_ms={1e3 * cost_s:.1f} "
             f"queue_ms={1e3 * first.queue_s:.1f} prefill_ms={1e3 * first.prefill_s:.1f} "
             f"handoff_ms={1e3 * last.handoff_s if self.decode else 0:.1f} cached={first.num_cached} "
             f"decode_cached={last.num_cached} running={last.num_running} fill={last.fill:.2f}"

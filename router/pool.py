@@ -11,7 +11,6 @@ from baton.messages import Load, NodeInfo, NodeRole
 from router.circuit_breakers import CircuitBreakers, Pair
 from router.placement import Placement
 from router.policies import Candidate, Options, Policy
-from router.policies.cost import Prices
 from router.policies.least_loaded import LeastLoaded
 from router.rates import PrefillTime
 from router.routed_node import Node, Place, num_blocks
@@ -46,7 +45,7 @@ class Pool:
         self._draw = draw or Random()
         self.with_prefill = with_prefill
         self._nodes: dict[str, Node] = {}
-        self._misfits: dict[tuple[str, str], str | None] = {}  # by the incarnations of a prefill and a decode node
+        self._misfits: dict[Pair, str | None] = {}
         self._prefill_time = PrefillTime()  # of all: what is expected of a new one
         self._num_placed = 0
 
@@ -73,8 +72,15 @@ class Pool:
 
     def role(self, role: NodeRole, version: ModelVersion | None = None) -> list[Node]:
         """The nodes of that role, and of that version unless it is None, that take new work."""
-        nodes = [n for n in self._nodes.values() if n.info.role is role and n.takes_work]
-        return nodes if version is None else [n for n in nodes if n.version == version]
+        return self._by_role(version)[role is NodeRole.DECODE]
+
+    def _by_role(self, version: ModelVersion | None) -> tuple[list[Node], list[Node]]:
+        """The prefill and the decode nodes of that version, of all if it is None, that take new work."""
+        by_role: tuple[list[Node], list[Node]] = [], []
+        for node in self._nodes.values():
+            if node.takes_work and (version is None or node.version == version):
+                by_role[node.info.role is NodeRole.DECODE].append(node)
+        return by_role
 
     def misfits(self) -> list[tuple[NodeInfo, NodeInfo, str]]:
         """The prefill and decode nodes that are never paired, and why."""
@@ -129,18 +135,18 @@ class Pool:
         Nodes in `avoid` are chosen only if there is no other. `held`: how many of the prompt's leading blocks nodes
         hold, by incarnation. None: no node can take it at the moment. Raises NodeUnavailable with the reason if the
         present nodes do not fit together, so that waiting would not help."""
-        prefills, decodes = self.role(NodeRole.PREFILL, version), self.role(NodeRole.DECODE, version)
-        if not decodes:
+        every_prefill, every_decode = self._by_role(version)
+        if not every_decode:
             return None
-        if prefills and not any(self._fit(p, d) for p in prefills for d in decodes):
-            raise NodeUnavailable(self._why_not(prefills, decodes) or "no node")
-        prefills, decodes, paired = self._willing(prefills, decodes, avoid, now)
+        prefills, decodes, paired = self._willing(every_prefill, every_decode, avoid, now)
+        if not paired and every_prefill and (misfit := self._why_not(every_prefill, every_decode)):
+            raise NodeUnavailable(misfit)
         roomy = self._with_room(prefills, decodes, now, num_tokens, held, n) if paired else []
         options = self._options((prefills, roomy or decodes, paired), now, num_tokens, held)
         option = self._policy.choose(options, self._draw)
-        prefill, decode = option
-        nodes = self._node_of(prefill), self._node_of(decode) if decode else None
-        return Placement(*nodes, option, Prices.of(options), has_room=bool(roomy) or not paired)
+        prefill, decode = self._nodes[option.prefill.incarnation], option.decode
+        last = None if decode is None else self._nodes[decode.incarnation]
+        return Placement(prefill, last, option, options, has_room=bool(roomy) or not paired)
 
     def _with_room(
         self, prefills: list[Node], decodes: list[Node], now: float, num_tokens: int, held: Mapping[str, int], n: int
@@ -152,7 +158,7 @@ class Pool:
             return num_blocks(node, max(1, num_tokens - num_held), n)
 
         roomy = [node for node in decodes if node.has_room(needed(node))]
-        if len(roomy) == len(decodes) or any(self._works(p, d, now) for p in prefills for d in roomy):
+        if len(roomy) == len(decodes) or any(self._works(_key(p, d), now) for p in prefills for d in roomy):
             return roomy
         return []
 
@@ -172,7 +178,7 @@ class Pool:
 
         of_prefill, of_decode = split(prefills), split(decodes)
         for i, j in ((0, 0), (1, 0), (0, 1), (1, 1)):
-            if any(self._works(p, d, now) for p in of_prefill[i] for d in of_decode[j]):
+            if any(self._works(_key(p, d), now) for p in of_prefill[i] for d in of_decode[j]):
                 return of_prefill[i], of_decode[j], True
         return [], of_decode[0] or of_decode[1], False
 
@@ -182,25 +188,17 @@ class Pool:
         prefills, decodes, paired = willing
 
         def fits(prefill: Candidate, decode: Candidate) -> bool:
-            return self._works(self._node_of(prefill), self._node_of(decode), now)
+            return self._works((prefill.incarnation, decode.incarnation), now)
 
-        first, second = (
-            [node.candidate(now, num_tokens, held.get(node.info.incarnation, 0)) for node in nodes]
-            for nodes in (prefills, decodes)
-        )
+        first = [node.candidate(now, num_tokens, held.get(node.info.incarnation, 0)) for node in prefills]
+        second = [node.candidate(now, num_tokens, held.get(node.info.incarnation, 0)) for node in decodes]
         alone = second if not paired else []
         if paired and self._policy.uses_decode_alone:
             alone = [candidate for candidate in second if candidate.bounds_gaps]
         return Options(first, second if paired else [], fits, alone, self._num_placed, num_tokens)
 
-    def _node_of(self, candidate: Candidate) -> Node:
-        return self._nodes[candidate.incarnation]
-
-    def _works(self, prefill: Node, decode: Node, now: float) -> bool:
-        return self._fit(prefill, decode) and not self.pair_breakers.is_out(_key(prefill, decode), now)
-
-    def _fit(self, prefill: Node, decode: Node) -> bool:
-        return self._misfits[_key(prefill, decode)] is None
+    def _works(self, pair: Pair, now: float) -> bool:
+        return self._misfits[pair] is None and not self.pair_breakers.is_out(pair, now)
 
     # ---- what it was given ----
 
@@ -313,7 +311,7 @@ class Pool:
         """Why these nodes, of one version, answer no request."""
         if not decodes:
             return "no prefill node and no decode node" if self.with_prefill and not prefills else "no decode node"
-        if not prefills or any(self._fit(p, d) for p in prefills for d in decodes):
+        if not prefills or any(self._misfits[_key(p, d)] is None for p in prefills for d in decodes):
             return None
         return f"no decode node: {self._misfits[_key(prefills[0], decodes[0])]}"
 
@@ -343,5 +341,5 @@ class Pool:
         return "; ".join(reasons) or None
 
 
-def _key(prefill: Node, decode: Node) -> tuple[str, str]:
+def _key(prefill: Node, decode: Node) -> Pair:
     return prefill.info.incarnation, decode.info.incarnation

@@ -34,14 +34,14 @@ class PrefillTime:
         """`prior`: what is predicted before the first observation."""
         self._prior = prior
         self._means: dict[int, _Prompts] = {}  # by the bits of their number of tokens, two at a time
-        self._constant_s = self._s_per_token = 0.0
+        self._longest = self._constant_s = self._s_per_token = 0.0
 
     def predict(self, num_tokens: int) -> float:
         if not num_tokens:
             return 0.0
         if not self._means:
             return self._prior.predict(num_tokens) if self._prior else num_tokens * PRIOR_S_PER_TOKEN
-        familiar = FAMILIAR * self._means[max(self._means)].num_tokens
+        familiar = FAMILIAR * self._longest
         if num_tokens <= familiar:
             return self._constant_s + self._s_per_token * num_tokens
         beyond_s = min(self._s_per_token, PRIOR_S_PER_TOKEN) * (num_tokens - familiar)
@@ -52,7 +52,11 @@ class PrefillTime:
         if num_tokens < 1 or took_s < 0:
             return
         took_s = min(took_s, max(MOST_SURPRISE * self.predict(num_tokens), PRIOR_S))
-        self._means.setdefault(num_tokens.bit_length() // 2, _Prompts()).add(num_tokens, took_s)
+        length = num_tokens.bit_length() // 2
+        if length not in self._means:
+            self._means[length] = _Prompts()
+        self._means[length].add(num_tokens, took_s)
+        self._longest = self._means[max(self._means)].num_tokens
         self._fit()
 
     def _fit(self) -> None:

@@ -49,7 +49,7 @@ class Recovery:
     ) -> None:
         """The attempt is lost: fence it, and place what is unfinished again, or end the request with `error`. `lost`: a
         node is, which needs no share of the retry budget."""
-        attempt.record.failed(error)
+        attempt.record.has_failed(error)
         self._attempts.abort(attempt)
         self._attempts.retire(life, attempt, now)
         unfinished = attempt.unfinished

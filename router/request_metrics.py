@@ -7,21 +7,20 @@ from dataclasses import dataclass, field
 
 from baton.errors import BatonError
 from baton.telemetry import RouterMetrics
-from baton.telemetry.tally import TallyCounter, TallyHistogram
 from baton.telemetry.timeline import Timeline
 from baton.telemetry.timeline_ring import TimelineRing
 from router.life import RequestEnd, RequestEvent, RoutedRequest, SampleOut, TokensOut
 
 
 class _ModelMetrics:
-    """Those of one model, looked up once: prometheus_client's `labels` takes longer than counting."""
+    """Those of one model, looked up once."""
 
     def __init__(self, metrics: RouterMetrics, model: str) -> None:
         self.prompt_tokens = metrics.prompt_tokens.labels(model)
         self.first_token_s = metrics.first_token_s.labels(model)
         self.first_token_ratio = metrics.first_token_ratio.labels(model)
-        self.generation_tokens: TallyCounter = metrics.generation_tokens.of(model)
-        self.inter_token_s: TallyHistogram = metrics.inter_token_s.of(model)
+        self.generation_tokens = metrics.generation_tokens.labels(model)
+        self.inter_token_s = metrics.inter_token_s.labels(model)
 
 
 @dataclass(slots=True)

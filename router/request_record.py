@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from baton.errors import BatonError
-from baton.messages import Adopted, End, HandedOff, Started
-from baton.node_times import DecodeTimes, PromptTimes
 from baton.telemetry.timeline import AttemptTimeline, Estimate, Timeline
 from baton.telemetry.trace_context import TraceContext
 from baton.v1 import common_pb2
@@ -16,8 +15,7 @@ MAX_ATTEMPTS = 16
 """Of one request that are remembered: the first ones. Requests with many samples can have more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Preparation:
+class Preparation(NamedTuple):
     """What a front end did with a request before it was placed: seconds since its receipt. `received_at`: the time of
     day of that."""
 
@@ -32,101 +30,30 @@ UNPREPARED = Preparation(0.0, 0.0, 0.0)
 
 
 @dataclass(slots=True)
-class AttemptRecord:
-    """The fields of AttemptTimeline, as far as they are known."""
-
-    attempt: int
-    samples: tuple[int, ...]
-    prefill_node: str
-    decode_node: str
-    estimate: Estimate
-    placed_at_s: float
-    started_at_s: float | None = None
-    handed_off_at_s: float | None = None
-    adopted_at_s: float | None = None
-    ended_at_s: float | None = None
-    state: str = ""
-    error: str = ""
-    queue_s: float = 0.0
-    num_cached_tokens: int = 0
-    handed_off_message: HandedOff | None = None
-    adopted_message: Adopted | None = None
-    prompt: PromptTimes | None = None
-    decode: DecodeTimes | None = None
-    moves: list[tuple[str, float]] = field(default_factory=list)
-
-    def started(self, message: Started, at_s: float) -> None:
-        self.started_at_s = at_s
-        self.queue_s, self.num_cached_tokens = message.queue_s, message.num_cached_tokens
-
-    def handed_off(self, message: HandedOff, at_s: float) -> None:
-        self.handed_off_at_s, self.handed_off_message = at_s, message
-        self.prompt = message.prompt or self.prompt
-
-    def adopted(self, message: Adopted, at_s: float) -> None:
-        self.adopted_at_s, self.adopted_message = at_s, message
-
-    def moved(self, node: str, at_s: float) -> None:
-        self.moves.append((node, at_s))
-
-    def ended(self, message: End) -> None:
-        self.prompt = message.prompt or self.prompt
-        self.decode = message.decode or self.decode
-        if message.error is not None:
-            self.error = message.error.message
-
-    def failed(self, error: BatonError) -> None:
-        self.error = self.error or error.message
-
-    def timeline(self) -> AttemptTimeline:
-        return AttemptTimeline(
-            self.attempt,
-            self.samples,
-            self.prefill_node,
-            self.decode_node,
-            self.estimate,
-            self.placed_at_s,
-            self.started_at_s,
-            self.handed_off_at_s,
-            self.adopted_at_s,
-            self.ended_at_s,
-            self.state,
-            self.error,
-            self.queue_s,
-            self.num_cached_tokens,
-            self.handed_off_message,
-            self.adopted_message,
-            self.prompt,
-            self.decode,
-            tuple(self.moves),
-        )
-
-
-@dataclass(slots=True)
 class RequestRecord:
     """Of one request. `first`, `first_waits_for_decode`: see Timeline."""
 
     preparation: Preparation
     submitted_at_s: float = 0.0
-    attempts: list[AttemptRecord] = field(default_factory=list)
+    attempts: list[AttemptTimeline] = field(default_factory=list)
     num_attempts: int = 0
-    first: AttemptRecord | None = None
+    first: AttemptTimeline | None = None
     first_waits_for_decode: bool = False
 
     @property
-    def last(self) -> AttemptRecord | None:
+    def last(self) -> AttemptTimeline | None:
         return self.attempts[-1] if self.attempts else None
 
     def placed(
-        self, attempt: int, samples: Sequence[int], nodes: tuple[str, str], estimate: Estimate, at_s: float
-    ) -> AttemptRecord:
+        self, attempt: int, samples: tuple[int, ...], nodes: tuple[str, str], estimate: Estimate, at_s: float
+    ) -> AttemptTimeline:
         """`nodes`: those that compute the prompt and generate; the same one if it does both. A request that is placed
         at once is so when it is submitted, although its time counts from its receipt."""
-        record = AttemptRecord(attempt, tuple(samples), *nodes, estimate, max(at_s, self.submitted_at_s))
+        timeline = AttemptTimeline(attempt, samples, *nodes, estimate, max(at_s, self.submitted_at_s))
         self.num_attempts += 1
         if len(self.attempts) < MAX_ATTEMPTS:
-            self.attempts.append(record)
-        return record
+            self.attempts.append(timeline)
+        return timeline
 
     def timeline(
         self,
@@ -141,7 +68,7 @@ class RequestRecord:
         is_live: bool = False,
     ) -> Timeline:
         prepared = self.preparation
-        first = next((i for i, attempt in enumerate(self.attempts) if attempt is self.first), None)
+        first = self.attempts.index(self.first) if self.first in self.attempts else None
         return Timeline(
             request_id,
             model,
@@ -154,7 +81,7 @@ class RequestRecord:
             num_prompt_tokens,
             num_output_tokens,
             num_samples,
-            tuple(attempt.timeline() for attempt in self.attempts),
+            tuple(map(copy.copy, self.attempts) if is_live else self.attempts),  # what is live goes on changing
             first,
             self.num_attempts,
             error.message if error else "",

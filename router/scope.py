@@ -18,4 +18,8 @@ def is_usable_request_id(given: str) -> bool:
 
 def usable_request_id(given: str) -> str:
     """The client's id if it can stand in a header and a log line, else a fresh one."""
-    return given if is_usable_request_id(given) else os.urandom(16).hex()
+    return given if is_usable_request_id(given) else draw_request_id()
+
+
+def draw_request_id() -> str:
+    return os.urandom(16).hex()

@@ -26,7 +26,7 @@ from router.offload import Offload, Pauses
 from router.prompt_logprobs import check_prompt_logprobs
 from router.request_record import Preparation
 from router.request_templates import RequestTemplates, question_of
-from router.stops import StopScanner, StopStrings
+from router.stops import NO_STOPS, StopScanner, StopStrings
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class Service:
                 "prompt" if len(sizes) > 1 else "n",
             )
         longest = 2 * model.max_model_len  # a prompt with more tokens is refused before it costs more
-        return self.admission.admit(len(sizes), sum(min(size, longest) for size in sizes))
+        return self.admission.admit(len(sizes), sum([min(size, longest) for size in sizes]))
 
     async def render_chat(
         self,
@@ -151,10 +151,10 @@ class Service:
             await self._grammars.check(structured, model)
         prompts = await self._prompts(model, wanted)
         check_prompt_logprobs([prompt.tokens for prompt in prompts], wanted)
-        admitted.resize(sum(len(prompt.tokens) for prompt in prompts))
-        bad_words = await self._bad_words(model, wanted.bad_words)
+        admitted.resize(sum([len(prompt.tokens) for prompt in prompts]))
+        bad_words = await self._bad_words(model, wanted.bad_words) if wanted.bad_words else ()
         preparation = _preparation(received, read)
-        stops = StopStrings(wanted.stop)
+        stops = StopStrings(wanted.stop) if wanted.stop else NO_STOPS
         parts: list[Part] = []
         pause = Pauses()
         for prompt in prompts:
@@ -168,8 +168,6 @@ class Service:
         return generation
 
     async def _bad_words(self, model: ServedModel, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        if not words:
-            return ()
         size = 2 * sum(map(len, words))
         return await self.offload.run(lambda: bad_words_token_ids(words, model.tokenizer, model.vocab_size), size)
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Scan:
+class Scan(NamedTuple):
     """`text` may go out now. `stop`: the stop string that ended the text, if one did."""
 
     text: str
@@ -63,6 +62,9 @@ class StopStrings:
         while state and char not in self.edges[state]:
             state = self.fallback[state]
         return self.edges[state].get(char, 0)
+
+
+NO_STOPS = StopStrings(())
 
 
 class StopScanner:

@@ -1,8 +1,9 @@
 """Turns text into token ids and back, with the same `tokenizer.json` that the nodes serve.
 
 Thread-safe. `encode_batch_fast` and `decode_batch` release the interpreter's lock while they work; the functions for
-one text do not (tokenizers 0.23: 500 KB stop all other threads for 0.5 s, as a batch of one for 5 ms). The library's
-own threads are turned off: batches of one gain nothing from them, and a short text would wait there for a long one.
+one text do not (tokenizers 0.23: 500 KB stop all other threads for 0.5 s, as a batch of one for 5 ms). `encode` also
+looks up the place of each token in the text, which is a quarter of its time. The library's own threads are turned off:
+batches of one gain nothing from them, and a short text would wait there for a long one.
 """
 
 from __future__ import annotations
@@ -20,9 +21,6 @@ from baton.errors import NodeUnavailable
 from router.detokenizer import ByteDetokenizer, Detokenizer, JoiningDetokenizer, WindowDetokenizer
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # read by the library at each call
-
-SHORT_CHARS = 1024
-"""A text this short takes less than a millisecond and keeps the lock: getting the lock back may take 5 ms."""
 
 
 class Tokenizer:
@@ -59,8 +57,6 @@ class Tokenizer:
         return len(self._encode(text, False))
 
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
-        if len(text) <= SHORT_CHARS:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding
 

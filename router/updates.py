@@ -6,8 +6,11 @@ in `SampleLife.early`, and its End in `Attempt.end_waits`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from baton.errors import BatonError, InternalError, NodeUnavailable, PeerLost, TransferError
-from baton.messages import Adopted, End, HandedOff, SampleEnd, Started, Stayed, Tokens, Update
+from baton.messages import Adopted, End, HandedOff, SampleEnd, Started, Stayed, Tokens, Update, UpdateKind
 from baton.prompt_logprobs import PromptLogprobs
 from router.actions import Outbox
 from router.attempts import Attempts
@@ -41,6 +44,16 @@ class Updates:
         self._recovery = recovery
         self._held = held
         self._outbox = outbox
+        self._takers: Mapping[type[UpdateKind], Callable[[RequestLife, Attempt, Any, str, float], None]] = {
+            Tokens: self._tokens,
+            SampleEnd: self._item,
+            Started: self._started,
+            PromptLogprobs: self._prompt_logprobs,
+            HandedOff: self._handed_off,
+            Adopted: self._adopted,
+            Stayed: self._stayed,
+            End: self._told_end,
+        }
 
     def take(self, incarnation: str, update: Update, now: float) -> None:
         """Take one update of a node. Anything of an attempt that is not current, or of a node that the attempt was not
@@ -51,30 +64,7 @@ class Updates:
         life, attempt = found
         if attempt.target is not None and not self._moves_on(life, attempt, update, incarnation, now):
             return
-        if isinstance(update.kind, Tokens):
-            self._pool.count_tokens(incarnation, len(update.kind.token_ids))
-        match update.kind:
-            case Tokens() as tokens if self._flows(life, attempt, tokens):
-                self._outbox.to_client(
-                    life.request.request_id, TokensOut(tokens.sample, tokens.token_ids, tokens.logprobs)
-                )
-            case Tokens() | SampleEnd() as item:
-                self._item(life, attempt, item, incarnation, now)
-            case Started() as started:
-                attempt.record.started(started, now - life.arrived)
-                self._started(life, attempt, started, incarnation)
-            case PromptLogprobs() as piece:
-                self._prompt_logprobs(life, attempt, piece, now)
-            case HandedOff() as handed_off:
-                if not attempt.handed_off and incarnation == attempt.prefill:
-                    self._handed_off(life, attempt, handed_off, now)
-            case Adopted() as adopted:
-                self._adopted(life, attempt, adopted, incarnation, now)
-            case Stayed() as stayed:
-                self._migrations.stayed(life, attempt, stayed, now)
-            case End(error) as end:
-                attempt.record.ended(end)
-                self._ended(life, attempt, error, incarnation, now)
+        self._takers[type(update.kind)](life, attempt, update.kind, incarnation, now)
 
     def _moves_on(self, life: RequestLife, attempt: Attempt, update: Update, incarnation: str, now: float) -> bool:
         """Note it if an update of an attempt that is to move says that the target has it. False: it is lost there."""
@@ -89,10 +79,21 @@ class Updates:
             self._recovery.fail(life, attempt, error, now, {target} if target else None, lost=True)
             return False
         self._migrations.handed_over(life, attempt)
-        attempt.record.moved(life.timings.decode_node, now - life.arrived)
+        attempt.record.has_moved(life.timings.decode_node, now - life.arrived)
         return True
 
-    def _handed_off(self, life: RequestLife, attempt: Attempt, handed_off: HandedOff, now: float) -> None:
+    def _tokens(self, life: RequestLife, attempt: Attempt, tokens: Tokens, incarnation: str, now: float) -> None:
+        self._pool.count_tokens(incarnation, len(tokens.token_ids))
+        if self._flows(life, attempt, tokens):
+            self._outbox.to_client(life.request.request_id, TokensOut(tokens.sample, tokens.token_ids, tokens.logprobs))
+        else:
+            self._item(life, attempt, tokens, incarnation, now)
+
+    def _handed_off(
+        self, life: RequestLife, attempt: Attempt, handed_off: HandedOff, incarnation: str, now: float
+    ) -> None:
+        if attempt.handed_off or incarnation != attempt.prefill:
+            return
         self._attempts.prefilled(life, attempt, now)
         attempt.handed_off = True
         if attempt.decode and not attempt.visited:
@@ -100,14 +101,14 @@ class Updates:
         self._pool.worked(attempt.prefill)
         if not attempt.visited:
             life.timings.handed_off(handed_off)
-            attempt.record.handed_off(handed_off, now - life.arrived)
+            attempt.record.was_handed_off(handed_off, now - life.arrived)
         self._after_progress(life, attempt, now)
 
     def _adopted(self, life: RequestLife, attempt: Attempt, adopted: Adopted, incarnation: str, now: float) -> None:
         self._attempts.prefilled(life, attempt, now)
         attempt.state = AttemptState.DECODING
         if not attempt.visited:
-            attempt.record.adopted(adopted, now - life.arrived)
+            attempt.record.was_adopted(adopted, now - life.arrived)
         self._attempts.has_blocks(attempt)
         for sample in attempt.samples:
             self._held.release(life, sample, now)
@@ -138,7 +139,8 @@ class Updates:
         sample.tokens.extend(item.token_ids)
         return True
 
-    def _started(self, life: RequestLife, attempt: Attempt, started: Started, incarnation: str) -> None:
+    def _started(self, life: RequestLife, attempt: Attempt, started: Started, incarnation: str, now: float) -> None:
+        attempt.record.has_started(started, now - life.arrived)
         if attempt.state is AttemptState.QUEUED:
             attempt.state = AttemptState.PREFILLING
         if attempt.decode is None:
@@ -149,7 +151,12 @@ class Updates:
             life.timings.queue_s = started.queue_s
             life.timings.num_cached_tokens = started.num_cached_tokens
 
-    def _prompt_logprobs(self, life: RequestLife, attempt: Attempt, piece: PromptLogprobs, now: float) -> None:
+    def _stayed(self, life: RequestLife, attempt: Attempt, stayed: Stayed, incarnation: str, now: float) -> None:
+        self._migrations.stayed(life, attempt, stayed, now)
+
+    def _prompt_logprobs(
+        self, life: RequestLife, attempt: Attempt, piece: PromptLogprobs, incarnation: str, now: float
+    ) -> None:
         """Pass on what is new; an attempt repeats what an earlier one told."""
         try:
             fresh = life.take_prompt_logprobs(piece)
@@ -220,6 +227,10 @@ class Updates:
                     return
         if attempt.end_waits and not any(s.early for s in attempt.samples):
             self._ended(life, attempt, None, attempt.decode or attempt.prefill, now)
+
+    def _told_end(self, life: RequestLife, attempt: Attempt, end: End, incarnation: str, now: float) -> None:
+        attempt.record.was_reported(end)
+        self._ended(life, attempt, end.error, incarnation, now)
 
     def _ended(
         self, life: RequestLife, attempt: Attempt, error: BatonError | None, incarnation: str, now: float

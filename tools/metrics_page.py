@@ -35,9 +35,9 @@ def router_registry() -> CollectorRegistry:
     metrics.ended("m", 1.0, None, "stop")
     metrics.attempts.labels("m", "node_lost").inc()
     metrics.prompt_tokens.labels("m").inc()
-    metrics.generation_tokens.of("m").count += 1
+    metrics.generation_tokens.labels("m").count += 1
     metrics.first_token_s.labels("m").observe(1.0)
-    metrics.inter_token_s.of("m").observe(1.0)
+    metrics.inter_token_s.labels("m").observe(1.0)
     metrics.timelines.observe(_timeline())
     metrics.pools.set({"prefill": PoolState(), "decode": PoolState(capacities={16: 100})})
     return registry

@@ -114,7 +114,8 @@ class Fleet:
         self._carry_out()
 
     def _carry_out(self) -> None:
-        for action in self.router.take_actions():
+        while self.router.actions:
+            action = self.router.actions.popleft()
             match action:
                 case ToNode(incarnation, message):
                     self._later(partial(self.nodes[incarnation].hear, FromRouter(EPOCH, message)))

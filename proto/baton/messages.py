@@ -86,8 +86,7 @@ class Subscribe:
     protocol_version: int = PROTOCOL_VERSION
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeTarget:
+class DecodeTarget(NamedTuple):
     address: str
     incarnation: str
 
@@ -149,8 +148,7 @@ class Subscribed:
     protocol_version: int = PROTOCOL_VERSION
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
+class Started(NamedTuple):
     """The first chunk of the prompt is scheduled."""
 
     num_cached_tokens: int
@@ -167,8 +165,7 @@ class Tokens(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SampleEnd:
+class SampleEnd(NamedTuple):
     """The sample ended by itself, after the last token sent. `stop_token_id`: the token of `stop_token_ids` that ended
     it, if one did."""
 
@@ -191,8 +188,7 @@ class HandedOff:
     prompt: PromptTimes | None = field(default=None, compare=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Adopted:
+class Adopted(NamedTuple):
     """The decode node's first message: it holds the KV, and the first step with the request begins now.
 
     `transfer_s`: from receipt of the commit until the last byte is in place, i.e. the part of the transfer that was not

@@ -104,16 +104,25 @@ class SamplingParams:
         in_range = prompt is None or 0 <= prompt <= MAX_LOGPROBS
         _check(in_range, "prompt_logprobs", prompt, f"must be in [0, {MAX_LOGPROBS}]")
         _check(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, RANGES["min_tokens"].text)
-        _check_count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
-        _check_count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
-        _check_count("allowed_token_ids", len(self.allowed_token_ids), MAX_ALLOWED_TOKEN_IDS)
-        _check_tokens("stop_token_ids", self.stop_token_ids)
-        _check_tokens("allowed_token_ids", self.allowed_token_ids)
+        if self.stop_token_ids:
+            _check_count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
+            _check_tokens("stop_token_ids", self.stop_token_ids)
+        if self.allowed_token_ids:
+            _check_count("allowed_token_ids", len(self.allowed_token_ids), MAX_ALLOWED_TOKEN_IDS)
+            _check_tokens("allowed_token_ids", self.allowed_token_ids)
         if self.bad_words_token_ids:
             self._check_bad_words()
-        self._check_beam_search()
-        count, most = len(self.logits_processors), MAX_LOGITS_PROCESSORS
-        _check(count <= most, "logits_processors", count, f"must be at most {most}")
+        if self.beam_width:
+            self._check_beam_search()
+        elif self.length_penalty != 1.0:
+            _check(False, "length_penalty", self.length_penalty, "needs use_beam_search")
+        if (count := len(self.logits_processors)) > MAX_LOGITS_PROCESSORS:
+            _check(False, "logits_processors", count, f"must be at most {MAX_LOGITS_PROCESSORS}")
+        if self.logit_bias:
+            self._check_logit_bias()
+
+    def _check_logit_bias(self) -> None:
+        _check_count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
         for token, bias in self.logit_bias.items():
             _check(0 <= token < 2**31, "logit_bias", token, "must have token ids, 0 or more and below 2**31")
             _check(-MAX_BIAS <= bias <= MAX_BIAS, "logit_bias", bias, f"must be in [-{MAX_BIAS}, {MAX_BIAS}]")
@@ -128,9 +137,6 @@ class SamplingParams:
 
     def _check_beam_search(self) -> None:
         """Beams are compared by the raw logits, so what changes these is refused."""
-        if not self.beam_width:
-            _check(self.length_penalty == 1.0, "length_penalty", self.length_penalty, "needs use_beam_search")
-            return
         _check(self.greedy, "temperature", self.temperature, "must be 0 in a beam search")
         _check(not self.min_tokens, "min_tokens", self.min_tokens, "must be 0 in a beam search")
         changes = {
@@ -174,7 +180,7 @@ def _check(holds: bool, param: str, value: object, rule: str) -> None:
 
 
 def _check_tokens(param: str, tokens: Collection[int]) -> None:
-    for token in (min(tokens), max(tokens)) if tokens else ():
+    for token in (min(tokens), max(tokens)):
         _check(0 <= token < 2**31, param, token, "must be token ids, 0 or more and below 2**31")
 
 

@@ -64,7 +64,7 @@ class RefuseOrigins:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket" and "*" not in self._allowed:
-            origin = _header(scope, b"origin")
+            origin = header_of(scope, b"origin")
             if origin is not None and origin not in self._allowed:
                 message = f"The origin {origin[:256]!r} is not allowed (--allowed-origins)."
                 await JSONResponse(error_body(scope, 403, message), 403)(scope, receive, send)
@@ -74,9 +74,13 @@ class RefuseOrigins:
 
 def authorization_of(scope: Scope) -> str:
     """The header `Authorization`, or in its absence the key of `x-api-key`, which Anthropic's clients send."""
-    given, key = _header(scope, _HEADER), _header(scope, _ANTHROPIC_HEADER)
+    given, key = header_of(scope, _HEADER), header_of(scope, _ANTHROPIC_HEADER)
     return f"Bearer {key}" if given is None and key is not None else given or ""
 
 
-def _header(scope: Scope, wanted: bytes) -> str | None:
-    return next((value.decode("latin-1") for name, value in scope["headers"] if name == wanted), None)
+def header_of(scope: Scope, wanted: bytes) -> str | None:
+    """The first header of that name, in small letters; None: there is none."""
+    for name, value in scope["headers"]:
+        if name == wanted:
+            return str(value, "latin-1")
+    return None

@@ -44,7 +44,6 @@ class Access:
 
     def guard(self, app: ASGIApp) -> ASGIApp:
         """CORS comes outside the keys, because pages ask before they send a key and must be able to read a refusal."""
-        app = RefuseOrigins(app, self.origins)
         if self.keys is not None:
             metrics = frozenset[str]() if self.protect_metrics else frozenset({"/metrics"})
             app = RequireKey(app, self.keys, ALIVE | self.open_paths | metrics)
@@ -86,5 +85,6 @@ def create_app(
     app.add_exception_handler(BatonError, errors.on_baton_error)
     app.add_exception_handler(HTTPException, errors.on_http_exception)
     app.add_exception_handler(Exception, errors.on_exception)
-    direct = DirectRoutes(app, {**generate.posts, **messages.posts, **responses.posts})
+    posts = {**generate.posts, **messages.posts, **responses.posts}
+    direct = DirectRoutes(RefuseOrigins(app, access.origins), posts)  # none of these paths is a WebSocket's
     return RequestScope(access.guard(direct), traces)

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from baton.errors import InvalidRequest, RequestCancelled
+from router.http.access import header_of
 from router.http.errors import describe_validation
 from router.http.limits import Bodies
 from router.http.parse import parse_json
@@ -34,12 +35,11 @@ class BodyReader:
     async def read(self, request: Request, kind: type[B]) -> B:
         """The body as `kind`, whatever its content type says. Raises InvalidRequest, Overloaded, HTTPException 413, or
         RequestCancelled if the client leaves before it has sent everything."""
-        announced = request.headers.get("content-length", "0")  # digits: the parser has seen to it
+        announced = header_of(request.scope, b"content-length") or "0"  # digits: the parser has seen to it
         if len(announced) > _MAX_DIGITS or int(announced) > self._bodies.max_bytes:
             raise self._too_large()
-        body = bytearray()
-        with self._bodies.reading() as take:
-            more = True
+        body, more = bytearray(), True
+        try:
             while more:
                 message = await request.receive()
                 if message["type"] == "http.disconnect":
@@ -47,9 +47,11 @@ class BodyReader:
                 piece, more = message.get("body", b""), message.get("more_body", False)
                 if len(body) + len(piece) > self._bodies.max_bytes:
                     raise self._too_large()
-                take(len(piece))
+                self._bodies.take(len(piece))
                 body += piece
             return await self.parsed(lambda: validate(bytes(body), kind), len(body))
+        finally:
+            self._bodies.give_back(len(body))
 
     async def parsed(self, parse: Callable[[], B], num_bytes: int) -> B:
         """What `parse` makes of so many bytes, on another thread if they are many. Raises what it raises, or

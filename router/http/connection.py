@@ -20,9 +20,8 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from router.http.body_writer import BodyWriter, offer
+from router.http.body_writer import BodyWriter
 from router.http.errors import error_body
-from router.http.held_head import flush_head, hold_head
 from router.http.limits import ConnectionLimits, LimitLog, WebSockets
 from router.scope import RETRY_AFTER_S
 
@@ -227,13 +226,12 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        hold_head(cycle, self.loop)
-        self._body_writer = offer(cycle)
+        self._body_writer = BodyWriter(cycle, self.loop)
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
-        if self._running is not None:
-            flush_head(self._running)
+        if self._body_writer is not None:
+            self._body_writer.flush()
         super().on_response_complete()
         if self.transport.is_closing():
             self._close_in_time()

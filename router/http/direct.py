@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from fastapi import Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.errors import BatonError
 from router.http.errors import on_baton_error, on_exception, on_http_exception
@@ -21,7 +21,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class DirectRoutes:
-    """ASGI middleware. `posts`: handlers of POST requests, by path."""
+    """ASGI middleware within a RequestScope. `posts`: handlers of POST requests, by path."""
 
     def __init__(self, app: ASGIApp, posts: Mapping[str, Handler]) -> None:
         self._app = app
@@ -32,26 +32,16 @@ class DirectRoutes:
         if handler is None:
             await self._app(scope, receive, send)
             return
-        request, begun = Request(scope, receive, send), False
-
-        async def noticed(message: Message) -> None:
-            nonlocal begun
-            begun = True
-            await send(message)
-
+        request = Request(scope, receive, send)
         try:
-            response = await _answered(handler, request)
-            await response(scope, receive, noticed)
+            try:
+                response = await handler(request)
+            except BatonError as error:
+                response = await on_baton_error(request, error)
+            except HTTPException as error:
+                response = await on_http_exception(request, error)
+            await response(scope, receive, send)
         except Exception as error:
-            if not begun:
+            if not scope["state"]["status"]:
                 await (await on_exception(request, error))(scope, receive, send)
             raise  # logged where the request's id is known
-
-
-async def _answered(handler: Handler, request: Request) -> Response:
-    try:
-        return await handler(request)
-    except BatonError as error:
-        return await on_baton_error(request, error)
-    except HTTPException as error:
-        return await on_http_exception(request, error)

@@ -99,4 +99,4 @@ class EventStream:
     def _write(self, body: bytes) -> None:
         if body:
             self._written_at = self._loop.time()
-            self._writer.write(body)
+            self._writer.write_piece(body)

@@ -12,7 +12,6 @@ from starlette.datastructures import State
 from baton.errors import InvalidRequest
 from router.answer_reader import AnswerReading, Parsers
 from router.api_keys import salted
-from router.call_plan import plan_calls
 from router.constraints import constrained, naming_tools
 from router.generation import Generation
 from router.generation_request import GenerationRequest, check_answer, encode
@@ -33,7 +32,7 @@ from router.http.schemas import (
 )
 from router.http.scope import request_id_of
 from router.http.shapes import ChatShape, CompletionShape, Shape
-from router.http.tools import call_mode, offered_tools, plain_tools
+from router.http.tools import call_plan, plain_tools
 from router.limits import MAX_COUNTED_CHARS, MAX_ECHO_CHARS
 from router.models import ServedModel
 from router.service import Service
@@ -72,10 +71,12 @@ class GenerateRoutes:
         """Start a chat that was checked, with the state of its HTTP request. Also says how its answers are read; None:
         as they are. Raises BatonError."""
         parallel = body.parallel_tool_calls is not False
-        plan = plan_calls(self._parsers, offered_tools(body.callable_tools), call_mode(body.tool_choice), parallel)
-        with self._service.admit(model, [size_of_prompt(body)], body.num_drawn) as admitted:
-            _check_echo(body.num_kept * len(body.echoed))
-            prompt = await self._chat_prompt(model, body)
+        plan = call_plan(self._parsers, body.tools, body.tool_choice, parallel)
+        size = size_of_prompt(body)
+        with self._service.admit(model, (size,), body.num_drawn) as admitted:
+            if body.echo:
+                _check_echo(body.num_kept * len(body.echoed))
+            prompt = await self._chat_prompt(model, body, size)
             reading = plan.reading(self._parsers, prompt, parallel)
             wanted = body.wanted(request_id, prompt)
             with naming_tools(plan):
@@ -113,8 +114,8 @@ class GenerateRoutes:
         model = self._service.models.get(body.model)
         size = len(body.text) if body.messages is None else size_of_prompt(body)
         special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
-        with self._service.admit(model, [size]):
-            text = body.text if body.messages is None else await self._chat_prompt(model, body)
+        with self._service.admit(model, (size,)):
+            text = body.text if body.messages is None else await self._chat_prompt(model, body, size)
 
             def answer() -> bytes:
                 tokens = encode(text, model, special, MAX_COUNTED_CHARS)
@@ -143,13 +144,13 @@ class GenerateRoutes:
         kept = BestOfShape(shape, body.num_drawn, body.num_kept) if body.keeps_best else shape
         return WholeResponse(generation, kept, self._service.offload)
 
-    async def _chat_prompt(self, model: ServedModel, body: ChatRequest | TokenizeRequest) -> str:
+    async def _chat_prompt(self, model: ServedModel, body: ChatRequest | TokenizeRequest, size: int) -> str:
         begin = body.add_generation_prompt is not False
         messages = body.messages or ()
         return await self._service.render_chat(
             model,
             lambda: [m.plain() for m in messages],
-            size_of_prompt(body),
+            size,
             begin,
             body.variables,
             bool(body.continue_final_message),

@@ -62,41 +62,15 @@ class Bodies:
         self._held_bytes = 0
         self._log = LimitLog(f"the bodies of requests under way fill --max-buffered-body-bytes={total_bytes}")
 
-    def reading(self) -> Reading:
-        """Yields a function to call with the size of each piece; it raises Overloaded. Bytes count until the end."""
-        return Reading(self)
-
     def take(self, num_bytes: int) -> None:
-        """For `Reading`. Raises Overloaded."""
+        """So many bytes have come. The caller gives back what it took. Raises Overloaded."""
         if self._held_bytes + num_bytes > self._total_bytes:
             self._log.bites()
             raise Overloaded("too many request bodies are being received at once")
         self._held_bytes += num_bytes
 
     def give_back(self, num_bytes: int) -> None:
-        """For `Reading`."""
         self._held_bytes -= num_bytes
-
-
-class Reading:
-    """One body's share of what all bodies may take. As a context manager of its own it costs a third of a
-    generator's."""
-
-    __slots__ = ("_bodies", "_held_bytes")
-
-    def __init__(self, bodies: Bodies) -> None:
-        self._bodies = bodies
-        self._held_bytes = 0
-
-    def __enter__(self) -> Callable[[int], None]:
-        return self._take
-
-    def __exit__(self, *error: object) -> None:
-        self._bodies.give_back(self._held_bytes)
-
-    def _take(self, num_bytes: int) -> None:
-        self._bodies.take(num_bytes)
-        self._held_bytes += num_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,8 +38,10 @@ class WholeShape(Protocol):
 class WholeResponse(Response):
     """All answers at once."""
 
+    background = None
+
     def __init__(self, generation: Generation, shape: WholeShape, offload: Offload) -> None:
-        super().__init__()
+        """(Response's own makes a body and a head, which are not what is sent.)"""
         self._generation = generation
         self._shape = shape
         self._offload = offload
@@ -77,8 +79,10 @@ class EventResponse(Response):
     it begins after `keep_alive_s`, and sends a sign of life that often. A later error is an event, the last one.
     """
 
+    background = None
+
     def __init__(self, generation: Generation, shape: EventShape, keep_alive_s: float) -> None:
-        super().__init__()
+        """(See WholeResponse.)"""
         self._generation = generation
         self._shape = shape
         self._keep_alive_s = keep_alive_s

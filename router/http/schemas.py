@@ -3,7 +3,6 @@ ignored, unless they would change the answer (`unsupported`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel, Field
@@ -27,11 +26,11 @@ from router.http.fields import (
 )
 from router.http.logits_processors import ProcessorList, plain_processors
 from router.http.template_fields import TemplateFields
-from router.http.tools import Tool, ToolCalls, ToolChoice, ToolList, callable_tools, check_tools
+from router.http.tools import ToolCalls, ToolChoice, ToolList, check_tools
 from router.http.unsupported import refuse_unsupported
 from router.limits import MAX_MESSAGES, MAX_N, MAX_PROMPT_LOGPROBS, MAX_STREAMED_PROMPT_LOGPROBS
 from router.scope import REQUEST_ID
-from router.service import size_of_chat
+from router.service import MESSAGE_SIZE
 from router.structured_output import GUIDED, structured_output_of
 
 
@@ -68,8 +67,8 @@ class ChatMessage(BaseModel):
     @property
     def size(self) -> int:
         """In characters, with what the message itself costs."""
-        calls = sum(call.size for call in self.tool_calls or ())
-        return size_of_chat([self]) + calls + len(self.thought or "")
+        calls = sum([call.size for call in self.tool_calls]) if self.tool_calls else 0
+        return len(self.content) + MESSAGE_SIZE + calls + len(self.thought or "")
 
 
 class StreamOptions(BaseModel):
@@ -162,13 +161,15 @@ class GenerationFields(BaseModel):
         InvalidRequest."""
         given = self.model_fields_set
         said: dict[str, Any] = {name: getattr(self, name) for name in given & _SAMPLING_FIELDS} | translated
-        guided = {name: getattr(self, name) for name in given & GUIDED.keys()}
-        said["structured_outputs"] = structured_output_of(self.response_format, self.structured_outputs, guided)
+        if not given.isdisjoint(_CONSTRAINTS):
+            guided = {name: getattr(self, name) for name in given & GUIDED.keys()}
+            said["structured_outputs"] = structured_output_of(self.response_format, self.structured_outputs, guided)
         if self.use_beam_search:
             said["beam_width"] = (self.n or 1) if self.best_of is None else self.best_of
         if self.keeps_best:
             said["num_logprobs"] = said.get("num_logprobs") or 0
-        said["logits_processors"] = plain_processors(self.logits_processors) or None
+        if "logits_processors" in given:
+            said["logits_processors"] = plain_processors(self.logits_processors) or None
         return {name: value for name, value in said.items() if value is not None}
 
     def shared(self) -> dict[str, Any]:
@@ -189,6 +190,7 @@ class GenerationFields(BaseModel):
 
 
 _SAMPLING_FIELDS = frozenset(NAMES) & GenerationFields.model_fields.keys()
+_CONSTRAINTS = frozenset({"response_format", "structured_outputs", *GUIDED})
 
 
 class ChatRequest(GenerationFields, TemplateFields):
@@ -201,11 +203,6 @@ class ChatRequest(GenerationFields, TemplateFields):
     tools: ToolList | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-
-    @property
-    def callable_tools(self) -> Sequence[Tool]:
-        """Those that the model may call."""
-        return callable_tools(self.tools, self.tool_choice)
 
     def check(self) -> None:
         super().check()
@@ -319,8 +316,10 @@ class DetokenizeRequest(BaseModel):
 
 def size_of_prompt(body: ChatRequest | TokenizeRequest) -> int:
     """The characters of a chat with its tools and documents; 0 if there are no messages."""
-    messages = sum(message.size for message in body.messages or ())
-    return messages + body.template_size + sum(tool.size for tool in body.tools or ()) if messages else 0
+    if not body.messages:
+        return 0
+    tools = sum([tool.size for tool in body.tools]) if body.tools else 0
+    return sum([message.size for message in body.messages]) + body.template_size + tools
 
 
 def _check_num_logprobs(count: int | None, param: str) -> None:

@@ -10,22 +10,24 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.telemetry import rename_request, request_scope
 from baton.telemetry.trace_context import HEADER as TRACE_HEADER
-from baton.telemetry.trace_context import TraceContext, begin, trace_scope
+from baton.telemetry.trace_context import begin, trace_scope
 from router.http.anthropic.errors import in_messages_api
-from router.scope import is_usable_request_id, usable_request_id
+from router.scope import draw_request_id, is_usable_request_id
 
 log = logging.getLogger(__name__)
 
 HEADER = b"x-request-id"
 _ANTHROPIC_HEADER = b"request-id"
+_TRACE_HEADER = TRACE_HEADER.encode()
 _QUIET = frozenset({"/debug/console", "/debug/requests", "/health", "/load", "/metrics", "/ping", "/ready"})
 """What programs ask for again and again: the console each second."""
 
 
 class RequestScope:
     """Outermost ASGI application. Puts `request_id`, `is_named` (whether a header gave the id), `received`
-    (`time.monotonic`), `owner` and `tenant` (b"" and None if there are no keys) into the request's state. The answer
-    has the `traceparent` of a request with a trace: its caller's or, if the router records `traces`, one of its own."""
+    (`time.monotonic`), `owner` and `tenant` (b"" and None if there are no keys) and `status` (the answer's; 0: it has
+    not begun) into the request's state. The answer has the `traceparent` of a request with a trace: its caller's or, if
+    the router records `traces`, one of its own."""
 
     def __init__(self, app: ASGIApp, traces: bool = False) -> None:
         self._app = app
@@ -39,22 +41,27 @@ class RequestScope:
             await self._app(scope, receive, send)
             return
         received = time.monotonic()
-        given = next((value for name, value in scope["headers"] if name == HEADER), b"").decode("latin-1")
-        is_named = bool(given) and is_usable_request_id(given)
-        request_id = given if is_named else usable_request_id("")
+        named = traceparent = None
+        for name, value in scope["headers"]:
+            if name == HEADER and named is None:
+                named = value.decode("latin-1")
+            elif name == _TRACE_HEADER and traceparent is None:
+                traceparent = value.decode("latin-1")
+        usable = named if named is not None and is_usable_request_id(named) else None
+        request_id = usable or draw_request_id()
         state = scope.setdefault("state", {})
-        state.update(request_id=request_id, is_named=is_named, received=received, owner=b"", tenant=None)
+        state.update(
+            request_id=request_id, is_named=usable is not None, received=received, owner=b"", tenant=None, status=0
+        )
         names = (HEADER, _ANTHROPIC_HEADER) if in_messages_api(scope["path"]) else (HEADER,)
-        trace = self._trace(scope)
-        own = () if trace is None else ((TRACE_HEADER.encode(), trace.header.encode()),)
-        status = 0
+        trace = begin(traceparent, sampled=self._traces) if self._traces or traceparent is not None else None
+        own = () if trace is None else ((_TRACE_HEADER, trace.header.encode()),)
 
         async def send_named(message: Message) -> None:
-            nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
-                named = state["request_id"].encode()
-                message["headers"] = [*message.get("headers", ()), *((name, named) for name in names), *own]
+                state["status"] = message["status"]
+                final_id = state["request_id"].encode()
+                message["headers"] = [*message.get("headers", ()), *[(name, final_id) for name in names], *own]
             await send(message)
 
         with request_scope(request_id), trace_scope(trace):
@@ -64,17 +71,11 @@ class RequestScope:
                 log.exception("internal error in %s %s", scope["method"], scope["path"])
             level = logging.DEBUG if scope["path"] in _QUIET else logging.INFO
             took_ms = (time.monotonic() - received) * 1e3
-            log.log(level, "%s %s status=%d took_ms=%.1f", scope["method"], scope["path"], status, took_ms)
-
-    def _trace(self, scope: Scope) -> TraceContext | None:
-        given = next((value for name, value in scope["headers"] if name == b"traceparent"), None)
-        if given is None and not self._traces:
-            return None
-        return begin(None if given is None else given.decode("latin-1"), sampled=self._traces)
+            log.log(level, "%s %s status=%d took_ms=%.1f", scope["method"], scope["path"], state["status"], took_ms)
 
     async def _websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Its requests have ids and lines of their own."""
-        request_id = usable_request_id("")
+        request_id = draw_request_id()
         scope["state"].update(request_id=request_id, owner=b"", tenant=None)
         with request_scope(request_id):
             try:

@@ -191,7 +191,8 @@ def _milliseconds(timings: RequestTimings) -> dict[str, Any]:
 
 
 def _ms(seconds: float) -> float:
-    return round(seconds * 1e3, 3)
+    """To the microsecond. (`round` to digits takes five times as long.)"""
+    return round(seconds * 1e6) / 1e3
 
 
 def _head(answer_id: str, model: ServedModel) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, Field, WithJsonSchema
 
 from baton.errors import InvalidRequest
-from router.call_plan import CallMode, OfferedTool
+from router.answer_reader import Parsers
+from router.call_plan import NO_CALLS, CallMode, CallPlan, OfferedTool, plan_calls
 from router.http.fields import CONFIG, Name, ValueLimits, bound_values, num_chars
 from router.http.parse import parse_json
 from router.limits import MAX_TOOL_CALLS, MAX_TOOL_CHARS, MAX_TOOL_DEPTH, MAX_TOOL_VALUES, MAX_TOOLS
@@ -151,23 +152,17 @@ def _check_named(tools: Sequence[Tool] | None, choice: dict[str, Any]) -> None:
         raise InvalidRequest(f"`tool_choice` names `{name[:64]}`, which `tools` lacks.", "tool_choice")
 
 
-def callable_tools(tools: Sequence[Tool] | None, choice: str | dict[str, Any] | None) -> list[Tool]:
-    """Those that a checked choice lets the model call."""
-    if choice == "none":
-        return []
+def call_plan(
+    parsers: Parsers, tools: Sequence[Tool] | None, choice: str | dict[str, Any] | None, parallel_tool_calls: bool
+) -> CallPlan:
+    """How answers may call these tools, as a checked `choice` has it. Raises InvalidRequest."""
+    if not tools or choice == "none":
+        return NO_CALLS
     name = choice["function"]["name"] if isinstance(choice, dict) else None
-    return [tool for tool in tools or () if name is None or tool.function.name == name]
-
-
-def call_mode(choice: str | dict[str, Any] | None) -> CallMode:
-    if isinstance(choice, dict):
-        return CallMode.ONE
-    return CallMode.REQUIRED if choice == "required" else CallMode.AUTO
-
-
-def offered_tools(tools: Sequence[Tool]) -> list[OfferedTool]:
-    functions = [tool.function for tool in tools]
-    return [OfferedTool(f.name, f.parameters or {}, bool(f.strict)) for f in functions]
+    functions = [tool.function for tool in tools if name is None or tool.function.name == name]
+    offered = [OfferedTool(f.name, f.parameters or {}, bool(f.strict)) for f in functions]
+    mode = CallMode.ONE if name is not None else CallMode.REQUIRED if choice == "required" else CallMode.AUTO
+    return plan_calls(parsers, offered, mode, parallel_tool_calls)
 
 
 def plain_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:

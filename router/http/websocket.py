@@ -21,7 +21,7 @@ from router.answer import Delta
 from router.generation import Generation
 from router.http.errors import body_of
 from router.http.event_stream import EventShape
-from router.scope import usable_request_id
+from router.scope import draw_request_id
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Session:
 
     async def _answer(self, message: bytes) -> None:
         began = time.monotonic()
-        request_id = usable_request_id("")
+        request_id = draw_request_id()
         own = self._websocket.state
         state = State({"request_id": request_id, "received": began, "owner": own.owner, "tenant": own.tenant})
         with request_scope(request_id):

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import logging
 from asyncio import TimerHandle
-from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import uvicorn
@@ -40,8 +38,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         super().__init__(config, server_state, {**app_state, "websocket": self._state})
         self._limits = limits
         self._bodies = bodies
-        self._held = ExitStack()
-        self._count: Callable[[int], None] | None = None
+        self._held_bytes = 0
         self._write_timer: TimerHandle | None = None
 
     def data_received(self, data: bytes) -> None:
@@ -73,7 +70,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_write_timer()
-        self._held.close()
+        self._give_back()
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
@@ -102,13 +99,12 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
 
     def _take(self, num_bytes: int) -> bool:
         """Count bytes that came. False: there is no room for them, and the connection ends."""
-        if self._count is None:
-            self._count = self._held.enter_context(self._bodies.reading())
         try:
-            self._count(num_bytes)
+            self._bodies.take(num_bytes)
         except Overloaded as error:
             self._fail(TRY_AGAIN_LATER, error.message)
             return False
+        self._held_bytes += num_bytes
         return True
 
     def _fail(self, code: int, reason: str) -> None:
@@ -120,8 +116,11 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
     def _release(self) -> None:
         """Count nothing once all that came has been taken."""
         if not self.frames and not self.conn.reader.buffer and self.queue.empty():
-            self._held.close()
-            self._count = None
+            self._give_back()
+
+    def _give_back(self) -> None:
+        self._bodies.give_back(self._held_bytes)
+        self._held_bytes = 0
 
     def _close_in_time(self) -> None:
         """Bound the close: a transport that closes waits until its client has taken the rest."""

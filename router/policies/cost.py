@@ -11,8 +11,9 @@ others, as Preble has it (Srivatsa et al. 2024, arXiv 2407.00023).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from operator import itemgetter
 from random import Random
+from typing import NamedTuple
 
 from router.policies.base import Candidate, Option, Options, Policy
 
@@ -50,27 +51,41 @@ class Cost(Policy):
         price = Prices.of(options)
         prefills = _least(options.prefills, price.prefill)
         decodes = _least(options.decodes, decode_cost)
-        best = list(options.pairs(prefills, decodes)) or list(options.pairs())
-        best += [Option(node, None) for node in _least(options.alone, alone_cost)]
-        ranked = sorted([(price.option(option), _names(option), i) for i, option in enumerate(best)])[:2]
-        near = [best[last] for least, _, last in ranked if least <= (1 + NEAR) * ranked[0][0]]
-        return draw.choice(near)
+        priced: list[_Priced] = [
+            (prefill_s + decode_s, (prefill.node_id, decode.node_id), Option(prefill, decode))
+            for prefill_s, prefill in prefills
+            for decode_s, decode in decodes
+            if options.fits(prefill, decode)
+        ]
+        if not priced:
+            priced = [(price.option(pair), _names(pair), pair) for pair in options.pairs()]
+        if options.alone:
+            alone = _least(options.alone, alone_cost)
+            priced += [(alone_s, (node.node_id,), Option(node, None)) for alone_s, node in alone]
+        if len(priced) > 1:
+            priced.sort(key=_PRICE_AND_NAMES)
+        near = [option for cost_s, _, option in priced[:2] if cost_s <= (1 + NEAR) * priced[0][0]]
+        return near[0] if len(near) == 1 else draw.choice(near)
 
 
-def _least(nodes: Sequence[Candidate], price: Callable[[Candidate], float]) -> list[Candidate]:
-    """The cheapest of them, in order; of equal ones the first by name."""
-    if len(nodes) <= 1:
-        return list(nodes)
+_Priced = tuple[float, tuple[str, ...], Option]
+"""What it costs in seconds, and the names of its nodes, which order what costs the same."""
+_PRICE_AND_NAMES = itemgetter(0, 1)
+
+
+def _least(nodes: Sequence[Candidate], price: Callable[[Candidate], float]) -> list[tuple[float, Candidate]]:
+    """The cheapest of them, with their prices, in order; of equal ones the first by name."""
+    if len(nodes) == 1:
+        return [(price(nodes[0]), nodes[0])]
     ranked = sorted([(price(node), node.node_id, i) for i, node in enumerate(nodes)])
-    return [nodes[i] for _, _, i in ranked[:NUM_BEST]]
+    return [(price_s, nodes[i]) for price_s, _, i in ranked[:NUM_BEST]]
 
 
-def _names(option: Option) -> list[str]:
-    return [node.node_id for node in option if node]
+def _names(option: Option) -> tuple[str, ...]:
+    return tuple([node.node_id for node in option if node])
 
 
-@dataclass(frozen=True, slots=True)
-class Prices:
+class Prices(NamedTuple):
     """What options cost, in seconds, for a prompt of `num_tokens`, of which a prefill node has `most_cached`."""
 
     num_tokens: int

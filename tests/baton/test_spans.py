@@ -72,7 +72,7 @@ def test_the_stages_of_the_first_token_are_on_the_requests_span():
 
 
 def test_a_decode_node_alone_is_one_node():
-    alone = dataclasses.replace(DONE, estimate=dataclasses.replace(WHY, kind="decode_alone"), adopted_at_s=None)
+    alone = dataclasses.replace(DONE, estimate=WHY._replace(kind="decode_alone"), adopted_at_s=None)
     spans = by_name(dataclasses.replace(TRACED, attempts=(alone,)))
     assert "prefill_node" not in spans
     assert spans["queue"].service == "baton-decode"

@@ -104,7 +104,7 @@ def test_a_timeline_says_whether_a_decode_node_alone_would_have_been_faster():
     assert describe(TIMELINE)["decode_alone"] == {"expected_first_token_s": 0.95, "would_be_faster": False}
     slow = dataclasses.replace(TIMELINE, first_token_at_s=1.2)
     assert describe(slow)["decode_alone"]["would_be_faster"]
-    alone = with_attempt(estimate=dataclasses.replace(WHY, kind="decode_alone"))
+    alone = with_attempt(estimate=WHY._replace(kind="decode_alone"))
     assert describe(alone)["decode_alone"] is None
 
 

@@ -247,8 +247,8 @@ def router_pages() -> list[Page]:
             metrics.prompt_tokens.labels("m").inc(100)
             metrics.timelines._of_model("m")["queue"].observe(0.4)
             metrics.timelines._hits.labels("m", "prefill_node").inc(25)
-            metrics.inter_token_s.of("m").observe(0.009, times=99)
-            metrics.inter_token_s.of("m").observe(0.09)
+            metrics.inter_token_s.labels("m").observe(0.009, times=99)
+            metrics.inter_token_s.labels("m").observe(0.09)
         pages.append(Page.parse(generate_latest(registry).decode()))
     return pages
 

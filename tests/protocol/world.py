@@ -274,7 +274,8 @@ class World:
                 node.feed.changed(changes)
 
     def _collect_router(self) -> None:
-        for action in self.router.take_actions():
+        while self.router.actions:
+            action = self.router.actions.popleft()
             match action:
                 case ToNode(incarnation, message):
                     if incarnation in self.nodes and self.nodes[incarnation].subscribed:

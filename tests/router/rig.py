@@ -71,7 +71,8 @@ class RouterRig:
         self.collect()
 
     def collect(self) -> None:
-        for action in self.core.take_actions():
+        while self.core.actions:
+            action = self.core.actions.popleft()
             (self.sent if isinstance(action, ToNode) else self.emitted).append(action)  # type: ignore[arg-type]
 
     @property

@@ -19,6 +19,15 @@ def test_blocks_are_trimmed_and_special_tokens_known():
     assert render(source) == "<s>\n[user] a <b> 'c'\n"
 
 
+def test_methods_of_a_dict_come_before_its_names():
+    schema = {"type": "array", "items": {"type": "string"}}
+    tools = [{"function": {"parameters": schema}}]
+    source = (
+        "{% set p = tools[0].function.parameters %}{% for name, _ in p.items() %}{{ name }} {% endfor %}{{ p.type }}"
+    )
+    assert ChatTemplate(source, {}).render(MESSAGES, tools=tools) == "type items array"
+
+
 def test_json_is_not_escaped_for_html():
     assert render("{{ messages[0].content | tojson }}") == "\"a <b> 'c'\""
     assert render("{{ {'ä': 1} | tojson(indent=1) }}") == '{\n "ä": 1\n}'

@@ -46,7 +46,7 @@ class Connection:
     def on_resumed(self, call: Callable[[], None]) -> None:
         self.resume = call
 
-    def write(self, piece: bytes) -> None:
+    def write_piece(self, piece: bytes) -> None:
         self.pieces.append(piece)
 
     @property
@@ -168,7 +168,7 @@ async def test_a_silent_stream_shows_signs_of_life_again_and_again(streams):
         if connection.pieces.count(ChunkEvents.keep_alive) == 3:
             shown.set()
 
-    connection.write = write
+    connection.write_piece = write
     async with asyncio.timeout(10):
         await shown.wait()
 

@@ -22,7 +22,7 @@ async def test_every_deadline_is_kept_though_nobody_submits_again() -> None:
         dispatcher.node_up(info(name, role), lambda message: None)
     ended: asyncio.Queue[tuple[str, RequestEvent]] = asyncio.Queue()
     begun = time.monotonic()
-    for name, deadline_s in (("last", 0.12), ("first", 0.02), ("second", 0.07)):
+    for name, deadline_s in (("far", 60.0), ("last", 0.12), ("first", 0.02), ("second", 0.07)):
         request = RoutedRequest(name, (1, 2), 1, SamplingParams(), deadline_s)
         dispatcher.submit(request, lambda event, name=name: ended.put_nowait((name, event)), begun)
     order = []

@@ -124,6 +124,13 @@ def test_cost_waits_for_a_node_that_has_the_prompt_as_long_again_as_others_save(
         assert names(choose("cost", options)) == (expected, "d")
 
 
+def test_cost_finds_a_pair_that_works_behind_better_ones_that_do_not() -> None:
+    prefills = nodes("p", [{"prefill_s": 0.1 * i} for i in range(6)])
+    decodes = nodes("d", [{"fill": 0.1 * i} for i in range(6)])
+    options = Options(prefills, decodes, lambda p, d: (p.node_id, d.node_id) == ("p5", "d5"))
+    assert names(choose("cost", options)) == ("p5", "d5")
+
+
 def test_cost_draws_between_equals() -> None:
     equal = [Candidate(f"p{i}", f"p{i}", prefill_s=0.1) for i in range(3)]
     slow = Candidate("p3", "p3", prefill_s=0.2)

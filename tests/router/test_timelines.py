@@ -115,6 +115,6 @@ def test_a_request_that_never_ran_has_a_timeline_too():
 def test_the_record_of_a_request_is_bounded():
     record = RequestRecord(PREPARED)
     for number in range(MAX_ATTEMPTS + 5):
-        record.placed(number, [0], ("p", "d"), Estimate("cost", "pair", 0.0, 0.0, 0.0, 0, 0.0), 1.0)
+        record.placed(number, (0,), ("p", "d"), Estimate("cost", "pair", 0.0, 0.0, 0.0, 0, 0.0), 1.0)
     timeline = record.timeline("r", "m", 1, 1, 1, 0.0, 1.0, None)
     assert (len(timeline.attempts), timeline.num_attempts) == (MAX_ATTEMPTS, MAX_ATTEMPTS + 5)

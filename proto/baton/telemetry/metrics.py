@@ -80,11 +80,11 @@ class RouterMetrics:
     """A router's metrics. `model` is the served name; it labels every metric of a request as `model_name`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"baton:{name}", text, ["model_name"], buckets=buckets, registry=registry)
+        def histogram(name: str, text: str, bounds: tuple[float, ...]) -> HistogramByModel:
+            return HistogramByModel(f"baton:{name}", text, bounds, registry)
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"baton:{name}", text, ["model_name", *labels], registry=registry)
+        def counter(name: str, text: str, *labels: str) -> CounterByModel:
+            return CounterByModel(f"baton:{name}", text, registry, *labels)
 
         self.requests = Gauge("baton:num_requests", "Live requests by state.", ["state"], registry=registry)
         self.nodes = Gauge(
@@ -115,16 +115,15 @@ class RouterMetrics:
             "Time to first token of requests with one attempt, divided by what placement expected.",
             _RATIO,
         )
-        self._ended: dict[tuple[str, ...], tuple[Counter, Histogram]] = {}
         self.ends = counter("request_ends", "Requests ended, by outcome.", "outcome", "reason")
         self.attempts = counter("request_attempts", "Attempts beyond a request's first, by cause.", "reason")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that started.")
-        self.generation_tokens = CounterByModel("baton:generation_tokens", "Tokens delivered to clients.", registry)
+        self.generation_tokens = counter("generation_tokens", "Tokens delivered to clients.")
         self.first_token_s = histogram(
             "time_to_first_token_seconds", "Receipt of a request to its first token.", _FIRST_TOKEN_S
         )
-        self.inter_token_s = HistogramByModel(
-            "baton:inter_token_latency_seconds", "Between neighbouring tokens of a sample.", _INTER_TOKEN_S, registry
+        self.inter_token_s = histogram(
+            "inter_token_latency_seconds", "Between neighbouring tokens of a sample.", _INTER_TOKEN_S
         )
         self.request_s = histogram("e2e_request_latency_seconds", "Receipt of a request to its end.", _REQUEST_S)
         self.timelines = TimelineMetrics(registry)
@@ -153,12 +152,8 @@ class RouterMetrics:
             self._num_migrations[outcome] = total
 
     def ended(self, model: str, total_s: float, error: BatonError | None, finish_reason: str = "") -> None:
-        labels = (model, *outcome_labels(error, finish_reason))
-        if labels not in self._ended:  # `labels` of prometheus_client takes longer than counting
-            self._ended[labels] = self.ends.labels(*labels), self.request_s.labels(model)
-        count, request_s = self._ended[labels]
-        count.inc()
-        request_s.observe(total_s)
+        self.ends.labels(model, *outcome_labels(error, finish_reason)).inc()
+        self.request_s.labels(model).observe(total_s)
 
 
 class NodeMetrics:

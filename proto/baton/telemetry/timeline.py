@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from baton.messages import Adopted, HandedOff
+from baton.errors import BatonError
+from baton.messages import Adopted, End, HandedOff, Started
 from baton.node_times import DecodeTimes, PromptTimes
 from baton.telemetry.trace_context import TraceContext
 
@@ -29,8 +31,7 @@ node has no room yet. The next three only if the client's first token comes from
 as far as computing did not hide it. step_wait: until the decode node's next step. decode: of a beam search."""
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
+class Estimate(NamedTuple):
     """Why an attempt was placed where it is: what `policy` expected of it. `kind`: pair or decode_alone. `alone_s`: the
     time to the first token that the decode node would have taken without a prefill node."""
 
@@ -43,10 +44,11 @@ class Estimate:
     alone_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AttemptTimeline:
-    """One attempt at some samples of a request. Its `*_at_s` are when the router sent or got the message, None if it
-    did not; a node's report is None if it did not come, since the attempt was over for the router before.
+    """One attempt at some samples of a request, as far as it has come. Its `*_at_s` are when the router sent or got the
+    message, None if it did not; a node's report is None if it did not come, since the attempt was over for the router
+    before.
 
     `state`: that it was in at its end, see `AttemptState`. `moves`: the nodes that went on with it later, each with the
     moment when it said so."""
@@ -71,6 +73,35 @@ class AttemptTimeline:
     decode: DecodeTimes | None = None
     moves: tuple[tuple[str, float], ...] = ()
 
+    # ---- what the router notes as it hears of it ----
+
+    def has_started(self, message: Started, at_s: float) -> None:
+        self.started_at_s = at_s
+        self.queue_s, self.num_cached_tokens = message.queue_s, message.num_cached_tokens
+
+    def was_handed_off(self, message: HandedOff, at_s: float) -> None:
+        self.handed_off_at_s, self.handed_off = at_s, message
+        self.prompt = message.prompt or self.prompt
+
+    def was_adopted(self, message: Adopted, at_s: float) -> None:
+        self.adopted_at_s, self.adopted = at_s, message
+
+    def has_moved(self, node: str, at_s: float) -> None:
+        self.moves += ((node, at_s),)
+
+    def was_reported(self, message: End) -> None:
+        """By a node, as over."""
+        self.prompt = message.prompt or self.prompt
+        self.decode = message.decode or self.decode
+        if message.error is not None:
+            self.error = message.error.message
+
+    def has_failed(self, error: BatonError) -> None:
+        """`error` counts if no node has told of another one."""
+        self.error = self.error or error.message
+
+    # ---- what follows from it ----
+
     @property
     def prefill_s(self) -> float | None:
         """As the node reports it."""
@@ -86,9 +117,11 @@ class AttemptTimeline:
         return max(0.0, self.prompt.granted_s - self.prompt.computed_s) if self.prompt is not None else 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Timeline:
-    """`request_id` is unique for ever, and begins with the id that the client knows. `received_at`: the only time of
+    """Nobody changes it. (Frozen, one of so many fields takes eight times as long to make.)
+
+    `request_id` is unique for ever, and begins with the id that the client knows. `received_at`: the only time of
     day, in seconds since 1970. `first_attempt`: index in `attempts` of the one that gave the first token; None: none
     did. `first_waits_for_decode`: it came no earlier than its decode node's Adopted, if there was one. `error`: empty
     if every sample ended by itself. `is_live`: it has not ended, and `ended_at_s` is now."""

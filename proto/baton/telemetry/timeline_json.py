@@ -75,9 +75,11 @@ def _attempt(attempt: AttemptTimeline) -> dict[str, Any]:
     plain: dict[str, Any] = _rounded(dataclasses.asdict(attempt))
     if attempt.decode is not None:
         plain["decode"]["longest"] = [_rounded(gap._asdict()) for gap in attempt.decode.longest]
-    for message in ("handed_off", "adopted"):
-        if plain[message] is not None:
-            plain[message].pop("prompt", None)  # it is the attempt's own field
+    plain["estimate"] = _rounded(attempt.estimate._asdict())
+    if attempt.adopted is not None:
+        plain["adopted"] = _rounded(attempt.adopted._asdict())
+    if attempt.handed_off is not None:
+        del plain["handed_off"]["prompt"]  # it is the attempt's own field
     plain["moves"] = [{"node": node, "at_s": _rounded(at_s)} for node, at_s in attempt.moves]
     return plain
 

@@ -40,16 +40,14 @@ class TimelineMetrics:
             stages[stage].observe(seconds)
         for attempt in timeline.attempts:
             self._count_hits(timeline.model, attempt)
-        last = max((attempt.attempt for attempt in timeline.attempts), default=0)
-        for attempt in timeline.attempts:
-            if attempt.error and attempt.attempt < last:
+            if attempt.error and attempt.attempt < max(later.attempt for later in timeline.attempts):
                 self._failovers.labels(timeline.model, attempt.state).inc()
 
     def _of_model(self, model: str) -> dict[str, TallyHistogram]:
         """All series are there from a model's first request on, so that no rate misses the first of a stage."""
         stages = self._stages.get(model)
         if stages is None:
-            stages = self._stages[model] = {stage: self._stage_s.of(model, stage) for stage in STAGES}
+            stages = self._stages[model] = {stage: self._stage_s.labels(model, stage) for stage in STAGES}
             for source in _SOURCES:
                 self._hits.labels(model, source)
         return stages

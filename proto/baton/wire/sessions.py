@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from baton.block_hash import HASH_BYTES
 from baton.errors import InvalidRequest, NodeUnavailable
@@ -36,9 +37,6 @@ from baton.wire.prompt_logprobs import read_prompt_logprobs, write_prompt_logpro
 RouterToNode = Auth | Subscribe | Prefill | Abort | Migrate
 NodeToRouter = Auth | Subscribed | Load | KvEvents | tuple[Update, ...]
 """A tuple holds updates for one router, of one or more engine steps."""
-
-_HANDED_OFF_S = ("prefill_s", "gather_s", "wire_s")
-_ADOPTED_S = ("transfer_s", "commit_s", "scatter_s", "step_wait_s")
 
 
 def write_router_message(message: RouterToNode) -> node_pb2.RouterMessage:
@@ -236,36 +234,30 @@ def write_update(update: Update) -> node_pb2.Update:
 def read_update(wire: node_pb2.Update, limits: Limits = ANY) -> Update:
     """A malformed update becomes the end of its attempt alone. Raises InvalidRequest if it does not name its
     attempt."""
-    attempt_id = values.read_attempt_id(wire.attempt_id)
+    attempt_id, kind = values.read_attempt_id(wire.attempt_id), wire.WhichOneof("kind")
     try:
-        return Update(attempt_id, _read_kind(wire, limits))
+        if kind is None:
+            raise InvalidRequest("an update of no known kind")
+        return Update(attempt_id, _READERS[kind](getattr(wire, kind), limits))
     except InvalidRequest as error:
         return Update(attempt_id, End(NodeUnavailable(f"the node's update makes no sense: {error.message}")))
 
 
-def _read_kind(wire: node_pb2.Update, limits: Limits) -> UpdateKind:
-    match wire.WhichOneof("kind"):
-        case "tokens":
-            return _read_tokens(wire.tokens, limits)
-        case "prompt_logprobs":
-            return read_prompt_logprobs(wire.prompt_logprobs, limits)
-        case "sample_end":
-            return _read_sample_end(wire.sample_end)
-        case "started":
-            return Started(wire.started.num_cached_tokens, values.read_seconds(wire.started.queue_s, "queue_s"))
-        case "handed_off":
-            said = wire.handed_off
-            times = [values.read_seconds(getattr(said, name), name) for name in _HANDED_OFF_S]
-            prompt = read_prompt_times(said.prompt) if said.HasField("prompt") else None
-            return HandedOff(times[0], times[1], times[2], prompt)
-        case "adopted":
-            return _read_adopted(wire.adopted)
-        case "stayed":
-            return Stayed(wire.stayed.move, values.read_error(wire.stayed.error))
-        case "end":
-            return _read_end(wire.end)
-        case _:
-            raise InvalidRequest("an update of no known kind")
+def _read_started(wire: node_pb2.Started, _: Limits) -> Started:
+    return Started(wire.num_cached_tokens, values.read_seconds(wire.queue_s, "queue_s"))
+
+
+def _read_handed_off(wire: node_pb2.HandedOff, _: Limits) -> HandedOff:
+    return HandedOff(
+        values.read_seconds(wire.prefill_s, "prefill_s"),
+        values.read_seconds(wire.gather_s, "gather_s"),
+        values.read_seconds(wire.wire_s, "wire_s"),
+        read_prompt_times(wire.prompt) if wire.HasField("prompt") else None,
+    )
+
+
+def _read_stayed(wire: node_pb2.Stayed, _: Limits) -> Stayed:
+    return Stayed(wire.move, values.read_error(wire.error))
 
 
 def _write_end(said: End) -> node_pb2.End:
@@ -273,13 +265,13 @@ def _write_end(said: End) -> node_pb2.End:
     return node_pb2.End(error=values.write_error(said.error), prompt=prompt, decode=decode)
 
 
-def _read_end(wire: node_pb2.End) -> End:
+def _read_end(wire: node_pb2.End, _: Limits) -> End:
     error = values.read_error(wire.error) if wire.HasField("error") else None
     prompt = read_prompt_times(wire.prompt) if wire.HasField("prompt") else None
     return End(error, prompt, read_decode_times(wire.decode) if wire.HasField("decode") else None)
 
 
-def _read_sample_end(wire: node_pb2.SampleEnd) -> SampleEnd:
+def _read_sample_end(wire: node_pb2.SampleEnd, _: Limits) -> SampleEnd:
     sample = values.read_below(wire.sample, MAX_SAMPLES, "sample")
     stop_id = wire.stop_token_id if wire.HasField("stop_token_id") else None
     if stop_id is not None and stop_id < 0:
@@ -298,9 +290,15 @@ def _write_adopted(said: Adopted) -> node_pb2.Adopted:
     )
 
 
-def _read_adopted(wire: node_pb2.Adopted) -> Adopted:
-    times = {name: values.read_seconds(getattr(wire, name), name) for name in _ADOPTED_S}
-    return Adopted(num_cached_tokens=wire.num_cached_tokens, transfer_bytes=wire.transfer_bytes, **times)
+def _read_adopted(wire: node_pb2.Adopted, _: Limits) -> Adopted:
+    return Adopted(
+        values.read_seconds(wire.transfer_s, "transfer_s"),
+        wire.num_cached_tokens,
+        wire.transfer_bytes,
+        values.read_seconds(wire.commit_s, "commit_s"),
+        values.read_seconds(wire.scatter_s, "scatter_s"),
+        values.read_seconds(wire.step_wait_s, "step_wait_s"),
+    )
 
 
 def _write_tokens(said: Tokens) -> node_pb2.Tokens:
@@ -326,3 +324,16 @@ def _read_tokens(wire: node_pb2.Tokens, limits: Limits) -> Tokens:
     if len(logprobs) != len(token_ids):
         raise InvalidRequest(f"{len(token_ids)} tokens with {len(logprobs)} logprobs", "logprobs")
     return Tokens(sample, first, token_ids, values.read_logprobs(logprobs, limits))
+
+
+_READERS: Mapping[str, Callable[[Any, Limits], UpdateKind]] = {
+    "tokens": _read_tokens,
+    "prompt_logprobs": read_prompt_logprobs,
+    "sample_end": _read_sample_end,
+    "started": _read_started,
+    "handed_off": _read_handed_off,
+    "adopted": _read_adopted,
+    "stayed": _read_stayed,
+    "end": _read_end,
+}
+"""Of the kinds of update, by the names of their fields. A table, because there is an update for each token."""

@@ -9,7 +9,6 @@ from fastapi.responses import Response
 
 from router.answer_reader import Parsers
 from router.api_keys import salted
-from router.call_plan import plan_calls
 from router.constraints import constrained, naming_tools
 from router.generation_request import encode
 from router.http.answers import dump_json, raw_json_response
@@ -20,7 +19,7 @@ from router.http.anthropic.shape import MessageShape
 from router.http.body import BodyReader
 from router.http.limits import HttpLimits
 from router.http.responses import EventResponse, WholeResponse
-from router.http.tools import call_mode, callable_tools, offered_tools, plain_tools
+from router.http.tools import call_plan, plain_tools
 from router.limits import MAX_COUNTED_CHARS
 from router.models import ServedModel
 from router.service import Service
@@ -46,8 +45,7 @@ class MessagesRoutes:
         state = request.state
         # An answer that goes on from given text has its reasoning behind it.
         parsers = dataclasses.replace(self._parsers, reasoning=None) if body.continues else self._parsers
-        offered = offered_tools(callable_tools(body.chat_tools, body.chat_choice))
-        plan = plan_calls(parsers, offered, call_mode(body.chat_choice), body.parallel_tool_calls)
+        plan = call_plan(parsers, body.chat_tools, body.chat_choice, body.parallel_tool_calls)
         with self._service.admit(model, [body.size]) as admitted, naming_tools(plan):
             prompt = await self._prompt(model, body)
             reading = plan.reading(parsers, prompt, body.parallel_tool_calls)

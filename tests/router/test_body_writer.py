@@ -1,16 +1,17 @@
-"""The head of an answer goes out with what follows it, and alone if nothing does."""
+"""The head of an answer goes out with what follows it, and alone if nothing does; pieces of its body go straight on."""
 
 import asyncio
 from typing import Any
 
-from router.http.held_head import HeldHead, flush_head, hold_head
+from router.http.body_writer import BodyWriter, body_writer_of
 
 
 class Cycle:
     """As much of uvicorn's as its transport sees."""
 
     def __init__(self) -> None:
-        self.response_started = False
+        self.response_started = self.disconnected = False
+        self.scope: dict[str, Any] = {}
         self.transport: Any = Transport()
         self.writes: list[bytes] = self.transport.writes
 
@@ -30,49 +31,63 @@ class Transport:
         return self.closed_after >= 0
 
 
-def held() -> Any:
+def begun() -> Any:
+    """An answer whose head has come."""
     cycle: Any = Cycle()
-    hold_head(cycle, asyncio.get_running_loop())
+    BodyWriter(cycle, asyncio.get_running_loop())
     cycle.response_started = True
     cycle.transport.write(b"head ")
     return cycle
 
 
 async def test_the_head_and_what_follows_it_are_one_write():
-    cycle = held()
+    cycle = begun()
     assert cycle.writes == []
     cycle.transport.write(b"body")
     assert cycle.writes == [b"head body"]
     cycle.transport.write(b"more")
     await asyncio.sleep(0)
     assert cycle.writes == [b"head body", b"more"]
-    assert isinstance(cycle.transport, Transport)  # nothing stands between any more
+
+
+async def test_a_piece_of_the_body_follows_the_head_likewise():
+    cycle = begun()
+    writer = body_writer_of(cycle.scope)
+    assert writer is cycle.transport
+    writer.write_piece(b"piece of body")
+    writer.write_piece(b"more")
+    await asyncio.sleep(0)
+    assert cycle.writes == [b"head d\r\npiece of body\r\n", b"4\r\nmore\r\n"]
+    cycle.disconnected = True
+    writer.write_piece(b"nobody is there")
+    assert len(cycle.writes) == 2
 
 
 async def test_a_head_without_a_body_waits_for_one_turn_of_the_loop():
-    cycle = held()
+    cycle = begun()
     await asyncio.sleep(0)
     assert cycle.writes == [b"head "]
 
 
 async def test_a_head_goes_out_before_its_connection_closes():
-    cycle = held()
-    transport = cycle.transport
-    transport.close()
+    cycle = begun()
+    cycle.transport.close()
     assert cycle.writes == [b"head "]
-    assert transport.is_closing()
+    assert cycle.transport.is_closing()
 
 
 async def test_a_complete_answer_holds_nothing_back():
-    cycle = held()
-    flush_head(cycle)
-    flush_head(cycle)
+    cycle = begun()
+    cycle.transport.flush()
+    cycle.transport.flush()
     assert cycle.writes == [b"head "]
 
 
 async def test_what_comes_before_the_head_is_not_held():
     cycle: Any = Cycle()
-    hold_head(cycle, asyncio.get_running_loop())
+    BodyWriter(cycle, asyncio.get_running_loop())
     cycle.transport.write(b"HTTP/1.1 100 Continue")
     assert cycle.writes == [b"HTTP/1.1 100 Continue"]
-    assert isinstance(cycle.transport, HeldHead)
+    cycle.response_started = True
+    cycle.transport.write(b"head ")
+    assert len(cycle.writes) == 1
