@@ -23,6 +23,7 @@ from kv_transfer.sender import KvSender
 from kv_transfer.staging import Staging
 from kv_transfer.transports.memory import MemoryTransport
 from node.events import (
+    Event,
     FromPeer,
     FromRouter,
     OfTarget,
@@ -230,6 +231,7 @@ class HostileWorld(World):
         self.grants: dict[int, Grant] = {}
         self.num_tokens: dict[tuple[str, int], int] = {}
         self.reserved: list[Any] = []
+        self._refused: list[tuple[Node, Event]] = []
         self.prefill, self.decode = (next(n for n in self.nodes.values() if n.role is role) for role in NodeRole)
         self.run_dry()  # until the router knows them
         layout = self.decode.model.layout
@@ -361,6 +363,22 @@ class HostileWorld(World):
             node.hear(SessionLost(EVIL))
         self.settle()
 
+    def settle(self) -> None:
+        super().settle()
+        while self._refused:
+            self._hear_refusals()
+            super().settle()
+
+    def _turn(self, incarnation: str) -> None:
+        super()._turn(incarnation)
+        self._hear_refusals()
+
+    def _hear_refusals(self) -> None:
+        """Between turns, as a node hears everything."""
+        refused, self._refused = self._refused, []
+        for node, event in refused:
+            node.hear(event)
+
     def _carry(self, incarnation: str, output: Output, updates: list[Update]) -> None:
         match output:
             case ToRouter(epoch, _) if epoch == EVIL:
@@ -373,6 +391,6 @@ class HostileWorld(World):
                 if target.incarnation != EVIL_DECODE:  # nobody is there
                     closed = PeerClosed(target.incarnation, "connection refused")
                     node = self.nodes[incarnation]
-                    node.hear(OfTarget(closed) if node is self.decode else closed)
+                    self._refused.append((node, OfTarget(closed) if node is self.decode else closed))
             case _:
                 super()._carry(incarnation, output, updates)
