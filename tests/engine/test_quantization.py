@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from baton_kernels.quantized_linear import QuantizedWeight, arrange, dequantize, linear, pack_halves
+from baton_kernels.quantized_linear import FourBitWeight, QuantizedWeight, arrange, dequantize, linear, pack_halves
 from baton_kernels.quantized_linear.four_bits import has_order
 from engine.checkpoint import EMBEDDED
 from engine.model import fast
@@ -182,7 +182,7 @@ def test_methods_of_one_form_become_one_and_share_its_memory() -> None:
 @pytest.mark.parametrize("sorted_columns", [False, True])
 def test_products_go_on_with_weights_in_another_order(sorted_columns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU that has a kernel for it; here the product is plain torch's."""
-    monkeypatch.setattr("engine.model.quantization.linear.can_arrange", has_order)
+    monkeypatch.setattr("engine.model.quantization.linear.can_arrange", lambda weight, dtype: has_order(weight))
     torch.manual_seed(0)
     method = quantized_method(64, torch.randperm(256) if sorted_columns else None, group=128)
     weight = replace(method.weight, scale=method.weight.scale.half())
@@ -197,20 +197,30 @@ def test_products_go_on_with_weights_in_another_order(sorted_columns: bool, monk
         tensor.zero_()
     assert torch.allclose(product(x), expected, rtol=1e-5, atol=1e-4)
     assert method.weight.four_bits
-    assert not method.weight.values.numel()
+    assert not any(tensor.numel() for tensor in (method.weight.values, method.weight.scale, method.weight.zero))
 
 
-def test_a_product_that_differs_in_the_other_order_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.model.quantization.linear.can_arrange", has_order)
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_product_that_differs_in_the_other_order_is_not_taken(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.model.quantization.linear.can_arrange", lambda weight, dtype: has_order(weight))
     method = quantized_method(64, group=128)
     weight = replace(method.weight, scale=method.weight.scale.half())
     method = QuantizedLinear(weight, None, torch.float32)
-    arranged = arrange(replace(weight, scale=2 * weight.scale))
-    monkeypatch.setattr("engine.model.quantization.linear.arrange", lambda weight: arranged)
+    if gated:
+        method._activation = "silu"  # as the gated product, which a CPU makes in two steps, would note
+        monkeypatch.setattr("engine.model.quantization.linear.gated_linear", lambda x, weight, *_: wrong(x, weight))
+    else:
+        arranged = arrange(replace(weight, scale=2 * weight.scale))
+        monkeypatch.setattr("engine.model.quantization.linear.arrange", lambda weight: arranged)
     x = torch.randn(3, 256)
     expected = method.make_product()(x)
     assert method.pack(x) == []
     assert torch.equal(method.make_product()(x), expected)
+
+
+def wrong(x: Tensor, weight: QuantizedWeight | FourBitWeight) -> Tensor:
+    """Of an arranged weight."""
+    return x * (2 if isinstance(weight, FourBitWeight) else 1)
 
 
 @pytest.mark.gpu

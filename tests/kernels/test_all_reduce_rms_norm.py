@@ -47,6 +47,7 @@ class Ranks:
     rank: int
     size: int
     device: str = "cpu"
+    num_programs: int = NUM_PROGRAMS
     buffers: list[Tensor] = field(default_factory=list)
     calls: Counter[int] = field(default_factory=Counter)  # of each program
 
@@ -56,11 +57,11 @@ class Ranks:
         assert self.buffers[0].nbytes == PeerMemory.num_bytes(self.size)
         addresses = torch.tensor([buffer.data_ptr() for buffer in self.buffers], device=self.device)
         turns = torch.zeros(NUM_PROGRAMS, dtype=torch.int32, device=self.device)
-        self.memory = PeerMemory(self.rank, self.size, addresses, turns)
+        self.memory = PeerMemory(self.rank, self.size, addresses, turns, self.num_programs)
 
     def place(self, of: int, sender: int, row: int, like: Tensor) -> Tensor:
         """Where rank `of` finds that row of the sender's part, in the next call."""
-        program, index = row % NUM_PROGRAMS, row // NUM_PROGRAMS
+        program, index = row % self.num_programs, row // self.num_programs
         region = self.buffers[of][self.calls[program] % 2, (of - sender) % self.size - 1, program]
         return region[index * like.nbytes :][: like.nbytes].view(like.dtype)
 
@@ -79,7 +80,7 @@ class Ranks:
             for arrived, expected in zip(sent, parts[self.rank], strict=True):
                 assert torch.equal(arrived, expected)
                 arrived.view(torch.uint8).fill_(0xFF)  # that rank takes it
-        self.calls.update(row % NUM_PROGRAMS for row in range(min(len(own), NUM_PROGRAMS)))
+        self.calls.update(range(min(len(own), self.num_programs)))
         assert all(bool((buffer == 0xFF).all()) for buffer in self.buffers)
         return out
 
@@ -113,6 +114,7 @@ def test_calls_of_any_shape_after_one_another(device: str, dtype: torch.dtype, r
 @pytest.mark.parametrize(("device", "n"), [("cpu", 8), pytest.param("cuda", 4096, marks=pytest.mark.gpu)])
 def test_a_program_has_several_rows(device: str, n: int) -> None:
     check(Ranks(0, 2, device), 2 * NUM_PROGRAMS + 1, n, torch.float32, LLAMA, adds=True)
+    check(Ranks(0, 2, device, num_programs=3), 8, n, torch.float32, LLAMA, adds=True)  # of a GPU with few SMs
 
 
 def test_a_row_is_summed_when_all_of_it_is_there() -> None:

@@ -16,10 +16,9 @@ from baton_kernels.quantized_linear import (
     pack_halves,
     reference,
 )
+from baton_kernels.quantized_linear.four_bits import HALVES
 from baton_kernels.quantized_linear.tiling import ARRANGED_ROWS
 from tests.kernels.poison import poisoned
-
-HALVES = (torch.float16, torch.bfloat16)
 
 
 def weight_of(
@@ -63,7 +62,8 @@ def test_other_weights_have_no_such_order() -> None:
     assert not four_bits.has_order(weight_of(40, 768))
     weight = weight_of(48, 768)
     assert not four_bits.has_order(QuantizedWeight(weight.values, weight.scale.float(), weight.zero, 128))
-    assert not four_bits.can_arrange(weight), "there is no kernel for it on a CPU"
+    assert not four_bits.has_order(QuantizedWeight(weight.values, weight.scale[:24], None, 128, scale_rows=2))
+    assert not four_bits.can_arrange(weight, torch.bfloat16), "there is no kernel for it on a CPU"
 
 
 def test_without_a_gpu_products_are_those_of_the_whole_weight() -> None:
@@ -86,7 +86,8 @@ def near(out: Tensor, expected: Tensor) -> bool:
 @pytest.mark.parametrize(("out_features", "in_features"), [(4096, 1024), (208, 768), (28672, 256)])
 def test_products_on_a_gpu(out_features: int, in_features: int, num_rows: int, dtype: torch.dtype) -> None:
     weight = weight_of(out_features, in_features, with_zero=in_features != 768, scale_dtype=dtype, device="cuda")
-    assert four_bits.can_arrange(weight)
+    assert four_bits.can_arrange(weight, dtype)
+    assert not four_bits.can_arrange(weight, torch.float32)
     arranged = arrange(weight)
     wide = torch.randn(num_rows, in_features + 64, device="cuda", dtype=dtype)
     x, bias = wide[:, :in_features], torch.randn(out_features, device="cuda", dtype=dtype)

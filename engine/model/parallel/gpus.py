@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import Store  # torch.distributed does not decla
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from baton_kernels.all_reduce_rms_norm import NUM_PROGRAMS, PeerMemory
+from baton_kernels.device import num_sms
 from engine.model.parallel.group import COLLECTIVE_TIMEOUT_S, ONE_RANK, GlooRanks, RankGroup
 
 log = logging.getLogger(__name__)
@@ -38,8 +39,7 @@ _ALIGNMENT = 16
 _TIMEOUT = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
 _SENDER, _RECEIVER = 0, 1
 _PAIR_CTAS = 4
-"""Of a pair's kernels, which spin from when they are queued until the other end has come: of an H200's 132 SMs few, and
-yet with some 80 GB/s far more than stages send."""
+"""Of a pair's kernels, which spin from when they are queued until the other end has come: few of an H200's 132 SMs."""
 
 
 class Pair(Protocol):
@@ -123,7 +123,10 @@ class GpuRanks:
         self._pair(of, self.rank).receive(x)
 
     def part(self, first: int, size: int) -> RankGroup:
-        return ONE_RANK if size == 1 else GpuPeers(self._host.part(first, size), self.device)
+        if size == 1:
+            return ONE_RANK
+        kept = 0 if size == self.size else 2 * _PAIR_CTAS
+        return GpuPeers(self._host.part(first, size), self.device, kept)
 
     def _pair(self, sender: int, receiver: int) -> Pair:
         ends = sender, receiver
@@ -134,10 +137,11 @@ class GpuRanks:
 
 
 class GpuPeers(GpuRanks):
-    """Ranks that have parts of the same layers, with consecutive GPUs. One process can be in one such group. Joining
-    waits for all of them; raises RuntimeError."""
+    """Ranks that have parts of the same layers, with consecutive GPUs. One process can be in one such group. kept_sms:
+    where kernels of pairs may wait, to and from other stages, while these ranks sum. Joining waits for all of them;
+    raises RuntimeError."""
 
-    def __init__(self, host: RankGroup, device: torch.device) -> None:
+    def __init__(self, host: RankGroup, device: torch.device, kept_sms: int = 0) -> None:
         assert isinstance(host, GlooRanks)
         super().__init__(host, device)
         dist.init_process_group(
@@ -154,7 +158,7 @@ class GpuPeers(GpuRanks):
         """For each dtype, the memory that all ranks map; none where GPUs cannot map each other's."""
         if self._can_share(device):
             self._shared = {dtype: self._share(TWO_SHOT_BYTES, dtype, device)[0] for dtype in _SHARED_DTYPES}
-            self._buffer, self.peers = self._make_peers(device)
+            self._buffer, self.peers = self._make_peers(device, kept_sms)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if not x.is_cuda:
@@ -222,15 +226,14 @@ class GpuPeers(GpuRanks):
         start = memory.data_ptr() - handle.buffer_ptrs[self.rank]  # the same in all ranks' allocations
         return memory, [address + start for address in handle.buffer_ptrs]
 
-    def _make_peers(self, device: torch.device) -> tuple[Tensor, PeerMemory]:
+    def _make_peers(self, device: torch.device, kept_sms: int) -> tuple[Tensor, PeerMemory]:
         """With the buffer, to be kept as long. Returns when all ranks' buffers are empty."""
         buffer, addresses = self._share(PeerMemory.num_bytes(self.size), torch.uint8, device)
         buffer.fill_(0xFF)
         turns = torch.zeros(NUM_PROGRAMS, dtype=torch.int32, device=device)
-        peers = PeerMemory(self.rank, self.size, torch.tensor(addresses, device=device), turns)
         torch.cuda.synchronize(device)
-        self.minimum(0)
-        return buffer, peers
+        num_programs = self.minimum(min(NUM_PROGRAMS, num_sms(device) - kept_sms))
+        return buffer, PeerMemory(self.rank, self.size, torch.tensor(addresses, device=device), turns, num_programs)
 
 
 def _options() -> Any:

@@ -41,6 +41,7 @@ class QuantizedLinear(LinearMethod):
         self.input_dtype = weight.values.dtype if weight.by_rows and columns is None else None
         self._packed: PackedWeight | None = None
         self._arranged: FourBitWeight | None = None
+        self._activation: Activation | None = None
 
     @property
     def tolerance(self) -> Tolerance:
@@ -59,16 +60,19 @@ class QuantizedLinear(LinearMethod):
         return packed_linear(x, self._packed, self.bias)
 
     def pack(self, x: Tensor) -> list[Tensor]:
-        return self._arrange(x) if can_arrange(self.weight) else self._pack(x)
+        return self._arrange(self._ordered(x)) if can_arrange(self.weight, self.dtype) else self._pack(x)
 
     def _arrange(self, x: Tensor) -> list[Tensor]:
-        arranged, expected, weight = arrange(self.weight), self._multiply(x), self.weight
-        if not close(linear(self._ordered(x), arranged, self.bias), expected, self.tolerance):
+        weight, arranged, bias, activation = self.weight, arrange(self.weight), self.bias, self._activation
+        same = close(linear(x, arranged, bias), linear(x, weight, bias), self.tolerance)
+        if same and activation is not None:
+            found = gated_linear(x, arranged, activation, bias)
+            same = close(found, gated_linear(x, weight, activation, bias), self.tolerance)
+        if not same:
             return []
-        self._arranged, self.weight = (
-            arranged,
-            replace(weight, values=weight.values.new_empty(0, weight.values.shape[1])),
-        )
+        zero = None if weight.zero is None else weight.zero.new_empty(0)
+        gone = replace(weight, values=weight.values.new_empty(0), scale=weight.scale.new_empty(0), zero=zero)
+        self._arranged, self.weight = arranged, gone
         return [weight.values, weight.scale, *([] if weight.zero is None else [weight.zero])]
 
     def _pack(self, x: Tensor) -> list[Tensor]:
@@ -84,6 +88,7 @@ class QuantizedLinear(LinearMethod):
         """The activation is part of the kernel for few rows."""
         if not self.weight.values.is_cuda:
             return super().make_gated_product(activation)
+        self._activation = activation
 
         def gated(x: Tensor) -> Tensor:
             return gated_linear(self._ordered(x), self._arranged or self.weight, activation, self.bias)

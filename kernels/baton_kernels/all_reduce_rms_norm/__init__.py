@@ -18,7 +18,7 @@ from baton_kernels.quantized_linear import with_quantized_rows
 from baton_kernels.quantized_linear.tiling import WEIGHT_ONLY_ROWS
 
 NUM_PROGRAMS = 128
-"""Programs of a launch at most: no more than a Hopper GPU has SMs, since each of them waits for the other ranks'."""
+"""Programs of a launch at most."""
 REGION_BYTES = 64 * 1024
 """What a program has for rows that one other rank sends to it in a call."""
 RECEIVED_BYTES = 8 * 1024 * 1024
@@ -33,13 +33,15 @@ class PeerMemory:
     are 0xFF before any rank makes the first call. The caller owns them, and keeps them while this is used.
 
     addresses: [size] int64, where this rank's GPU maps each rank's buffer. turns: [NUM_PROGRAMS] int32, zeros at first:
-    which half of its regions a program uses next.
+    which half of its regions a program uses next. num_programs: of a launch at most, on all ranks: as many as each GPU
+    runs at once, since every program waits for those of its number on the other ranks.
     """
 
     rank: int
     size: int
     addresses: Tensor
     turns: Tensor
+    num_programs: int = NUM_PROGRAMS
 
     @staticmethod
     def num_bytes(size: int) -> int:
@@ -49,7 +51,7 @@ class PeerMemory:
     def can_take(self, num_rows: int, row_bytes: int) -> bool:
         if row_bytes % 16 or row_bytes > REGION_BYTES:
             return False
-        fits = num_rows <= NUM_PROGRAMS * (REGION_BYTES // row_bytes)
+        fits = num_rows <= self.num_programs * (REGION_BYTES // row_bytes)
         return fits and (self.size - 1) * num_rows * row_bytes <= RECEIVED_BYTES
 
 

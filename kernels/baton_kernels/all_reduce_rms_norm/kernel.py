@@ -1,6 +1,6 @@
 """all_reduce_rms_norm as a Triton kernel: every rank pushes its part of each row to all others, and sums what arrives.
 
-    a program, for rows r = program, program + NUM_PROGRAMS, ...:
+    a program, for rows r = program, program + num_programs, ...:
         write the rows of this rank's part into the program's region in each other rank's buffer
         for each row: read the regions of the own buffer until nothing in them is EMPTY; sum; EMPTY them again
         add the residual, norm, store
@@ -77,6 +77,7 @@ def _all_reduce_rms_norm_kernel(
     N_PADDED: tl.constexpr,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     BITS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     ROUND_ONCE: tl.constexpr,
@@ -99,13 +100,13 @@ def _all_reduce_rms_norm_kernel(
     x_bits_ptr = x_ptr.to(tl.pointer_type(BITS))
     for distance in tl.static_range(1, SIZE):
         address = tl.load(addresses_ptr + (RANK + distance) % SIZE)
-        for row in range(program, num_rows, _NUM_PROGRAMS):
+        for row in range(program, num_rows, PROGRAMS):
             bits = tl.load(x_bits_ptr + tl.cast(row, tl.int64) * N + column, mask=mask, other=0)
             bits = tl.where(bits == _EMPTY, LAST, bits)
             region = _region(address, distance, turn, SIZE, BITS)
-            tl.store(region + row // _NUM_PROGRAMS * N + column, bits, mask=mask)
+            tl.store(region + row // PROGRAMS * N + column, bits, mask=mask)
     tl.debug_barrier()  # no thread waits before all have sent
-    for row in range(program, num_rows, _NUM_PROGRAMS):
+    for row in range(program, num_rows, PROGRAMS):
         offset = tl.cast(row, tl.int64) * N + column
         own = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         if HAS_RESIDUAL:
@@ -116,7 +117,7 @@ def _all_reduce_rms_norm_kernel(
                 x += own
             else:
                 region = _region(own_address, (RANK - rank + SIZE) % SIZE, turn, SIZE, BITS)
-                bits = _take(region + row // _NUM_PROGRAMS * N + column, mask)
+                bits = _take(region + row // PROGRAMS * N + column, mask)
                 x += bits.to(DTYPE, bitcast=True).to(tl.float32)
         rounded = x.to(DTYPE)
         if HAS_RESIDUAL:
@@ -151,7 +152,7 @@ def all_reduce_rms_norm(
     if num_rows == 0:
         return out
     padded = triton.next_power_of_2(n)
-    _all_reduce_rms_norm_kernel[(min(num_rows, NUM_PROGRAMS),)](
+    _all_reduce_rms_norm_kernel[(min(num_rows, peers.num_programs),)](
         x,
         x if residual is None else residual,
         weight,
@@ -166,6 +167,7 @@ def all_reduce_rms_norm(
         padded,
         peers.rank,
         peers.size,
+        peers.num_programs,
         tl.int16 if x.itemsize == 2 else tl.int32,
         residual is not None,
         round_once,

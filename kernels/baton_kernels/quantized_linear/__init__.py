@@ -129,7 +129,7 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
 def _arranged(x: Tensor, weight: FourBitWeight, bias: Tensor | None, activation: Activation | None) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     aligned = rows.stride(-1) == 1 and rows.stride(0) % 8 == 0 and rows.data_ptr() % 16 == 0
-    if 0 < rows.shape[0] <= ARRANGED_ROWS and aligned and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
+    if 0 < rows.shape[0] <= ARRANGED_ROWS and aligned and x.is_cuda and x.dtype in four_bits.HALVES:
         from baton_kernels.quantized_linear.four_bits_kernel import few_rows
 
         return few_rows(rows, weight, bias, activation).view(*x.shape[:-1], -1)

@@ -72,7 +72,7 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
 
 
 @triton.jit
-def _four_bits_kernel(
+def _dequantize_four_bits_kernel(
     words_ptr,
     scales_ptr,
     out_ptr,
@@ -103,7 +103,7 @@ def dequantize_four_bits(weight: FourBitWeight, dtype: torch.dtype) -> Tensor:
     """[out_features, in_features] of `dtype`."""
     out = torch.empty((weight.out_features, weight.in_features), dtype=dtype, device=weight.words.device)
     scale_dtype = tl.float16 if weight.scale_dtype == torch.float16 else tl.bfloat16
-    _four_bits_kernel[(weight.out_features // ROWS, weight.in_features // 256)](
+    _dequantize_four_bits_kernel[(weight.out_features // ROWS, weight.in_features // 256)](
         weight.words.view(torch.uint8), weight.scales, out, weight.in_features, weight.scales.stride(0),
         scale_dtype, ROWS, num_warps=4, **launch_options(out.device),
     )  # fmt: skip

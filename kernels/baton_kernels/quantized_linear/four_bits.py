@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from baton_kernels import pdl
 from baton_kernels.quantized_linear.weights import FourBitWeight, QuantizedWeight, unpack_halves
 
 GROUP = 128
@@ -13,21 +14,22 @@ STEP = 2 * GROUP
 """Columns of a step of the kernel, whose codes share bytes."""
 _PADDING = 128
 """Scales after the last row of a group, which a tile that is not full reads, and does not use."""
-_SCALE_DTYPES = (torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
+"""Of x, and of scales."""
 
 
-def can_arrange(weight: QuantizedWeight) -> bool:
-    """Whether there is such an order of the weight, and a kernel for it on its device."""
-    values = weight.values
-    if not (weight.four_bits and values.is_cuda and torch.cuda.get_device_capability(values.device)[0] == 9):
+def can_arrange(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
+    """Whether there is such an order of the weight, and on its device a kernel for it and x of `dtype`."""
+    device = weight.values.device
+    if dtype not in HALVES or not pdl.supported(device) or torch.cuda.get_device_capability(device)[0] != 9:
         return False
     return has_order(weight)
 
 
 def has_order(weight: QuantizedWeight) -> bool:
     """On any device. Features go in eights, of the gate and of up as well."""
-    fits = weight.in_features % STEP == 0 and weight.out_features % 16 == 0
-    return weight.four_bits and weight.group == GROUP and fits and weight.scale.dtype in _SCALE_DTYPES
+    fits = weight.in_features % STEP == 0 and weight.out_features % 16 == 0 and weight.scale_rows == 1
+    return weight.four_bits and weight.group == GROUP and fits and weight.scale.dtype in HALVES
 
 
 def arrange(weight: QuantizedWeight) -> FourBitWeight:
