@@ -95,9 +95,10 @@ class Engine:
 
     @property
     def only_launches(self) -> bool:
-        """Whether `compute` returns once a step is launched. The device idles until the launch, so callers defer what
-        can wait until after it. If False, `compute` takes as long as the step itself, or as its first stage."""
-        return self.config.async_scheduling and self.config.num_stages == 1
+        """Whether the runner's launches leave the computing to a device of its own. That idles until the launch, so
+        callers defer what can wait until after it. If False, `compute` takes as long as the step itself, or as its
+        first stage."""
+        return self._runner.only_launches
 
     @property
     def has_work(self) -> bool:

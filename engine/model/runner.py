@@ -93,6 +93,12 @@ class TorchModelRunner:
         """This rank's."""
         return self.rank.pool
 
+    @property
+    def only_launches(self) -> bool:
+        """See `engine.step.ModelRunner`."""
+        device: torch.device = self.model.device
+        return device.type != "cpu"
+
     @torch.inference_mode()
     def warm_up(self) -> int:
         """Compute a step of each kind, so that no request waits for what is compiled, planned or loaded at first use.
