@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -126,6 +127,21 @@ def test_each_stage_computes_the_largest_steps_alone(number: int, tmp_path: Path
     with in_threads(3, rehearse) as group:
         rehearse(group)
     assert [len(choices) for choices in done] == [len(chunks) for chunks in largest_steps(SIZES)]
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_what_a_stage_keeps_of_what_it_sent_is_measured(rank: int) -> None:
+    """Hidden states, and logits of the last stage."""
+    peers = SimpleNamespace(rank=0, size=1)
+    place: Any = SimpleNamespace(everyone=SimpleNamespace(rank=rank), stage=Stage(rank, 3), peers=peers)
+    rehearsal = Rehearsal(place)
+    sent = list[weakref.ref[Tensor]]()
+    for _ in range(5):
+        x = torch.zeros(4, 8)
+        sent.append(weakref.ref(x))
+        (rehearsal.send_logits if rehearsal.stage.is_last else rehearsal.send_hidden)(x)
+    del x
+    assert [ref() is not None for ref in sent] == [False, False, True, True, True]
 
 
 def test_what_later_stages_follow_is_behind_what_rank_0_did() -> None:
