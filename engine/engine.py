@@ -72,7 +72,7 @@ class Engine:
         self.scheduler = Scheduler(config, self.blocks, self.tables, self._timing.step_time)
         self.waiting = self.scheduler.waiting
         self._in_flight: deque[InFlight] = deque()
-        self._num_ahead = max(1, config.num_stages - 1) if config.async_scheduling else 0
+        self._num_ahead = config.num_steps_ahead
         self._decided = 0.0  # when the turn of the last plan began
         self.sequences = LiveSequences(config, self.blocks, self.tables, self.scheduler, runner, self._in_flight)
         self._forks = Forks(config, self.blocks, self.scheduler, runner, self.sequences, tier)
