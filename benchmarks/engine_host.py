@@ -31,6 +31,10 @@ class TimedRunner:
         self.times = HostTimes()
         self._runner = runner
 
+    @property
+    def only_launches(self) -> bool:
+        return self._runner.only_launches
+
     def launch(self, chunks: Seq[Chunk]) -> LaunchedStep:
         began = time.perf_counter()
         launched = _TimedStep(self._runner.launch(chunks), self.times)

@@ -56,6 +56,7 @@ class Recorder:
         self._runner = runner
         self.sizes: deque[tuple[StepSize, float]] = deque()
         self.copy_blocks, self.forget = runner.copy_blocks, runner.forget
+        self.only_launches = runner.only_launches
 
     def launch(self, chunks: Sequence[Chunk]) -> LaunchedStep:
         self.sizes.append((StepSize.of(chunks), time.monotonic()))

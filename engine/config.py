@@ -66,9 +66,14 @@ class EngineConfig:
         return TableShape(self.block_size, self.windows)
 
     @property
+    def num_steps_ahead(self) -> int:
+        """The most steps that are in flight when one more is launched."""
+        return max(1, self.num_stages - 1) if self.async_scheduling else 0
+
+    @property
     def num_in_flight_tokens(self) -> int:
         """The most tokens of a sequence that the launched steps and the next one compute."""
-        return (1 + self.async_scheduling) * max(self.max_num_batched_tokens, 1 + self.num_speculative_tokens)
+        return (1 + self.num_steps_ahead) * max(self.max_num_batched_tokens, 1 + self.num_speculative_tokens)
 
     def most_blocks(self, num_tokens: int) -> int:
         """The most blocks that a sequence of so many tokens needs at a time."""

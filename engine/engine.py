@@ -72,7 +72,7 @@ class Engine:
         self.scheduler = Scheduler(config, self.blocks, self.tables, self._timing.step_time)
         self.waiting = self.scheduler.waiting
         self._in_flight: deque[InFlight] = deque()
-        self._num_ahead = max(1, config.num_stages - 1) if config.async_scheduling else 0
+        self._num_ahead = config.num_steps_ahead
         self._decided = 0.0  # when the turn of the last plan began
         self.sequences = LiveSequences(config, self.blocks, self.tables, self.scheduler, runner, self._in_flight)
         self._forks = Forks(config, self.blocks, self.scheduler, runner, self.sequences, tier)
@@ -95,9 +95,10 @@ class Engine:
 
     @property
     def only_launches(self) -> bool:
-        """Whether `compute` returns once a step is launched. The device idles until the launch, so callers defer what
-        can wait until after it. If False, `compute` takes as long as the step itself, or as its first stage."""
-        return self.config.async_scheduling and self.config.num_stages == 1
+        """Whether the runner's launches leave the computing to a device of its own. That idles until the launch, so
+        callers defer what can wait until after it. If False, `compute` takes as long as the step itself, or as its
+        first stage."""
+        return self._runner.only_launches
 
     @property
     def has_work(self) -> bool:

@@ -105,6 +105,11 @@ class ModelRunner(Protocol):
     of its own wakes the loop of the engine's thread when a step, or a group of its layers, is done.
     """
 
+    @property
+    def only_launches(self) -> bool:
+        """Whether `launch` returns before the device has begun. If False, it takes as long as the step itself, or as
+        its first stage."""
+
     def launch(self, chunks: Seq[Chunk]) -> LaunchedStep:
         """Start to compute the chunks in one batch."""
 

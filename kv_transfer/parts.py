@@ -83,7 +83,7 @@ class Piece:
     what: KvSlice
     num_bytes: int
     layers: tuple[LayerKv, ...] = field(repr=False)
-    groups: Sequence[int] = ()
+    groups: tuple[int, ...] = ()
 
     @property
     def end_layer(self) -> int:
@@ -129,13 +129,22 @@ class PartPlanner:
 
     def _plan(self, entries: Sequence[int], first: int, grouped_from: int, num_groups: int) -> tuple[Piece, ...]:
         width, end = self._num_kv_groups, len(entries)
-        groups = [entry % width for entry in entries] if width > 1 else []
+        groups = tuple(entry % width for entry in entries) if width > 1 else ()
         cut = end if num_groups == 1 else min(max(first, grouped_from), end)
         return tuple(self._pieces(first, cut, 1, groups) + self._pieces(cut, end, num_groups, groups))
 
-    def _pieces(self, first: int, end: int, num_groups: int, groups: list[int]) -> list[Piece]:
+    def _pieces(self, first: int, end: int, num_groups: int, groups: tuple[int, ...]) -> list[Piece]:
         return [
-            Piece(at, n := min(most, end - at), *pair[:2], what, num_bytes, self._layers, groups[at : at + n])
+            Piece(
+                first=at,
+                num_blocks=(n := min(most, end - at)),
+                source=pair.source,
+                target=pair.target,
+                what=what,
+                num_bytes=num_bytes,
+                layers=self._layers,
+                groups=groups[at : at + n],
+            )
             for most, slices in self._rounds_of(num_groups)
             for at in range(first, end, most)
             for pair, (what, num_bytes) in zip(self.pairs, slices, strict=True)

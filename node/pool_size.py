@@ -50,12 +50,13 @@ def _pool_bytes(
 
 
 def _profile(model: PreTrainedModel, probed: Probe, limits: EngineConfig, pipeline: Pipeline) -> ProfiledMemory:
-    """Compute the largest steps over a few blocks, which stay allocated until another runner takes over the model."""
+    """Compute the largest steps over a few blocks, which stay allocated until another runner takes over the model. As
+    often as there are stages: the last time with all that a stage has sent of steps before, and keeps."""
     with out_of_memory("--max-num-batched-tokens, --max-num-seqs: lower them, a step does not fit the GPU"):
         runner = TorchModelRunner(model, profile_config(limits), probed, pipeline=Rehearsal(pipeline))
 
         def run() -> None:
-            for chunks in largest_steps(limits):
+            for chunks in largest_steps(limits) * pipeline.stage.size:
                 runner.launch(chunks).wait()
                 for chunk in chunks:
                     runner.forget(chunk.sequence)

@@ -141,8 +141,9 @@ class RankModel:
 
     @torch.inference_mode()
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole blocks of the pool, (source, destination) each. Ends together: a source may be freed at once, and
-        a transfer write into it when rank 0 is done."""
+        """Copy whole blocks of the pool, (source, destination) each. Ranks of one stage end together: a source may be
+        freed at once, and a transfer write into it when rank 0 is done. Later stages may end later: only their own
+        steps write into their pools, after this, since nodes that get KV have one stage."""
         self._follow_rank_0()
         self.pipeline.follow_rank_0()
         self.pool.copy(pairs)

@@ -93,6 +93,12 @@ class TorchModelRunner:
         """This rank's."""
         return self.rank.pool
 
+    @property
+    def only_launches(self) -> bool:
+        """See `engine.step.ModelRunner`."""
+        device: torch.device = self.model.device
+        return device.type != "cpu"
+
     @torch.inference_mode()
     def warm_up(self) -> int:
         """Compute a step of each kind, so that no request waits for what is compiled, planned or loaded at first use.
@@ -132,16 +138,19 @@ class TorchModelRunner:
         @torch.inference_mode()
         def sample(logits: Tensor) -> TorchStep:
             sampled = self._sampler.launch(logits, columns)
-            return TorchStep(list(chunks), ordered, sampled, _mark(sampled), marks, len(self.pool.layers), scored)
+            step = TorchStep(list(chunks), ordered, sampled, _mark(sampled), marks, len(self.pool.layers), scored)
+            self._wake_after(step.events)
+            return step
 
         numbers = self._as_numbers(ordered, rows, tables, pieces)
         if self._staged is not None:
             return self._begin(self._staged, chunks, numbers, score, sample)
-        step = sample(self._compute(numbers, marks, score))
+        return sample(self._compute(numbers, marks, score))
+
+    def _wake_after(self, events: Seq[torch.cuda.Event]) -> None:
         if self._watch is not None and self._wake is not None:
-            for event in step.events:
+            for event in events:
                 self._watch.add(event, self._wake)
-        return step
 
     def keep_up(self, launched: bool) -> bool:
         """If no step was launched, take part in one of the data parallel nodes, should they step. Returns whether they
@@ -195,8 +204,9 @@ class TorchModelRunner:
         )
 
     def _marks(self, chunks: Seq[Chunk]) -> LayerMarks | None:
-        """Marks for a step that ends a prompt to hand off, if its layers are sent in groups; else None."""
-        if self._watch is None or not self.rank.group_ends:
+        """Marks for a step that ends a prompt to hand off, if its layers are sent in groups; else None. Those of a
+        stage are sent at once."""
+        if self._watch is None or self._staged is not None or not self.rank.group_ends:
             return None
         ends = any(chunk.samples_token and chunk.sequence.hand_off for chunk in chunks)
         return LayerMarks(self.rank.group_ends) if ends else None

@@ -5,8 +5,9 @@ come.
     rank 1                | stage 1 of N, its logits | stage 1 of N+1 ...
 
 A thread waits for the logits, so that the engine's thread can launch the next step meanwhile; on a GPU on a stream of
-its own, as the current one is full of next steps. Steps are sampled in the order of their launches, as those of one
-stage are.
+its own, as the current one is full of next steps. The engine's thread, which that wakes, samples: on a GPU it launches
+the sampling, behind the first stage of these next steps, and is woken again at its end. Steps are sampled in the order
+of their launches, as those of one stage are.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ Sample = Callable[[Tensor], LaunchedStep]
 class StagedSteps:
     """The steps that are in stages, or wait to be sampled; on rank 0. All calls belong to the engine's thread.
 
-    num_layers: of all stages. wake: is called, on another thread, when a step's logits are there; and when the first
-    stage of a step that ends a prompt to hand off is computed, whose KV can leave while later ones compute theirs: on a
-    CPU at the launch, on a GPU by `watch`.
+    num_layers: of all stages. wake: is called, on another thread, when a step's logits are there, so that `is_done` has
+    it sampled; and when the first stage of a step that ends a prompt to hand off is computed, whose KV can leave while
+    later ones compute theirs: on a CPU at the launch, on a GPU by `watch`.
     """
 
     def __init__(
@@ -82,10 +83,19 @@ class StagedSteps:
         self._row_was_freed |= any(sequence in step.sequences for step in self._unsampled)
 
     def settle(self, last: StagedStep | None = None) -> None:
-        """Wait for the steps up to the last, or for all, and sample them. Raises RuntimeError when a rank is lost."""
+        """Wait for the logits of the steps up to the last, or of all, and sample them. Raises RuntimeError when a rank
+        is lost or hangs."""
         while self._unsampled and (last is None or last.sampled is None):
-            self._unsampled[0].sample()
-            self._unsampled.popleft()
+            self._sample_oldest()
+
+    def sample_arrived(self) -> None:
+        """Sample the steps whose logits are there. Raises RuntimeError as `settle` does."""
+        while self._unsampled and self._unsampled[0].has_logits():
+            self._sample_oldest()
+
+    def _sample_oldest(self) -> None:
+        self._unsampled[0].sample()
+        self._unsampled.popleft()
         self._row_was_freed &= bool(self._unsampled)
 
     def _mark(self) -> torch.cuda.Event | None:
@@ -118,7 +128,7 @@ class StagedSteps:
 
 class StagedStep:
     """Implements `engine.step.LaunchedStep`. computed: the event after which the first stage is; None: it is. sampled:
-    the step as it is once its choices are made."""
+    the step as it is once its choices are made, or a GPU is to make them."""
 
     def __init__(
         self,
@@ -132,17 +142,26 @@ class StagedStep:
         self.sampled: LaunchedStep | None = None
         self._steps, self._computed, self._logits, self._sample = steps, computed, logits, sample
 
+    def has_logits(self) -> bool:
+        """Whether `sample` would begin at once. All stages have computed the step then."""
+        return self._logits.done()
+
     def sample(self) -> None:
-        logits = self._logits.result(COLLECTIVE_TIMEOUT_S)
+        """Wait for the logits, and make the choices, or have the GPU make them. Raises RuntimeError."""
+        try:
+            logits = self._logits.result(COLLECTIVE_TIMEOUT_S)
+        except TimeoutError as error:
+            raise RuntimeError(f"no logits from the last stage for {COLLECTIVE_TIMEOUT_S:.0f} s") from error
         if logits.is_cuda:
             logits.record_stream(torch.cuda.current_stream())  # another one than the one that it was made for
         self.sampled = self._sample(logits)
 
     def is_done(self) -> bool:
-        return self._logits.done()
+        self._steps.sample_arrived()
+        return self.sampled is not None and self.sampled.is_done()
 
     def num_layers_done(self) -> int:
-        if self.is_done():
+        if self.has_logits():
             return self._steps.num_layers
         return self._steps.num_own_layers if self._computed is None or self._computed.query() else 0  # type: ignore[no-untyped-call]
 

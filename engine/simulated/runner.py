@@ -22,6 +22,8 @@ class SimulatedModelRunner:
     step that ends a prompt to hand off, is done. time_scale: by how much time here passes faster than in the profile.
     """
 
+    only_launches = True
+
     def __init__(
         self,
         profile: Profile,

@@ -231,6 +231,7 @@ def test_kv_of_the_first_stage_is_there_while_the_second_computes(tmp_path: Path
     load = Load(folder, config, fused=True, num_stages=2)
     with ranked_runner(2, load, before=lambda rank: may_go_on.wait(60), wake=woken.release) as (runner, ranks):
         engine = Engine(config, runner)
+        assert not engine.only_launches
         sent = ask("sent", tuple(range(1, 26)), hand_off=True, max_tokens=4)
         try:
             engine.add(sent)

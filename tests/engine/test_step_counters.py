@@ -34,6 +34,17 @@ def test_prompts_beside_decodes_are_mixed():
     assert totals.num_tokens == {"prompt": 12, "decode": 3}
 
 
+@pytest.mark.parametrize("only_launches", [False, True])
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_a_launch_that_computes_is_time_of_the_device(only_launches, num_stages):
+    """The runner says which it is: on a CPU of several stages the first one's, on a GPU never."""
+    engine, model = make(async_scheduling=True, num_stages=num_stages)
+    model.only_launches = only_launches
+    engine.add(sequence(5, max_tokens=3))
+    run(engine)
+    assert (engine.counters.totals().seconds["launch"] > 0.0) == only_launches
+
+
 def test_what_watches_is_called_at_each_step_s_end():
     engine, model = make(async_scheduling=True)
     ends: list[int] = []

@@ -27,6 +27,7 @@ from engine.model.load.checkpoint import Checkpoint
 from engine.model.runner import TorchModelRunner
 from engine.step_padding import StepPadding
 from tests.engine import tiny_models
+from tests.engine.counting import Counting
 from tests.engine.rank_threads import Load, ranked_runner
 from tests.engine.test_parity import MAX_TOKENS, Outputs, ask, run
 
@@ -220,6 +221,27 @@ def test_a_gpu_says_the_same(folder: Path, graphs: bool) -> None:
 
 
 # ---- counted, without a model ----
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_a_prompt_that_has_the_smallest_pool_keeps_all_stages_busy(stages: int) -> None:
+    """All of its chunks are as long as the budget, with as many steps in flight as the engine launches."""
+    sizes = EngineConfig(
+        num_blocks=2000, max_model_len=MAX_MODEL_LEN, vocab_size=100, block_size=4, max_num_batched_tokens=12,
+        async_scheduling=True, num_stages=stages, windows=(WINDOW,),
+    )  # fmt: skip
+    model = Counting()
+    model.slow = True
+    engine = Engine(dataclasses.replace(sizes, num_blocks=1 + sizes.most_blocks(MAX_MODEL_LEN)), model)
+    engine.add(ask("long", tuple(range(156)), max_tokens=1))
+    oldest = iter(model.steps)
+    while engine.num_waiting or engine.computing:
+        while engine.has_room and (plan := engine.schedule(0.0)).chunks:
+            engine.compute(plan, wait=False)
+        engine.check_integrity()
+        next(oldest).running = False
+        engine.retire()
+    assert [chunk.length for batch in model.batches for chunk in batch] == [12] * 13
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,7 @@ class FakeModel:
     checks what attention would see, and layers may be in several groups.
     """
 
+    only_launches = True
     blocks: BlockManager | None = None
     chooses_nothing: Callable[[], bool] = staticmethod(lambda: False)
     """Asked at each sampling chunk: whether its sequence sits this one out."""

@@ -118,7 +118,7 @@ class Node:
         )
         model = self.model
         engine = Engine(config, model, clock=self._clock)
-        model.blocks = engine.blocks
+        model.blocks, model.only_launches = engine.blocks, ahead
         if self.role is NodeRole.PREFILL:
             self.movers: Any = SenderRanks(self._senders(self.transports, self.stagings))
             return PrefillCore(

@@ -53,8 +53,9 @@ def apply(model: PreTrainedModel, probed: Probe, max_model_len: int) -> FusedRep
     """Put fast modules into the model; once, after `attention.probe` and before `attention.attach`.
 
     Modules for which a piece does not agree are left unchanged and logged. If the logits of a few tokens differ
-    afterwards, all pieces are undone. Never raises because of a model's structure. On a CPU, weights then change into
-    the layout of the fastest products, and the modules' parameters for them become empty.
+    afterwards, all pieces are undone. Never raises because of a model's structure. On a CPU, and on a GPU those of 4
+    bits, weights then change into the layout of the fastest products, and the modules' parameters for them become
+    empty.
     """
     if (done := model.__dict__.get(_REPORT)) is not None:
         report: FusedReport = done

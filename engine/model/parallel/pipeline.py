@@ -74,7 +74,8 @@ class Pipeline:
         self._on_the_way.append(self.everyone.send(x, to))
 
     def _connect(self) -> None:
-        """Send along all the ways, which makes them: what NCCL takes is there before memory is measured."""
+        """Send along all the ways, which makes them. So NCCL has its memory for them before a step's is measured: that
+        lowers what is free, and does not count in the node's share of the GPU."""
         self.follow_rank_0()
         if self.stage.is_last:
             self.send_logits(torch.zeros(0, device=self.everyone.device))
@@ -102,23 +103,22 @@ class Pipeline:
 
 
 class Rehearsal(Pipeline):
-    """A rank's place, with nobody in the other stages: what it would receive is random, and nothing is sent. To measure
-    the memory that a step takes."""
+    """A rank's place, with nobody in the other stages: what it would receive is random, and nothing is sent, but kept
+    as long. To measure the memory that a step takes."""
 
     def __init__(self, place: Pipeline) -> None:
         self.everyone, self.stage, self.peers = place.everyone, place.stage, place.peers
-
-    def send_hidden(self, hidden: Tensor) -> None:
-        """Nobody gets it."""
+        self._stage_size = self.peers.size
+        self._kept = deque[Tensor](maxlen=self.stage.size)
 
     def receive_hidden(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> Tensor:
         return torch.randn(num_tokens, hidden_size, dtype=dtype, device=self.everyone.device)
 
-    def send_logits(self, logits: Tensor) -> None:
-        """Nobody gets them."""
-
     def receive_logits(self, num_rows: int, vocab_size: int) -> Tensor:
         return torch.randn(num_rows, vocab_size, device=self.everyone.device)
+
+    def _send(self, x: Tensor, to: int) -> None:
+        self._kept.append(x)
 
 
 ONE_STAGE = Pipeline(ONE_RANK, 1)
