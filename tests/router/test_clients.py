@@ -77,7 +77,7 @@ async def test_openai_errors(client, nodes):
 async def test_openai_sees_an_error_in_mid_stream(client, nodes):
     nodes.script = says("hello world, hello there", hold=asyncio.Event(), hold_at=2)
     stream = await client.chat.completions.create(
-        model="tiny", messages=MESSAGES, stream=True, extra_body={"timeout": 0.3}
+        model="tiny", messages=MESSAGES, stream=True, extra_body={"timeout": 1}
     )
     with pytest.raises(openai.APIError, match="not finished within"):
         async for _ in stream:

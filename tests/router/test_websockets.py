@@ -177,7 +177,7 @@ async def test_a_socket_remembers_its_last_response_that_is_not_stored(router, n
 async def test_a_failure_in_mid_stream_fails_the_response(router, nodes):
     nodes.script = says("hello world, hello there", hold=asyncio.Event(), hold_at=2)
     async with socket(router) as websocket:
-        await say(websocket, **CREATE, timeout=0.3)
+        await say(websocket, **CREATE, timeout=1)
         assert (await response_of(websocket))[-1]["type"] == "response.failed"
 
 
