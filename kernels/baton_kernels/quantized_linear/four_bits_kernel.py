@@ -302,20 +302,13 @@ def choose(num_rows: int, gated: bool) -> TileTiling:
     return TileTiling(rows, 2, stages=2, programs=1, registers=168, least_steps=4)
 
 
-def few_rows(
-    x: Tensor,
-    weight: FourBitWeight,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    tiling: TileTiling | None = None,
-) -> Tensor:
+def few_rows(x: Tensor, weight: FourBitWeight, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
     """Return [num_rows, out_features] of x's dtype, or half as many features with an activation.
 
     x: [num_rows, in_features], bf16 or fp16, rows of contiguous elements, aligned to 16 bytes. bias: [out_features].
-    tiling: as chosen, unless given.
     """
     num_rows, in_features = x.shape
-    tiling = tiling or choose(num_rows, activation is not None)
+    tiling = choose(num_rows, activation is not None)
     programs = Programs.of(num_rows, weight.out_features, in_features // STEP, activation, tiling, x.device, x.dtype)
     x_desc = TensorDescriptor(
         x, [in_features // 64, num_rows, 64], [64, x.stride(0), 1], [4, tiling.rows, 64],
