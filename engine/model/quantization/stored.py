@@ -117,7 +117,8 @@ def fill_with_dummies(module: nn.Linear) -> bool:
         if name == "weight_shape":
             parameter.copy_(torch.tensor([module.out_features, module.in_features]))
         elif parameter.dtype == torch.float8_e4m3fn:
-            parameter.copy_(torch.randn(parameter.shape, device=parameter.device) * 100)
+            largest = torch.finfo(parameter.dtype).max  # some versions of torch make larger values NaN
+            parameter.copy_((torch.randn(parameter.shape, device=parameter.device) * 100).clamp_(-largest, largest))
         elif parameter.dtype == torch.int8:
             parameter.random_(-127, 128)
         elif parameter.dtype == torch.int32:
