@@ -27,6 +27,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from baton_kernels import pdl
 
 HOPPER = GPUTarget("cuda", 90, 32)
+SHARED_MEMORY = 227 * 1024
+"""Bytes that a program may have of it."""
 TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -70,7 +72,8 @@ def _compile(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
             attributes[i,] = [["tt.divisibility", 16]]
     options = {name: value for name, value in kwargs.items() if name not in own}
     source = GluonASTSource if function.is_gluon() else ASTSource
-    triton.compile(source(function, signature, constants, attributes), target=HOPPER, options=options)
+    compiled = triton.compile(source(function, signature, constants, attributes), target=HOPPER, options=options)
+    assert compiled.metadata.shared <= SHARED_MEMORY, function.fn.__name__
 
 
 def _kind(value: object, do_not_specialize: bool) -> str:

@@ -116,7 +116,7 @@ def launch_matmuls() -> None:
 
 
 def launch_quantized() -> None:
-    from baton_kernels.quantized_linear import QuantizedWeight
+    from baton_kernels.quantized_linear import QuantizedWeight, _tiling
     from baton_kernels.quantized_linear.dequantize_kernel import dequantize, dequantize_four_bits
     from baton_kernels.quantized_linear.four_bits import arrange
     from baton_kernels.quantized_linear.four_bits_kernel import few_rows as arranged_few_rows
@@ -151,6 +151,15 @@ def launch_quantized() -> None:
     for weight in (eight, integers):
         x = quantize_rows(bf16(32, 1024), None, weight.values.dtype)
         few_rows(*x, weight, None, None, tiling, torch.bfloat16)
+    in_groups = QuantizedWeight(integers.values, torch.zeros(4096, 8), None, 128)
+    tiling = _tiling(bf16(256, 1024), in_groups, gated=False)
+    assert tiling is not None
+    few_rows(bf16(256, 1024), None, in_groups, None, None, tiling, torch.bfloat16)
+    for features in (4096, 6144):
+        tiling = choose(256, features, 1024, False, 0)
+        assert tiling is not None
+        wide = QuantizedWeight(ints(features, 1024, dtype=torch.int8).view(fp8), torch.zeros(features, 1))
+        few_rows(*quantize_rows(bf16(256, 1024), None, fp8), wide, None, None, tiling, torch.bfloat16)
     quantize_rows(bf16(32, 2048), "silu", fp8)
     quantized = ints(2, 4096, dtype=torch.int8).view(fp8), torch.zeros(2, 1)
     rms_norm(bf16(2, 4096), bf16(4096), 1e-5, bf16(2, 4096), 0.0, False, quantized)

@@ -82,7 +82,7 @@ FORMS = [
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize(("values", "group", "scale_rows", "with_zero"), FORMS)
-@pytest.mark.parametrize(("num_rows", "splits", "steps"), [(1, 1, 1), (5, 3, 2)])
+@pytest.mark.parametrize(("num_rows", "splits", "steps"), [(1, 1, 1), (5, 3, 2), (20, 2, 1)])
 def test_few_rows(
     num_rows: int,
     splits: int,
@@ -228,8 +228,9 @@ def test_the_tiling_fits_the_shape(num_rows: int, gated: bool, out_features: int
         if tiling:
             assert in_features % tiling.depth == 0
             assert not depth or depth % tiling.depth == 0
-            assert tiling.rows >= num_rows
-            assert tiling.splits == 1 or (not gated and -(-out_features // tiling.out) <= MAX_TILES)
+            row_blocks = -(-num_rows // tiling.rows)
+            assert tiling.rows <= 2 * num_rows or tiling.rows == 8, "more than half of a program's rows are padding"
+            assert tiling.splits == 1 or (not gated and -(-out_features // tiling.out) * row_blocks <= MAX_TILES)
     for group in (32, 96, 128, 0):
         columns = packed_columns(in_features, group)
         tiling = choose_four_bits(num_rows, out_features, in_features, gated, columns)
@@ -286,10 +287,8 @@ def test_a_start_runs_every_kernel_for_few_rows() -> None:
     """The steps computed before the first request have every padded number of rows."""
     config = EngineConfig(num_blocks=2000, max_model_len=8192, vocab_size=9, max_num_batched_tokens=8192)
     warmed = {sum(chunk.length for chunk in chunks) for chunks in first_steps(config)}
-    padded = [
-        {found.rows for n in rows if (found := choose(n, 4096, 4096, False, 0))} for rows in (warmed, range(2, 300))
-    ]
-    assert padded[0] == padded[1]
-    assert max(padded[0]) == MAX_ROWS
+    tilings = [{choose(n, 4096, 4096, False, 0) for n in rows} for rows in (warmed, range(2, 300))]
+    assert tilings[0] == tilings[1]
+    assert choose(MAX_ROWS, 4096, 4096, False, 0) is not None
     in_order = {(choose_arranged(n, gated=False), n > 128) for n in warmed if n <= ARRANGED_ROWS}
     assert in_order == {(choose_arranged(n, gated=False), n > 128) for n in range(1, ARRANGED_ROWS + 1)}

@@ -29,7 +29,7 @@ class RowTiling:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Few rows of x, all of them (padded to `rows`) in every program, which handles `out` rows of the weight.
+    """Few rows of x: a program multiplies `rows` of them, most often all, by `out` rows of the weight.
 
     depth: columns per step, split among `slices` groups of warps.
     splits: programs that split the columns; the last to finish sums their parts.

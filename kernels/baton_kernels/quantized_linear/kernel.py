@@ -85,7 +85,8 @@ def _tile_kernel(
     ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`weight @ x.T`, as in `linear.kernel`: the many rows of the weight are the tensor cores' M dimension.
+    """`weight @ x.T`, as in `linear.kernel`: the many rows of the weight are the tensor cores' M dimension. The last
+    dimension of the grid is blocks of ROWS rows of x.
 
     PACKED_COLUMNS: see `pack_halves`; 0: a column is a byte. A step has DEPTH columns; of packed ones, half of them are
     PACKED_COLUMNS / 2 after the others.
@@ -101,7 +102,7 @@ def _tile_kernel(
     end = tl.minimum(in_features, begin + share)
     feature = tile * OUT + tl.arange(0, OUT)
     row = tl.minimum(feature, out_features - 1).to(tl.int64)  # repeat the last row instead of masking
-    x_row = tl.arange(0, ROWS)
+    x_row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     row_bytes = in_features // 2 if FOUR_BITS else in_features
     first = begin // 2 if FOUR_BITS else begin
@@ -143,13 +144,14 @@ def _tile_kernel(
     sums = sums.to(tl.float32)
     up_sums = up_sums.to(tl.float32)
     if SPLITS > 1:
-        cell = tl.arange(0, OUT)[:, None] * ROWS + x_row[None, :]
-        part_ptrs = part_ptr + tile.to(tl.int64) * (SPLITS * OUT * ROWS) + cell
+        block = tile * tl.num_programs(2) + tl.program_id(2)
+        cell = tl.arange(0, OUT)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        part_ptrs = part_ptr + block.to(tl.int64) * (SPLITS * OUT * ROWS) + cell
         tl.store(part_ptrs + split * (OUT * ROWS), sums)
         tl.debug_barrier()  # order all threads' stores before the release by one thread
-        last = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+        last = tl.atomic_add(arrived_ptr + block, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
         if last:
-            tl.store(arrived_ptr + tile, 0)  # the next matmul expects zeros
+            tl.store(arrived_ptr + block, 0)  # the next matmul expects zeros
             # Read all parts from memory, in a fixed order, so that the sum does not depend on which program is last.
             sums = tl.load(part_ptrs, cache_modifier=".cg")
             for other in tl.static_range(1, SPLITS):
@@ -246,15 +248,16 @@ def few_rows(
     weights = (weight.values, weight.scale, out if weight.zero is None else weight.zero, out if bias is None else bias)
     columns = weight.packed_columns if weight.four_bits else 0
     form = (weight.group, weight.scale_rows, columns, weight.zero is not None, packed)
-    assert num_rows <= tiling.rows
+    row_blocks = triton.cdiv(num_rows, tiling.rows)
     assert tiling.slices == 1
     part, arrived = out, out
     if tiling.splits > 1:
         assert activation is None
-        assert tiles <= MAX_TILES
-        part = torch.empty((tiles, tiling.splits, tiling.out, tiling.rows), dtype=torch.float32, device=x.device)
+        assert tiles * row_blocks <= MAX_TILES
+        shape = (tiles * row_blocks, tiling.splits, tiling.out, tiling.rows)
+        part = torch.empty(shape, dtype=torch.float32, device=x.device)
         arrived = arrival_counters(x.device)
-    _tile_kernel[(tiles, tiling.splits)](
+    _tile_kernel[(tiles, tiling.splits, row_blocks)](
         x, out if x_scale is None else x_scale, *weights, out, part, arrived,
         num_rows, out_features, in_features, x.stride(0), weight.scale.stride(0), *form, x_scale is not None,
         tiling.rows, tiling.out, tiling.depth, tiling.splits, tiling.num_stages, bias is not None, activation,

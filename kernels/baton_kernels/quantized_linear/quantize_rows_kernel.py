@@ -15,12 +15,16 @@ from baton_kernels.quantized_linear.weights import LARGEST
 
 
 @triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def store_quantized(x, out_ptrs, scale_ptrs, mask, row_mask, LARGEST: tl.constexpr, ROUND: tl.constexpr):
-    """x: [rows, columns], fp32, zeros where masked. Codes have no NaN: a row's scale carries it on."""
-    largest = tl.maximum(tl.max(tl.abs(x), 1), 1e-12)[:, None]
-    has_nan = tl.max(tl.where(x == x, 0, 1), 1)[:, None] > 0
-    tl.store(scale_ptrs, tl.where(has_nan, float("nan"), largest / LARGEST), mask=row_mask)
-    quantized = tl.minimum(tl.maximum(x * (LARGEST / largest), -LARGEST), LARGEST)
+    """x: [rows, columns], fp32, zeros where masked. A NaN makes its row's scale one: int8 has none."""
+    largest = _larger(tl.reduce(tl.abs(x), 1, _larger), 1e-12)[:, None]
+    tl.store(scale_ptrs, largest / LARGEST, mask=row_mask)
+    quantized = x * (LARGEST / largest)  # rounding may bring it beyond LARGEST, but not to where the cast gives more
     if ROUND:
         quantized = tl.where(quantized < 0, quantized - 0.5, quantized + 0.5)  # the cast cuts
     tl.store(out_ptrs, quantized.to(out_ptrs.dtype.element_ty), mask=mask)

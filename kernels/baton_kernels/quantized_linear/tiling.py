@@ -26,9 +26,8 @@ def choose(num_rows: int, out_features: int, in_features: int, gated: bool, dept
 
     depth: the most columns of a step, which all have the same scale.
 
-    Up to 8 rows: 9.6, 7.6, 30.1, 18.0. 32, with x in fp8: 8.9, 7.6, 32.1, 18.4. 128: 11.1, 9.8, 35.5, 21.7, where
-    cuBLAS takes 13.9, 13.7, 34.4 without the activation, 36.7. 256: 13.8 for o, and 30.1 for down, of
-    13.7 and 36.9.
+    Up to 8 rows: 9.6, 7.6, 30.1, 18.0. 32, with x in fp8: 8.9, 7.6, 32.1, 18.4. 128: 11.1, 8.5, 35.5, 21.7, where
+    cuBLAS takes 13.9, 13.7, 34.4 without the activation, 36.7. 256: 13, 10.4, and 29 for down, of 14, 13.7 and 36.9.
     """
     if num_rows > (MAX_GATED_ROWS if gated else MAX_ROWS):
         return None
@@ -44,13 +43,17 @@ def choose(num_rows: int, out_features: int, in_features: int, gated: bool, dept
     elif rows <= 64:
         splits = 1 if tiles > 64 else 2 if rows == 64 else 4
         tiling = Tiling(rows, out=64, depth=256, num_warps=4, num_stages=4, splits=1 if gated else splits)
-    elif rows == 256:
-        if tiles > 64:
+    elif rows == 256:  # as many programs as SMs
+        if tiles <= 66:
+            tiling = Tiling(128, out=64, depth=128, num_warps=4, num_stages=6)
+        elif tiles <= 132:
+            tiling = Tiling(128, out=128, depth=128, num_warps=8, num_stages=6)
+        else:
             return None
-        splits = 2 if in_features >= 8192 else 1
-        tiling = Tiling(rows, out=64, depth=128, num_warps=8, num_stages=5, splits=splits)
     elif gated:
         tiling = Tiling(rows, out=64, depth=128, num_warps=4, num_stages=3)
+    elif tiles <= 66 and in_features < 8192:
+        tiling = Tiling(64, out=64, depth=256, num_warps=4, num_stages=4)
     else:
         tiling = Tiling(rows, out=64, depth=256, num_warps=4, num_stages=4, splits=1 if tiles > 64 else 2)
     return _of_depth(tiling, in_features, depth)
