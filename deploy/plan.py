@@ -107,11 +107,9 @@ def placement(settings: OwnSettings, machine: Machine) -> str | None:
     for name, size in ranks.items():
         num_peers = settings.num_peers(name)
         if size * num_peers > machine.num_cores:
-            flag = _rank_flag(settings, {name: size}) if size > 1 else _peers_flag(settings, name)
-            who = f"{name} and its peers" if num_peers > 1 else name
             raise ValueError(
-                f"{flag}: {who} would have {size * num_peers} ranks on {machine.num_cores} cores; they wait for each "
-                "other in every step, so each needs a core of its own"
+                f"{_size_flag(settings, name)}: {_with_peers(settings, name)} would have {size * num_peers} ranks on "
+                f"{machine.num_cores} cores; they wait for each other in every step, so each needs a core of its own"
             )
     threads = _threads(settings, machine, names)
     said = ", ".join(f"{name} {_ranks(*settings.parallel_sizes(name))}{_sharing(settings, name)}" for name in names)
@@ -135,19 +133,17 @@ def _check_eplb(settings: OwnSettings) -> None:
 
 
 def _placement_on_gpus(settings: OwnSettings, machine: Machine, ranks: Mapping[str, int]) -> str:
-    for name, size in ranks.items():
-        if settings.num_peers(name) > 1:
-            flag = _peers_flag(settings, name)
-            raise ValueError(f"{flag}: nodes that share experts compute on a CPU so far, with --device cpu")
-        if settings.enable_eplb:
-            raise ValueError("--enable-eplb: experts change places on a CPU so far, with --device cpu")
-        if size > len(machine.gpus):
-            flag, there = _rank_flag(settings, {name: size}), len(machine.gpus)
-            raise ValueError(
-                f"{flag}: {name} would have {size} ranks, each with a GPU of its own, and there are {there}"
-            )
+    if settings.enable_eplb:
+        raise ValueError("--enable-eplb: experts change places on a CPU so far, with --device cpu")
+    there = len(machine.gpus)
+    if name := next((name for name, size in ranks.items() if size * settings.num_peers(name) > there), None):
+        number = f"{ranks[name] * settings.num_peers(name)} ranks, each with a GPU of its own, and there are {there}"
+        raise ValueError(f"{_size_flag(settings, name)}: {_with_peers(settings, name)} would have {number}")
     places = _gpus_of(machine, ranks)
-    said = ", ".join(f"{name} on GPU {' and '.join(machine.gpus[i] for i in places[name])}" for name in ranks)
+    said = ", ".join(
+        f"{name} on GPU {' and '.join(machine.gpus[i] for i in places[name])}{_sharing(settings, name)}"
+        for name in ranks
+    )
     return f"{said}; a rank on each"
 
 
@@ -169,7 +165,14 @@ def _sharing(settings: OwnSettings, name: str) -> str:
     return f" with experts shared with {settings.num_peers(name) - 1} more" if settings.num_peers(name) > 1 else ""
 
 
-def _peers_flag(settings: OwnSettings, name: str) -> str:
+def _with_peers(settings: OwnSettings, name: str) -> str:
+    return f"{name} and its peers" if settings.num_peers(name) > 1 else name
+
+
+def _size_flag(settings: OwnSettings, name: str) -> str:
+    """The one that gave this node several ranks, or else peers."""
+    if settings.num_ranks(name) > 1:
+        return _rank_flag(settings, {name: settings.num_ranks(name)})
     own = f"{name.split('-')[0]}_data_parallel_size"
     return flag_name(own if getattr(settings, own) else "data_parallel_size")
 

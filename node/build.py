@@ -149,10 +149,8 @@ def build(settings: NodeSettings, wake: Callable[[], None] | None = None, ranks:
 
 
 def _meet_peers(settings: NodeSettings, checkpoint: Checkpoint, wake: Callable[[], None] | None) -> PeerNodes:
-    device = device_of(settings)
-    if device.type == "cuda":
-        raise ValueError("--data-parallel-size: nodes that share experts compute on a CPU so far, with --device cpu")
     max_model_len, dtype = settings.max_model_len or checkpoint.max_model_len, dtype_of(settings)
+    device = device_of(settings).type
     is_dummy = settings.load_format == "dummy"
     serves = {
         "the command": settings.prog,
@@ -160,7 +158,8 @@ def _meet_peers(settings: NodeSettings, checkpoint: Checkpoint, wake: Callable[[
         "--max-model-len": str(max_model_len),
         "--model": f"weights {_fingerprint(settings, checkpoint, max_model_len)[:12]}",
         "--tensor-parallel-size": str(settings.tensor_parallel_size),
-        "--dtype": "float32" if dtype == "auto" else dtype,
+        "--device": device,
+        "--dtype": "float32" if dtype == "auto" and device == "cpu" else dtype,
         "--quantization": str(settings.quantization),
         "--eplb-config": str(settings.eplb),
         "--seed": str(settings.seed if is_dummy else None),  # of weights
@@ -177,7 +176,7 @@ def _build(
     peers: PeerNodes | None = None,
 ) -> Built:
     tokenizer = _read_tokenizer(settings, checkpoint.path)
-    data = ONE_NODE if peers is None else join_ranks(settings, 0, peers.meeting.at)
+    data = ONE_NODE if peers is None else join_ranks(settings, 0, peers.meeting.at, device_of(settings))
     part = load_part(settings, checkpoint, pipeline, data)
     config, device = part.config, part.model.device
     layer_groups = settings.layer_groups(device.type == "cuda")

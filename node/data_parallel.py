@@ -26,6 +26,8 @@ from node.peer_nodes import Limits, Meeting, PeerNodes
 from node.settings import NodeSettings
 
 if TYPE_CHECKING:
+    import torch
+
     from engine.model.parallel.data_parallel import DataParallel
 
 log = logging.getLogger(__name__)
@@ -53,9 +55,9 @@ def meet(
     return PeerNodes(rank, size, links, meeting, wake, limits)
 
 
-def join_ranks(settings: NodeSettings, rank: int, store: HostPort) -> DataParallel:
-    """Meet the ranks of all nodes. rank: of this process in its node. store: where they do. Raises RuntimeError when a
-    rank is lost."""
+def join_ranks(settings: NodeSettings, rank: int, store: HostPort, device: torch.device) -> DataParallel:
+    """Meet the ranks of all nodes. rank: of this process in its node. store: where they do. device: the rank's. Raises
+    RuntimeError when a rank is lost."""
     from torch._C._distributed_c10d import TCPStore
 
     from engine.model.parallel.data_parallel import DataParallel
@@ -65,7 +67,12 @@ def join_ranks(settings: NodeSettings, rank: int, store: HostPort) -> DataParall
     timeout = timedelta(seconds=LIMITS.join)
     met = TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=timeout)
     everyone = GlooRanks(met, rank * size + node, settings.num_ranks * size, host=_own_host(store))
-    return DataParallel(everyone, size)
+    if device.type == "cpu":
+        return DataParallel(everyone, size)
+
+    from engine.model.parallel.nccl_ranks import NcclRanks
+
+    return DataParallel(NcclRanks(everyone, device), size)
 
 
 # ---- rank 0 ----

@@ -27,11 +27,11 @@ def run_rank(seat: RankSeat, settings: NodeSettings) -> None:
     from node.rank_part import device_of, load_part
 
     # Joined after the imports, which take seconds: rank 0 has its own meanwhile.
-    everyone, peers = seat.join(device_of(settings, seat.number))
+    device = device_of(settings, seat.number)
+    everyone, peers = seat.join(device)
     pipeline = Pipeline(everyone, settings.pipeline_parallel_size)
-    data = ONE_NODE if peers is None else join_ranks(settings, seat.number, peers)
+    data = ONE_NODE if peers is None else join_ranks(settings, seat.number, peers, device)
     part = load_part(settings, Checkpoint.find(settings.model, settings.revision), pipeline, data)
-    device = part.model.device
     last_tokens = torch.zeros(part.config.max_num_seqs, dtype=torch.int32, device=device)
     rank = RankModel(
         part.model,

@@ -126,7 +126,7 @@ class NodeSettings(ClusterSettings):
         ge=1,
         le=64,
         description="nodes that divide the experts of a mixture among all their ranks, each with requests and KV of "
-        "its own, and step together; needs --enable-expert-parallel, on a CPU so far",
+        "its own, and step together; needs --enable-expert-parallel",
     )
     data_parallel_rank: int | None = Field(None, ge=0, description="this node's number among them, from 0")
     data_parallel_address: str = Field("127.0.0.1", description="host of the one with rank 0, as the others reach it")
@@ -333,8 +333,9 @@ class NodeSettings(ClusterSettings):
     @property
     def captures_graphs(self) -> bool:
         """On a GPU. Steps of a model in stages are launched op by op: they are those of a prefill node, whose chunks
-        are mostly too long for a graph, and a stage's graph would need hidden states at an address of its own."""
-        return not self.enforce_eager and self.pipeline_parallel_size == 1
+        are mostly too long for a graph, and a stage's graph would need hidden states at an address of its own. So are
+        those of data parallel nodes, which gather as many rows as there are."""
+        return not self.enforce_eager and self.pipeline_parallel_size == self.data_parallel_size == 1
 
     def layer_groups(self, on_gpu: bool) -> int:
         """--kv-layer-groups, or the device's default: 1 on a CPU, where a turn sees a step's layers all at once, and

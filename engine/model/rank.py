@@ -134,7 +134,8 @@ class RankModel:
         node has any, so there is no step."""
         if not self._data.meet(0):
             return False
-        no_rows = torch.empty(1, 0, self.model.config.get_text_config().hidden_size, dtype=self.model.dtype)
+        width = self.model.config.get_text_config().hidden_size
+        no_rows = torch.empty(1, 0, width, dtype=self.model.dtype, device=self.model.device)
         for block in self._expert_blocks:
             block(no_rows)
         return True

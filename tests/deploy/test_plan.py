@@ -175,8 +175,15 @@ def test_data_parallel_nodes_meet_at_the_port_of_their_first_one() -> None:
         ValueError, match=r"^--decode-data-parallel-size: decode-0 and its peers would have 2 ranks on 1"
     ):
         placement(settings(*flags), Machine(1, ()))
-    with pytest.raises(ValueError, match=r"^--data-parallel-size: nodes that share experts compute on a CPU so far"):
-        placement(settings("--data-parallel-size=2", "--enable-expert-parallel"), Machine(8, ("0", "1")))
+    shared = settings("--decode-data-parallel-size=2", "--enable-expert-parallel")
+    assert placement(shared, Machine(8, ("0", "1", "2"))) == (
+        "prefill-0 on GPU 0, decode-0 on GPU 1 with experts shared with 1 more, "
+        "decode-1 on GPU 2 with experts shared with 1 more; a rank on each"
+    )
+    with pytest.raises(
+        ValueError, match=r"^--decode-data-parallel-size: decode-0 and its peers would have 2 ranks, ea"
+    ):
+        placement(shared, Machine(8, ("0",)))
 
 
 def test_experts_are_not_divided_where_no_node_has_ranks() -> None:

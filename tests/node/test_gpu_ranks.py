@@ -3,6 +3,7 @@ sums, as kernels and in graphs."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -18,6 +19,7 @@ from baton.address import HostPort
 from baton.sampling import SamplingParams
 from benchmarks import rank_sums
 from benchmarks.direct import Direct
+from deploy.ports import HeldPort
 from engine.checkpoint import EMBEDDED
 from tests.e2e import reference_file, references
 from tests.e2e.reference_file import Reference
@@ -60,20 +62,27 @@ async def answers(
     checkpoint: Path, asked: Sequence[Reference], prefill: Sequence[str], decode: Sequence[str], *flags: str
 ) -> Answers:
     """To all of them twice, the second time with prefixes that the prefill node has."""
-    said, hits = Answers(), []
+    hits: list[float] = []
     with node("prefill", checkpoint, *prefill, *flags) as first, node("decode", checkpoint, *decode, *flags) as second:
         first.wait_ready()
         second.wait_ready()
-        async with Direct(HostPort.parse(first.address), HostPort.parse(second.address)) as client:
-            for _ in range(2):
-                for reference in asked:
-                    params = SamplingParams(
-                        temperature=0.0, max_tokens=reference.max_tokens, ignore_eos=reference.ignore_eos
-                    )
-                    _, tokens = await client.generate(reference.prompt, params, "")
-                    said.append(tokens)
-                hits.append(first.metric("baton:prefix_cache_hits_total"))
+        said = await ask_twice(first, second, asked, hits)
     assert hits[1] > 2 * hits[0]
+    return said
+
+
+async def ask_twice(prefill: Process, decode: Process, asked: Sequence[Reference], hits: list[float]) -> Answers:
+    """hits: takes the prefill node's hits of its prefix cache after each round."""
+    said = Answers()
+    async with Direct(HostPort.parse(prefill.address), HostPort.parse(decode.address)) as client:
+        for _ in range(2):
+            for reference in asked:
+                params = SamplingParams(
+                    temperature=0.0, max_tokens=reference.max_tokens, ignore_eos=reference.ignore_eos
+                )
+                _, tokens = await client.generate(reference.prompt, params, "")
+                said.append(tokens)
+            hits.append(prefill.metric("baton:prefix_cache_hits_total"))
     return said
 
 
@@ -143,6 +152,23 @@ async def test_a_mixture_of_experts(ways: Sequence[str]) -> None:
     wanted = made(MOE, random_prompts(24, 40, 64, 100, 140, 200, 300, 600))
     said = await answers(MOE, wanted, (TWO, *ways), (TWO, *ways), *IN_FP32, "--transport=ipc")
     assert agreement(said, wanted) > MOE_AGREEMENT
+
+
+async def test_data_parallel_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two decode nodes with a GPU each divide the experts; both have requests at the same time, and stop together."""
+    wanted = made(MOE, random_prompts(24, 40, 100, 140, 200, 300))
+    with HeldPort(HostPort("127.0.0.1", 0)) as port, contextlib.ExitStack() as nodes:
+        flags = (*IN_FP32, "--transport=ipc")
+        group = ("--enable-expert-parallel", "--data-parallel-size=2", f"--data-parallel-rpc-port={port.address.port}")
+        prefill = nodes.enter_context(node("prefill", MOE, *flags))
+        decodes = []
+        for rank, gpus in enumerate(("0,1", "1,0")):
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+            decodes.append(nodes.enter_context(node("decode", MOE, *flags, *group, f"--data-parallel-rank={rank}")))
+        for process in (prefill, *decodes):
+            process.wait_ready()
+        said = await asyncio.gather(*(ask_twice(prefill, decode, wanted, []) for decode in decodes))
+    assert min(agreement(answers, wanted) for answers in said) > MOE_AGREEMENT
 
 
 async def test_weights_in_8_bits(tmp_path: Path) -> None:

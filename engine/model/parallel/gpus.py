@@ -58,7 +58,7 @@ class NcclPair:
 
     def __init__(self, store: Store, rank: int, device: torch.device) -> None:
         os.environ["TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"] = "0"  # serialization is intended
-        options = _options()
+        options = nccl_options()
         options.config.max_ctas = _PAIR_CTAS
         self._group: Any = dist.ProcessGroupNCCL(store, rank, 2, options)
         self._group.eager_connect_single_device(device)
@@ -151,7 +151,7 @@ class GpuPeers(GpuRanks):
             world_size=host.size,
             timeout=_TIMEOUT,
             device_id=device,
-            pg_options=_options(),
+            pg_options=nccl_options(),
         )
         self._name = dist.group.WORLD.group_name  # type: ignore[union-attr]
         self._shared: dict[torch.dtype, Tensor] = {}
@@ -236,8 +236,9 @@ class GpuPeers(GpuRanks):
         return buffer, PeerMemory(self.rank, self.size, torch.tensor(addresses, device=device), turns, num_programs)
 
 
-def _options() -> Any:
-    """NCCL's own stream goes first: what is ready takes the next multiprocessors that a product gives up."""
+def nccl_options() -> Any:
+    """Of a communicator. NCCL's own stream goes first: what is ready takes the next multiprocessors that a product
+    gives up."""
     nccl: Any = dist
     options = nccl.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True

@@ -1,0 +1,62 @@
+"""Ranks of several nodes, with a GPU each: what they gather and sum goes over NCCL, in communicators of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine.model.parallel.gpus import GpuRanks, nccl_options
+from engine.model.parallel.group import ONE_RANK, GlooRanks, RankGroup
+
+
+class NcclRanks(GpuRanks):
+    """Implements RankGroup, as GpuRanks does, but for tensors of GPUs, too. Nodes do not map each other's memory: they
+    may see other GPUs, or be on other hosts. Joining waits for all of them; raises RuntimeError."""
+
+    def __init__(self, host: GlooRanks, device: torch.device) -> None:
+        super().__init__(host, device)
+        self._nccl: Any = dist.ProcessGroupNCCL(host.sub_store("nccl"), host.rank, host.size, nccl_options())
+        self._nccl.eager_connect_single_device(device)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if not x.is_cuda:
+            return super().all_reduce(x)
+        x = x.contiguous()
+        if x.numel():
+            self._nccl.allreduce([x]).wait()
+        return x
+
+    def start_all_reduce(self, x: Tensor) -> Callable[[], None]:
+        work = self._nccl.allreduce([x])
+
+        def wait() -> None:
+            work.wait()
+
+        return wait
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        if not x.is_cuda:
+            return super().all_gather(x)
+        parts = x.new_empty(self.size, *x.shape)
+        if x.numel():
+            self._nccl._allgather_base(parts, x.contiguous()).wait()
+        return parts.movedim(0, -2).flatten(-2)
+
+    def broadcast(self, x: Tensor) -> None:
+        if x.is_cuda:
+            self._nccl.broadcast(x, 0).wait()
+        else:
+            super().broadcast(x)
+
+    def part(self, first: int, size: int) -> RankGroup:
+        if size == 1:
+            return ONE_RANK
+        own = self._host.part(first, size)
+        if own is self._host:
+            return self
+        assert isinstance(own, GlooRanks)
+        return NcclRanks(own, self.device)
