@@ -133,8 +133,6 @@ def _check_eplb(settings: OwnSettings) -> None:
 
 
 def _placement_on_gpus(settings: OwnSettings, machine: Machine, ranks: Mapping[str, int]) -> str:
-    if settings.enable_eplb:
-        raise ValueError("--enable-eplb: experts change places on a CPU so far, with --device cpu")
     there = len(machine.gpus)
     if name := next((name for name, size in ranks.items() if size * settings.num_peers(name) > there), None):
         number = f"{ranks[name] * settings.num_peers(name)} ranks, each with a GPU of its own, and there are {there}"

@@ -180,7 +180,7 @@ def _build(
     part = load_part(settings, checkpoint, pipeline, data)
     config, device = part.config, part.model.device
     layer_groups = settings.layer_groups(device.type == "cuda")
-    expert_counts = ExpertCounts.of(part.model, _num_expert_parts(settings, pipeline))
+    expert_counts = _expert_counts(settings, part, pipeline)
     eplb = _eplb(settings, part.model, expert_counts)
     with out_of_memory(_POOL_ADVICE):
         runner = TorchModelRunner(
@@ -217,14 +217,18 @@ def _build(
     )
 
 
-def _eplb(settings: NodeSettings, model: PreTrainedModel, counts: ExpertCounts | None) -> Eplb | None:
-    """Raises ValueError where experts cannot change places."""
-    config = settings.eplb
-    if config is None:
+def _expert_counts(settings: NodeSettings, part: Part, pipeline: Pipeline) -> ExpertCounts | None:
+    """On a GPU only for who needs them: counting takes a decode step a few per cent of its time."""
+    if part.model.device.type == "cuda" and not settings.enable_eplb:
         return None
-    if counts is None:
-        raise ValueError("--enable-eplb: experts change places on a CPU so far, with --device cpu")
-    return Eplb(counts.tokens, expert_slots(model), config.window_size, config.step_interval)
+    return ExpertCounts.of(part.model, _num_expert_parts(settings, pipeline), part.probed.layers[0])
+
+
+def _eplb(settings: NodeSettings, model: PreTrainedModel, counts: ExpertCounts | None) -> Eplb | None:
+    config = settings.eplb
+    if config is None or counts is None:
+        return None
+    return Eplb(counts.total, expert_slots(model), config.window_size, config.step_interval)
 
 
 def _layout(settings: NodeSettings, checkpoint: Checkpoint, part: Part) -> KvLayout:

@@ -92,8 +92,6 @@ def _check_device(settings: NodeSettings) -> None:
 def _check_ranks(settings: NodeSettings) -> None:
     if settings.num_ranks == 1 or settings.device == "cpu" or not (there := num_gpus()):
         return
-    if settings.enable_eplb:
-        raise StartupError("--enable-eplb: experts change places on a CPU so far, with --device cpu")
     if settings.num_ranks > there:
         flag = "--tensor-parallel-size" if settings.pipeline_parallel_size == 1 else "--pipeline-parallel-size"
         raise StartupError(f"{flag}: {settings.num_ranks} ranks need a GPU each, and this process sees {there}")

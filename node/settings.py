@@ -136,7 +136,7 @@ class NodeSettings(ClusterSettings):
     enable_eplb: bool = Field(
         False,
         description="with --enable-expert-parallel, move experts between ranks while serving, so that all are equally "
-        "busy; on a CPU so far",
+        "busy",
     )
     eplb_config: str | None = Field(
         None,

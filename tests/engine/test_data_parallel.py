@@ -111,9 +111,9 @@ def test_experts_change_places_between_nodes(num_nodes: int, num_ranks: int, tmp
     decided: list[Eplb] = []
 
     def eplb(model: PreTrainedModel) -> Eplb:
-        counts = ExpertCounts.of(model, num_nodes * num_ranks)
+        counts = ExpertCounts.of(model, num_nodes * num_ranks, model)
         assert counts is not None
-        decided.append(Eplb(counts.tokens, expert_slots(model), window_size=1, step_interval=1))
+        decided.append(Eplb(counts.total, expert_slots(model), window_size=1, step_interval=1))
         return decided[-1]
 
     load = Load(folder, SIZES, fused=True, whole_experts=True, num_redundant_experts=4)

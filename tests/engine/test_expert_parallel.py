@@ -341,7 +341,7 @@ def test_choices_are_counted_as_the_router_made_them(family: str, folders: dict[
 
     def run(group: RankGroup, whole: bool) -> None:
         model, probed = Load(folders[family], SIZES, fused=True, whole_experts=whole)(Pipeline(group, 1))
-        found = ExpertCounts.of(model, group.size if whole else 1)
+        found = ExpertCounts.of(model, group.size if whole else 1, probed.layers[0])
         assert found is not None
         assert found.imbalance() == 0
         logits_as_served(Target(model, probed.layers, 128), probed.kv)
@@ -351,37 +351,44 @@ def test_choices_are_counted_as_the_router_made_them(family: str, folders: dict[
     for whole in (False, True):
         with in_threads(2, functools.partial(run, whole=whole)) as group:
             run(group, whole=whole)
-    one = counts[1, False, 0].tokens
+    one = counts[1, False, 0].total()
     assert one.shape == (2, config.num_local_experts)
     assert one.sum(axis=1).min() >= config.num_experts_per_tok
     assert len(counts) == 5
-    assert all((each.tokens == one).all() for each in counts.values())
+    assert all((each.total() == one).all() for each in counts.values())
+
+
+def count(counts: ExpertCounts, layer: int, tokens: list[int]) -> None:
+    """As if so many tokens had chosen each expert."""
+    counts._tokens[layer] += torch.tensor(tokens)
 
 
 def test_the_imbalance_is_that_since_the_last_reading(folders: dict[str, Path]) -> None:
     model = loader.load_model(Checkpoint.open(folders["gpt_oss"]))
-    counts = ExpertCounts.of(model, 1)
+    counts = ExpertCounts.of(model, 1, model)
     assert counts is not None
     assert counts.imbalance() == 0
-    counts.tokens[0] += [1, 1, 1, 1]
-    counts.tokens[1] += [0, 8, 0, 0]
+    count(counts, 0, [1, 1, 1, 1])
+    count(counts, 1, [0, 8, 0, 0])
     assert counts.imbalance() == pytest.approx((1 + 4) / 2)
     assert counts.imbalance() == pytest.approx((1 + 4) / 2)
-    counts.tokens[1] += [2, 0, 2, 0]
+    count(counts, 1, [2, 0, 2, 0])
     assert counts.imbalance() == pytest.approx(2)
 
 
 def test_the_imbalance_of_ranks_with_whole_experts(folders: dict[str, Path]) -> None:
     """Each of two has four of eight experts."""
-    counts = ExpertCounts.of(loader.load_model(Checkpoint.open(folders["gpt_oss"])), 2)
+    model = loader.load_model(Checkpoint.open(folders["gpt_oss"]))
+    counts = ExpertCounts.of(model, 2, model)
     assert counts is not None
     assert counts.rank_imbalance() == 0
-    counts.tokens[0] += [3, 1, 0, 0, 4, 4, 2, 2]
+    count(counts, 0, [3, 1, 0, 0, 4, 4, 2, 2])
     assert counts.rank_imbalance() == pytest.approx(1.5)
-    counts.tokens[1] += [8, 0, 0, 0, 0, 8, 0, 0]
+    count(counts, 1, [8, 0, 0, 0, 0, 8, 0, 0])
     assert counts.imbalance() == pytest.approx((2 + 4) / 2)
     assert counts.rank_imbalance() == pytest.approx(1)
 
 
 def test_a_dense_model_has_no_choices_to_count() -> None:
-    assert ExpertCounts.of(skeleton("llama"), 1) is None
+    model = skeleton("llama")
+    assert ExpertCounts.of(model, 1, model) is None

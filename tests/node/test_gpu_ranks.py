@@ -145,10 +145,17 @@ async def test_a_model_with_windows(prefill: Sequence[str], decode: Sequence[str
     check(await answers(folder, wanted, prefill, decode, *IN_FP32, "--transport=ipc"), wanted)
 
 
-@pytest.mark.parametrize("ways", [(), ("--enable-expert-parallel",)])
+MOVING = '--eplb-config={"window_size": 4, "step_interval": 8, "num_redundant_experts": 2}'
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [(), ("--enable-expert-parallel",), ("--enable-expert-parallel", "--enable-eplb", MOVING)],
+    ids=["parts", "whole", "moving"],
+)
 async def test_a_mixture_of_experts(ways: Sequence[str]) -> None:
-    """With a part of each expert on each rank, and with half of them as a whole. Half of the prompts are longer than
-    its window of 128."""
+    """With a part of each expert on each rank, with half of them as a whole, and while these change places. Half of the
+    prompts are longer than its window of 128."""
     wanted = made(MOE, random_prompts(24, 40, 64, 100, 140, 200, 300, 600))
     said = await answers(MOE, wanted, (TWO, *ways), (TWO, *ways), *IN_FP32, "--transport=ipc")
     assert agreement(said, wanted) > MOE_AGREEMENT

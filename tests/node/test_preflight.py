@@ -110,10 +110,6 @@ def test_it_needs_no_torch() -> None:
             {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
             "--pipeline-parallel-size: 4 ranks need a GPU each, and this process sees 2",
         ),
-        (
-            {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True},
-            "--enable-eplb: experts change places on a CPU so far, with --device cpu",
-        ),
         ({"tensor_parallel_size": 4}, "--tensor-parallel-size: 4 ranks need a GPU each, and this process sees 2"),
         (
             {"tensor_parallel_size": 2, "kv_layer_groups": 4},

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -35,9 +35,9 @@ class Change(NamedTuple):
 
 class LoadWindow:
     """What a total that grows has gained in the last `window` steps, at every `interval`-th. Keeps the total as it was
-    when the windows that are open began."""
+    when the windows that are open began. total: reads it, for which a GPU's steps must be over."""
 
-    def __init__(self, total: Counts, window: int, interval: int) -> None:
+    def __init__(self, total: Callable[[], Counts], window: int, interval: int) -> None:
         self._total, self._window, self._interval = total, window, interval
         self._began: deque[Counts] = deque()
         self._num_steps = 0
@@ -46,17 +46,19 @@ class LoadWindow:
         """After each step; what the window has, if it ends with this one. It is shorter at first."""
         self._num_steps += 1
         if (self._num_steps + self._window) % self._interval == 0:
-            self._began.append(self._total.copy())
+            self._began.append(self._total())
         if self._num_steps % self._interval:
             return None
-        return self._total - self._began.popleft() if self._num_steps > self._window else self._total.copy()
+        return self._total() - self._began.popleft() if self._num_steps > self._window else self._total()
 
 
 class Eplb:
-    """The decisions of rank 0, whose `slots` these are, of all layers. total: the tokens that chose each expert, which
-    grows while steps are computed. The thread that computes only; `num_rebalances` on any."""
+    """The decisions of rank 0, whose `slots` these are, of all layers. total: reads how many tokens have chosen each
+    expert. The thread that computes only; `num_rebalances` on any."""
 
-    def __init__(self, total: Counts, slots: Sequence[ExpertSlots], window_size: int, step_interval: int) -> None:
+    def __init__(
+        self, total: Callable[[], Counts], slots: Sequence[ExpertSlots], window_size: int, step_interval: int
+    ) -> None:
         self._slots = slots
         self._window = LoadWindow(total, window_size, step_interval)
         self._left: deque[tuple[int, npt.NDArray[np.int64]]] = deque()

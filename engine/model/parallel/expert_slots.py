@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -18,8 +19,8 @@ _SLOTS = "baton_expert_slots"
 class ExpertSlots:
     """One layer's, on one rank of `group`; all ranks make the same calls. See `engine.model.parallel.expert_placement`.
 
-    placement: of all ranks' slots. rank_tokens: [num_ranks], how many choices each rank was to compute since the start;
-    any thread may read it. The module's parameters have a row for each of the rank's own slots; they keep their memory.
+    placement: of all ranks' slots. The module's parameters have a row for each of the rank's own slots. They and all
+    other tensors keep their memory, which CUDA graphs know.
     """
 
     def __init__(self, layer: int, module: nn.Module, group: RankGroup, num_experts: int) -> None:
@@ -29,7 +30,10 @@ class ExpertSlots:
         self._layer, self._group, self.num_experts = layer, group, num_experts
         self._size = len(self._rows[0])
         self._names = argument_names(module)
-        self.rank_tokens = np.zeros(group.size, np.int64)
+        most, device = self._size * group.size - num_experts + 1, self._rows[0].device
+        self._rank_tokens = torch.zeros(group.size, dtype=torch.int64, device=device)
+        self._slots = torch.zeros(num_experts, most, dtype=torch.int64, device=device)
+        self._counts = torch.zeros(num_experts, dtype=torch.int64, device=device)
         self._place(first_placement(num_experts, self._size * group.size, group.size))
 
     @property
@@ -69,19 +73,26 @@ class ExpertSlots:
     def _place(self, placement: Placement) -> None:
         self.placement = placement.astype(np.int32)
         counts = np.bincount(placement, minlength=self.num_experts)
-        slots = np.zeros((self.num_experts, counts.max()), np.int64)
+        slots = np.zeros(self._slots.shape, np.int64)
         for expert in range(self.num_experts):
             slots[expert, : counts[expert]] = np.flatnonzero(placement == expert)
-        self._slots, self._counts = torch.from_numpy(slots), torch.from_numpy(counts)
+        self._slots.copy_(torch.from_numpy(slots))
+        self._counts.copy_(torch.from_numpy(counts))
+
+    def rank_totals(self) -> npt.NDArray[np.int64]:
+        """[num_ranks]: how many choices each rank was to compute since the start. On any thread; on a GPU it waits for
+        the steps that were launched."""
+        return self._rank_tokens.numpy(force=True).copy()
 
     def choose(self, ids: Tensor) -> Tensor:
         """For experts that tokens chose, [num_tokens, top_k], the slots that compute them, of all ranks, the same on
         all ranks: an expert's replicas take turns, each layer beginning with another one."""
+        ids = ids.long()
         chosen = ids.flatten()
         order = chosen.argsort(stable=True)
-        numbers = torch.bincount(chosen, minlength=self.num_experts)
+        numbers = torch.zeros_like(self._counts).scatter_add_(0, chosen, torch.ones_like(chosen))
         turns = torch.empty_like(chosen)  # 0, 1, ... among the choices of the same expert
-        turns[order] = torch.arange(len(chosen)) - (numbers.cumsum(0) - numbers)[chosen[order]]
+        turns[order] = torch.arange(len(chosen), device=ids.device) - (numbers.cumsum(0) - numbers)[chosen[order]]
         return self._slots[ids, (turns.view_as(ids) + self._layer) % self._counts[ids]]
 
     def own_choices(
@@ -90,9 +101,11 @@ class ExpertSlots:
         """A hook: experts become the rank's slots, numbered from 0, and none where another rank's slot is chosen."""
         x, ids, weights = (*given, *(named[name] for name in self._names[len(given) :]))
         slots = self.choose(ids)
-        self.rank_tokens += np.bincount((slots // self._size).flatten().numpy(), minlength=self.num_ranks)
+        ranks = (slots // self._size).flatten()
+        self._rank_tokens.scatter_add_(0, ranks, torch.ones_like(ranks))
         own = slots - self._group.rank * self._size
-        return (x, own.masked_fill((own < 0) | (own >= self._size), self._size), weights), {}
+        own = own.masked_fill((own < 0) | (own >= self._size), self._size)
+        return (x, own.to(ids.dtype), weights), {}
 
 
 def connect_slots(layer: int, module: nn.Module, group: RankGroup, num_redundant: int) -> None:
