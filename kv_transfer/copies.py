@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kv_transfer.native import DONE, Native, Target
-from kv_transfer.parts import MAX_PIECES
+from kv_transfer.parts import MAX_PIECES, PartHeader
 from kv_transfer.slices import Rows
 
 Mark = Any
@@ -39,6 +39,8 @@ class Copies(Protocol):
     def when_done(self, slot: int, after: Callable[[], None]) -> None: ...
 
     def synchronize(self) -> None: ...
+
+    def num_damaged(self, slot: int, header: PartHeader) -> int: ...
 
 
 class NoCopies:
@@ -72,6 +74,9 @@ class NoCopies:
 
     def synchronize(self) -> None:
         pass
+
+    def num_damaged(self, slot: int, header: PartHeader) -> int:
+        return 0
 
 
 def _nothing() -> None:
