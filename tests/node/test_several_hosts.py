@@ -1,0 +1,189 @@
+"""Nodes whose ranks are on several hosts: whichever part dies, fails or hangs, all hosts end in time and say why, and
+no process is left; who does not belong to the node is refused by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.address import HostPort
+from deploy.ports import HeldPort
+from tests.e2e.cluster import ROOT, wait_until
+from tests.fork_server import ForkedProcess, fork_server
+from tests.node.host_scene import LIMITS
+from tests.node.test_ranks import PATIENCE_S, runs
+
+SILENT = f"has been silent for {LIMITS.silence:g} s"
+
+
+class Host:
+    """One process of `tests.node.host_scene`."""
+
+    def __init__(self, folder: Path, node_rank: int, port: int, case: str, flags: tuple[str, ...]) -> None:
+        self._out, self._err = (folder / f"{case}-{port}-{node_rank}.{what}" for what in ("out", "err"))
+        roots = (ROOT, ROOT / "proto", ROOT / "kernels")
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, roots)), "OMP_NUM_THREADS": "1"}
+        arguments = [str(node_rank), str(port), case, *flags]
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.process: ForkedProcess = fork_server().start(
+                "tests.node.host_scene", arguments, env=env, cwd=ROOT, stdout=out, stderr=err
+            )
+
+    @property
+    def out(self) -> list[str]:
+        return self._out.read_text().splitlines()
+
+    @property
+    def err(self) -> str:
+        return self._err.read_text()
+
+    @property
+    def ranks(self) -> list[int]:
+        """The processes of its ranks."""
+        return [int(line.split()[1]) for line in self.out if line.startswith("rank ")]
+
+
+class Scene:
+    """Both hosts of a node."""
+
+    def __init__(self, folder: Path, case: str, *flags: str) -> None:
+        """flags: of the second host alone."""
+        self._port = HeldPort(HostPort("127.0.0.1", 0))
+        self.hosts = [Host(folder, rank, self._port.address.port, case, flags if rank else ()) for rank in range(2)]
+
+    def wait(self) -> list[int]:
+        """Their exit codes; all ranks have ended as well."""
+        codes = [host.process.wait(PATIENCE_S) for host in self.hosts]
+        pids = [pid for host in self.hosts for pid in host.ranks]
+        wait_until(lambda: f"{left} run" if (left := [pid for pid in pids if runs(pid)]) else None, PATIENCE_S)
+        return codes
+
+    def wait_said(self, line: str) -> None:
+        first = self.hosts[0]
+        wait_until(lambda: None if line in first.out else f"it says {first.out} {first.err}", PATIENCE_S)
+
+    def close(self) -> None:
+        for host in self.hosts:
+            host.process.kill()
+            host.process.wait(PATIENCE_S)
+        self._port.close()
+
+
+LOST = {
+    "dies-load": "rank 3 has ended while it loaded its part",
+    "fails-load": "rank 3: its part is too large",
+    "hangs-load": f"has been silent for {LIMITS.loading_silence:g} s",
+    "dies-step": "has ended",
+    "fails-step": "has ended (its part is too large)",
+    "hangs-step": SILENT,
+}
+"""What both hosts say, by what becomes of rank 3."""
+REFUSED = {
+    "differs-dtype": (("dtype=bfloat16",), "--dtype: bfloat16, and --node-rank 0 has auto"),
+    "differs-weights": (("weights=other",), "--model: other, and --node-rank 0 has same"),
+    "differs-hosts": (("nnodes=4",), "--nnodes: 4, and --node-rank 0 has 2"),
+}
+"""What the second host says, by its flags."""
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scene]]:
+    """All at once: what takes long is waiting."""
+    folder = tmp_path_factory.mktemp("hosts")
+    started = {case: Scene(folder, case) for case in (*LOST, "dies-start", "stays-close")}
+    started |= {case: Scene(folder, case, *flags) for case, (flags, _) in REFUSED.items()}
+    yield started
+    for scene in started.values():
+        scene.close()
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Callable[[str], Scene]]:
+    started = []
+
+    def start(case: str) -> Scene:
+        started.append(Scene(tmp_path, case))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+
+
+@pytest.mark.parametrize("case", LOST)
+def test_all_hosts_end_and_say_which_rank_is_lost(scenes: dict[str, Scene], case: str) -> None:
+    scene = scenes[case]
+    assert scene.wait() == [1, 1]
+    master, headless = (host.err for host in scene.hosts)
+    assert f"{LOST[case]}: this part of the node ends" in headless
+    assert "rank 3" in headless
+    assert "node rank 1: rank 3" in master
+    assert LOST[case] in master
+    assert not [rank for rank in (1, 2) if f"rank {rank} (process" in master + headless]
+    assert ("serves" in scene.hosts[0].out) == case.endswith("-step")
+
+
+def test_all_hosts_end_with_their_node(scene: Callable[[str], Scene]) -> None:
+    one = scene("works")
+    assert one.wait() == [0, 0]
+    assert [host.err for host in one.hosts] == ["", ""]
+    assert "serves" in one.hosts[0].out
+
+
+def test_a_rank_that_does_not_end_is_killed(scenes: dict[str, Scene]) -> None:
+    """The node has ended in order."""
+    assert scenes["stays-close"].wait() == [0, 0]
+
+
+def test_a_host_that_is_told_to_stop_stops_the_node(scene: Callable[[str], Scene]) -> None:
+    one = scene("waits")
+    one.wait_said("waits")
+    one.hosts[1].process.send_signal(signal.SIGTERM)
+    assert one.wait() == [0, 0]
+
+
+@pytest.mark.parametrize(("number", "how"), [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, SILENT)])
+def test_hosts_end_with_each_other(scene: Callable[[str], Scene], number: signal.Signals, how: str) -> None:
+    """The other one says why: of one node it is the second host that is lost, of another one the first."""
+    scenes = [scene("waits"), scene("waits")]
+    for one in scenes:
+        one.wait_said("waits")
+    for lost, one in zip((1, 0), scenes, strict=True):
+        one.hosts[lost].process.send_signal(number)
+    said = "node rank 1 {}: the node ends", "node rank 0 {}: this part of the node ends"
+    for lost, text, one in zip((1, 0), said, scenes, strict=True):
+        assert one.hosts[1 - lost].process.wait(PATIENCE_S) == 1
+        assert text.format(how) in one.hosts[1 - lost].err
+        one.hosts[lost].process.kill()
+        one.wait()
+
+
+def test_other_hosts_say_which_rank_of_the_first_is_lost(scene: Callable[[str], Scene]) -> None:
+    one = scene("waits")
+    one.wait_said("waits")
+    os.kill(one.hosts[0].ranks[0], signal.SIGKILL)
+    assert one.wait() == [1, 1]
+    assert "rank 1 (process" in one.hosts[0].err
+    assert "node rank 0: rank 1 (process" in one.hosts[1].err
+
+
+def test_a_host_that_cannot_come_is_waited_for_and_then_named(scenes: dict[str, Scene]) -> None:
+    scene = scenes["dies-start"]
+    assert scene.wait() == [1, 1]
+    master, headless = (host.err for host in scene.hosts)
+    assert "rank 3 has ended while it loaded its part: this part of the node ends" in headless
+    assert "--nnodes: node rank 1 of 2 has not come to 127.0.0.1:" in master
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_host_that_serves_something_else_is_refused_by_flag(scenes: dict[str, Scene], case: str) -> None:
+    scene = scenes[case]
+    assert scene.wait() == [1, 1]
+    master, headless = (host.err for host in scene.hosts)
+    assert REFUSED[case][1] in headless
+    assert f"a host of this node was refused: {REFUSED[case][1]}" in master
+    assert "--nnodes: node rank 1 of 2 has not come" in master
