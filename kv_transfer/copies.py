@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from kv_transfer.native import DONE, Native, Target
@@ -38,9 +38,9 @@ class Copies(Protocol):
 
     def when_done(self, slot: int, after: Callable[[], None]) -> None: ...
 
-    def synchronize(self) -> None: ...
-
     def num_damaged(self, slot: int, header: PartHeader) -> int: ...
+
+    def warm_up(self, kinds: Iterable[Rows], gathers: bool) -> None: ...
 
 
 class NoCopies:
@@ -72,11 +72,11 @@ class NoCopies:
     def when_done(self, slot: int, after: Callable[[], None]) -> None:
         after()
 
-    def synchronize(self) -> None:
-        pass
-
     def num_damaged(self, slot: int, header: PartHeader) -> int:
         return 0
+
+    def warm_up(self, kinds: Iterable[Rows], gathers: bool) -> None:
+        pass
 
 
 def _nothing() -> None:

@@ -49,6 +49,8 @@ class PoolServer:
                 link = self._links[said["link"]]
                 connect = partial(link.connect, said["peer"], bytes.fromhex(said["address"]), said["within_s"])
                 threading.Thread(target=self._answer, args=(said, connect), name="kv-connect", daemon=True).start()
+            case "warm_up":
+                self._answer(said, partial(self._links[said["link"]].warm_up, said["rows"], said["gathers"]))
             case "close":
                 self._answer(said, self._links[said["link"]].close)
             case _:
@@ -113,6 +115,9 @@ class _Link:
                 self._disconnect(said["peer"])
             case other:
                 raise ValueError(f"{other!r} cannot be done to a KV pool")
+
+    def warm_up(self, kinds: list[list[Any]], gathers: bool) -> None:
+        self._copies.warm_up(map(_rows, kinds), gathers)
 
     def connect(self, peer: str, address: bytes, timeout_s: float) -> None:
         """Raises TransferError."""

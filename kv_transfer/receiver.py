@@ -201,14 +201,7 @@ class KvReceiver(KvMover):
         return told
 
     def warm_up(self) -> None:
-        """Compile the GPU kernels that parts need, using the null block. Call once, before the first part."""
-        if self._staging.on_gpu:
-            from baton_kernels.block_checksum import block_checksums
-
-            for rows in self._usual_rows():
-                self._copies.scatter(0, [0], rows, None)()
-                self._copies.synchronize()
-                block_checksums(self._staging.memory(0)[: rows.sent_bytes].view(1, rows.sent_bytes))
+        self._copies.warm_up(self._usual_rows(), gathers=False)
 
     def check_integrity(self) -> None:
         with self._lock:

@@ -4,7 +4,8 @@
 
 The mover is that of a pool in reach, and keeps the states of all slots. What it would do to memory goes over the wire
 instead, in order, together with the steps of the same rank: so a gather comes before a step that was sent after it, and
-a scatter too. Nothing here waits for the other host but `open_link`, `connect` and `close`.
+a scatter too. Nothing here waits for the other host but what begins and ends: `open_link`, `warm_up`, `connect`,
+`close`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -26,6 +27,7 @@ from kv_transfer.slots import Slots
 from kv_transfer.transport import CONNECT_S, Arrived, Failed, Listener, PeerDisconnected, Sent, TransportEvent
 
 _OPEN_S = 90.0
+_WARM_UP_S = 300.0
 _CLOSE_S = 10.0
 _MARGIN_S = 1.0
 """For an answer that says that the other host's own deadline has passed."""
@@ -120,16 +122,16 @@ class RemoteCopies:
     def when_done(self, slot: int, after: Callable[[], None]) -> None:
         after()
 
-    def synchronize(self) -> None:
-        """Nothing was begun here."""
+    def warm_up(self, kinds: Iterable[Rows], gathers: bool) -> None:
+        """Raises TransferError."""
+        told = [_flat(rows) for rows in kinds]
+        self._wire.ask(_WARM_UP_S, do="warm_up", link=self._link, rows=told, gathers=gathers)
 
     def num_damaged(self, slot: int, header: PartHeader) -> int:
         return self.num_damaged_in.get(slot, 0)
 
     def _say(self, what: str, slot: int, ids: Sequence[int], rows: Rows, **more: Any) -> None:
-        runs = [(run.start, run.stop) for run in rows.runs]
-        flat = list(rows._replace(runs=runs))  # type: ignore[arg-type]
-        self._wire.say(do=what, link=self._link, slot=slot, ids=list(ids), rows=flat, **more)
+        self._wire.say(do=what, link=self._link, slot=slot, ids=list(ids), rows=_flat(rows), **more)
 
 
 class RemoteTransport:
@@ -183,6 +185,11 @@ class RemoteTransport:
     def happened(self, event: TransportEvent) -> None:
         self._events.put(event)
         self._events.deliver()
+
+
+def _flat(rows: Rows) -> list[Any]:
+    """As JSON has it."""
+    return [*(rows._asdict() | {"runs": [(run.start, run.stop) for run in rows.runs]}).values()]
 
 
 def _event(said: Mapping[str, Any]) -> TransportEvent:

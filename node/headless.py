@@ -69,7 +69,7 @@ class _Host:
         self._forks.watch(self._rank_lost)
         preflight.check(self._settings)  # after the forks: it asks for GPUs
         settings = self._settings
-        hello = {"node_rank": settings.node_rank, "nnodes": settings.nnodes, "serves": shared_flags(settings)}
+        hello = {"node_rank": settings.node_rank, "serves": shared_flags(settings)}
         log.info("coming to rank 0 address=%s node_rank=%d", place_of(settings).at, settings.node_rank)
         self._link, _ = come(place_of(settings), hello, self._limits.join, answer_s=GREETING_S)
         with _signals() as signals:

@@ -341,12 +341,10 @@ class _Guests:
             if guest not in self._wanted or guest in self._came:
                 return f"--node-rank: rank {guest[1]} is there, or belongs to no other host"
             return why_not_alike(said["serves"], self._weights, _RANK_0)
-        if said["nnodes"] != self._settings.nnodes:
-            return f"--nnodes: {said['nnodes']}, and {_RANK_0} has {self._settings.nnodes}"
         guest = _HOST, int(said["node_rank"])
-        if guest not in self._wanted or guest in self._came:
-            return f"--node-rank: {guest[1]} is taken"
-        return why_not_alike(said["serves"], self._flags, _RANK_0)
+        is_taken = guest not in self._wanted or guest in self._came
+        taken = f"--node-rank: {guest[1]} is taken" if is_taken else None
+        return why_not_alike(said["serves"], self._flags, _RANK_0) or taken
 
     def _hear(self, guest: tuple[str, int]) -> None:
         """Beats; or it has ended, and may be started anew: a host with its ranks, which say so themselves."""

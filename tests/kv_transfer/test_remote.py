@@ -15,6 +15,7 @@ from baton.layout import KvLayout, LayerKv
 from kv_transfer.parts import slot_bytes_for
 from kv_transfer.remote import RemoteLink
 from kv_transfer.sender import KvSender, PartFailed
+from kv_transfer.slot_copies import SlotCopies
 from kv_transfer.staging import Staging
 from kv_transfer.transport import PeerDisconnected
 from kv_transfer.transports.memory import MemoryHub, MemoryTransport
@@ -89,6 +90,13 @@ def test_a_peer_that_dies_fails_its_parts_and_is_told_of_last(scene: Scene) -> N
     scene.sender.check_integrity()
 
 
+def test_kernels_are_compiled_there(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(SlotCopies, "warm_up", lambda _, kinds, gathers: seen.append((set(kinds), gathers)))
+    scene.sender.warm_up()
+    assert seen == [(scene.sender._usual_rows(), True)]
+
+
 def test_a_slot_can_be_used_again_at_once(scene: Scene) -> None:
     scene.connect()
     for part in range(3 * NUM_SLOTS):
@@ -137,6 +145,15 @@ def test_a_peer_that_is_wanted_again_meanwhile_is_connected(scene: Scene, pool: 
         connected.result(SOON_S)
         again.result(SOON_S)
     assert scene.there.links
+
+
+def test_a_peer_that_is_connected_anew_was_not_lost(scene: Scene) -> None:
+    scene.connect()
+    scene.peer.disconnect("p")
+    assert scene.wakes.acquire(timeout=SOON_S)
+    scene.peer.connect("p", scene.there.info())
+    scene.connect()
+    assert scene.sender.poll() == []
 
 
 def test_slots_that_do_not_fit_there_are_named_by_their_flags(scene: Scene) -> None:

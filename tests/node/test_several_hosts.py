@@ -7,11 +7,15 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from baton.address import HostPort
 from deploy.ports import HeldPort
+from node.hosts import _Guests, shared_flags
+from node.peer_links import PeerLink
+from node.settings import NodeSettings
 from tests.e2e.cluster import ROOT, wait_until
 from tests.fork_server import ForkedProcess, fork_server
 from tests.node.host_scene import LIMITS
@@ -187,3 +191,24 @@ def test_a_host_that_serves_something_else_is_refused_by_flag(scenes: dict[str, 
     assert REFUSED[case][1] in headless
     assert f"a host of this node was refused: {REFUSED[case][1]}" in master
     assert "--nnodes: node rank 1 of 2 has not come" in master
+
+
+def test_hosts_and_ranks_come_once() -> None:
+    """And only those that belong to other hosts."""
+    settings = NodeSettings(model="none", tensor_parallel_size=4, nnodes=2)
+    second = shared_flags(settings.model_copy(update={"node_rank": 1}))
+    guests = _Guests(settings, "weights")
+
+    def why_not_host(number: int) -> str | None:
+        return guests._why_not({"node_rank": number, "serves": second})
+
+    def why_not_rank(number: int) -> str | None:
+        return guests._why_not({"rank": number, "serves": {"--model": "weights"}})
+
+    assert why_not_host(1) is None
+    assert [why_not_host(number) for number in (0, 2)] == ["--node-rank: 0 is taken", "--node-rank: 2 is taken"]
+    assert [number for number in range(5) if why_not_rank(number) is None] == [2, 3]
+    guests._came |= dict.fromkeys([("host", 1), ("rank", 2)], cast("PeerLink", None))
+    assert why_not_host(1) == "--node-rank: 1 is taken"
+    assert why_not_rank(2) == "--node-rank: rank 2 is there, or belongs to no other host"
+    assert why_not_rank(3) is None
