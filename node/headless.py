@@ -25,7 +25,7 @@ from typing import Any
 from baton.signals import stop_signals
 from node import preflight
 from node.greetings import GREETING_S, come
-from node.hosts import place_of, shared_flags
+from node.host_guests import place_of, shared_flags
 from node.peer_links import PeerLink
 from node.rank_forks import BEAT_S, Ends, Limits, RankFork, RankForks, Word, fork
 from node.rank_seats import HostSeat

@@ -3,8 +3,8 @@
     each host comes, and each of its ranks -> all are told where ranks meet
     -> over a stream to each rank: steps, and what moves KV; over a link to each host, which watches its ranks: beats
 
-How they meet: `node.greetings`; what they are: `node.headless`. A host that dies, hangs, or loses a rank ends the node,
-by name; and the node, ending, ends them.
+How they meet: `node.host_guests`; what they are: `node.headless`. A host that dies, hangs, or loses a rank ends the
+node, by name; and the node, ending, ends them.
 """
 
 from __future__ import annotations
@@ -13,20 +13,16 @@ import contextlib
 import itertools
 import logging
 import select
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-import baton
-from baton.address import HostPort
 from baton.errors import TransferError
 from kv_transfer.remote import RemotePool
 from kv_transfer.transports.host import address_of
-from node.errors import StartupError
-from node.greetings import Place, greet, why_not_alike
+from node.host_guests import HOST, RANK, Guests
 from node.peer_links import PeerLink
 from node.rank_forks import BEAT_S, HAS_ENDED, Limits, Word
 from node.rank_stream import RankStream
@@ -38,37 +34,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_RANK_0 = "--node-rank 0"
 _LEAVE_S = 2.0
 """For hosts to end in order, beyond the time that their ranks have."""
-_OWN_TO_A_HOST = frozenset(
-    {
-        *("node_rank", "master_addr", "listen", "advertise", "metrics_port", "node_id", "transfer_interface"),
-        *("model", "revision", "served_model_name", "config", "log_level", "log_format", "cpu_threads"),
-        *("admin_key_file", "profile_dir", "cluster_secret_file", "kv_events_config", "drain_timeout"),
-        *("cluster_ssl_keyfile", "cluster_ssl_certfile", "cluster_ssl_ca_certs", "silence_timeout"),
-    }
-)
-"""Settings that may differ between hosts of a node: of addresses and files, and of what rank 0 alone does. Weights are
-compared by themselves."""
-
 Lost = Callable[[Word, bool], None]
 """A rank or a host is lost; and whether all ranks of other hosts were ready."""
-
-
-def place_of(settings: NodeSettings) -> Place:
-    """Where the hosts of the node meet."""
-    at = HostPort(settings.master_addr, settings.master_port)
-    return Place(at, "--master-addr", "--master-port", "host of this node")
-
-
-def shared_flags(settings: NodeSettings) -> dict[str, str]:
-    """By flag, what must be the same on all hosts of a node."""
-    from baton.settings import flag_name
-
-    names = sorted(set(type(settings).model_fields) - _OWN_TO_A_HOST)
-    flags = {flag_name(name): str(getattr(settings, name)) for name in names}
-    return {"the command": settings.prog, "the version": baton.__version__} | flags
 
 
 class _HostRank:
@@ -155,11 +124,10 @@ class OtherHosts:
     def meet(self, fingerprint: str, lost: Lost) -> str:
         """Wait for all hosts and their ranks. fingerprint: of the weights as they are served. lost: is called, on
         another thread, from then on. Returns this host's address. Raises StartupError."""
-        guests = _Guests(self._settings, fingerprint)
-        came = guests.wait(self._limits.join)
+        came = Guests(self._settings, fingerprint).wait(self._limits.join)
         self._on_lost = lost
-        self._links = {number: link for (kind, number), link in came.items() if kind == _HOST}
-        self._rank_links = {number: link for (kind, number), link in sorted(came.items()) if kind == _RANK}
+        self._links = {number: link for (kind, number), link in came.items() if kind == HOST}
+        self._rank_links = {number: link for (kind, number), link in sorted(came.items()) if kind == RANK}
         for number, link in self._links.items():
             self._start(f"host-{number}", self._watch, number, link)
         return address_of(self._settings.master_addr) or self._settings.master_addr
@@ -291,79 +259,3 @@ class OtherHosts:
         log.debug("rank lost", exc_info=error)
         if self.word(self._limits.report / 2) is None and not self._over.is_set():
             self._lost(Word(f"rank {rank.number} {HAS_ENDED}"))
-
-
-_HOST, _RANK = "host", "rank"
-_Came = dict[tuple[str, int], PeerLink]
-
-
-class _Guests:
-    """Those that rank 0 waits for: hosts, by their --node-rank, and ranks."""
-
-    def __init__(self, settings: NodeSettings, fingerprint: str) -> None:
-        self._settings, self._place = settings, place_of(settings)
-        self._flags, self._weights = shared_flags(settings), {"--model": fingerprint}
-        own = len(settings.host_ranks)
-        self._wanted = {(_HOST, number) for number in range(1, settings.nnodes)}
-        self._wanted |= {(_RANK, number) for number in range(own, settings.num_ranks)}
-        self._came: _Came = {}
-
-    def wait(self, timeout_s: float) -> _Came:
-        """Until all are there. Raises StartupError."""
-        deadline = time.monotonic() + timeout_s
-        with self._place.listen() as listener, self._closed_on_error():
-            log.info("waiting for other hosts address=%s number=%d", self._place.at, self._settings.nnodes - 1)
-            while missing := self._wanted - self._came.keys():
-                waited: list[PeerLink | socket.socket] = [listener, *self._came.values()]
-                ready, _, _ = select.select(waited, [], [], max(0.0, deadline - time.monotonic()))
-                if time.monotonic() > deadline:
-                    who = self._named(*min(missing))
-                    raise StartupError(f"--nnodes: {who} has not come to {self._place.at} for {timeout_s:g} s")
-                for guest in [guest for guest, link in self._came.items() if link in ready]:
-                    self._hear(guest)
-                if listener in ready:
-                    self._greet(listener)
-        return self._came
-
-    def _greet(self, listener: socket.socket) -> None:
-        if (greeted := greet(listener, self._place, self._why_not)) is None:
-            return
-        said, link = greeted
-        guest = (_HOST, int(said["node_rank"])) if "node_rank" in said else (_RANK, int(said["rank"]))
-        self._came[guest] = link
-        if guest[0] == _HOST:
-            with contextlib.suppress(OSError):  # then it is found to have ended
-                link.send(welcome=True)
-
-    def _why_not(self, said: dict[str, Any]) -> str | None:
-        if "node_rank" not in said:
-            guest = _RANK, int(said["rank"])
-            if guest not in self._wanted or guest in self._came:
-                return f"--node-rank: rank {guest[1]} is there, or belongs to no other host"
-            return why_not_alike(said["serves"], self._weights, _RANK_0)
-        guest = _HOST, int(said["node_rank"])
-        is_taken = guest not in self._wanted or guest in self._came
-        taken = f"--node-rank: {guest[1]} is taken" if is_taken else None
-        return why_not_alike(said["serves"], self._flags, _RANK_0) or taken
-
-    def _hear(self, guest: tuple[str, int]) -> None:
-        """Beats; or it has ended, and may be started anew: a host with its ranks, which say so themselves."""
-        try:
-            for said in self._came[guest].receive():
-                if "lost" in said:
-                    log.warning("%s: %s", self._named(*guest), said["lost"])
-        except OSError:
-            log.warning("%s %s, and is waited for", self._named(*guest), HAS_ENDED)
-            self._came.pop(guest).close()
-
-    def _named(self, kind: str, number: int) -> str:
-        return f"node rank {number} of {self._settings.nnodes}" if kind == _HOST else f"rank {number}"
-
-    @contextlib.contextmanager
-    def _closed_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            for link in self._came.values():
-                link.close()
-            raise

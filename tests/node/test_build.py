@@ -22,7 +22,7 @@ from engine.model.load import loader
 from node.build import build
 from node.errors import StartupError
 from node.greetings import why_not_alike
-from node.hosts import shared_flags
+from node.host_guests import shared_flags
 from node.settings import NodeSettings
 from node.tokenizer import read_tokenizer
 from prefill_node.settings import PrefillSettings

@@ -3,18 +3,25 @@ no process is left; who does not belong to the node is refused by name."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import select
 import signal
+import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import cast
+from typing import NoReturn, cast
 
 import pytest
 
 from baton.address import HostPort
 from deploy.ports import HeldPort
-from node.hosts import _Guests, shared_flags
+from node.headless import _Host
+from node.host_guests import Guests, shared_flags
 from node.peer_links import PeerLink
+from node.rank_forks import RankFork, Word, fork
 from node.settings import NodeSettings
 from tests.e2e.cluster import ROOT, wait_until
 from tests.fork_server import ForkedProcess, fork_server
@@ -118,7 +125,9 @@ def scene(tmp_path: Path) -> Iterator[Callable[[str], Scene]]:
         one.close()
 
 
-@pytest.mark.parametrize("case", LOST)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.full] if case == "hangs-load" else []) for case in LOST]
+)
 def test_all_hosts_end_and_say_which_rank_is_lost(scenes: dict[str, Scene], case: str) -> None:
     scene = scenes[case]
     assert scene.wait() == [1, 1]
@@ -197,7 +206,7 @@ def test_hosts_and_ranks_come_once() -> None:
     """And only those that belong to other hosts."""
     settings = NodeSettings(model="none", tensor_parallel_size=4, nnodes=2)
     second = shared_flags(settings.model_copy(update={"node_rank": 1}))
-    guests = _Guests(settings, "weights")
+    guests = Guests(settings, "weights")
 
     def why_not_host(number: int) -> str | None:
         return guests._why_not({"node_rank": number, "serves": second})
@@ -212,3 +221,26 @@ def test_hosts_and_ranks_come_once() -> None:
     assert why_not_host(1) == "--node-rank: 1 is taken"
     assert why_not_rank(2) == "--node-rank: rank 2 is there, or belongs to no other host"
     assert why_not_rank(3) is None
+
+
+@pytest.mark.parametrize(("command", "is_lost"), [("true", False), ("false", True)])
+def test_a_rank_that_has_ended_in_order_is_not_lost(
+    command: str, is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host may hear a moment later that the node ends."""
+
+    def end(code: int) -> NoReturn:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(logging, "shutdown", lambda: None)
+    settings = NodeSettings(model="none", tensor_parallel_size=4, nnodes=2, node_rank=1)
+    host = _Host(settings, fork([], lambda *_: None, LIMITS), LIMITS)
+    host.end(0)
+    with subprocess.Popen([command]) as process, socket.socket() as link:
+        pidfd = os.pidfd_open(process.pid)
+        select.select([pidfd], [], [])
+        rank = RankFork(3, process.pid, pidfd, link, -1, ready=True)
+        with pytest.raises(SystemExit) if is_lost else contextlib.nullcontext():
+            host._rank_lost(rank, Word("rank 3 has ended"))
+        os.close(pidfd)
