@@ -11,6 +11,7 @@ from torch import Tensor
 
 from baton.errors import TransferError
 from baton.layout import KvLayout
+from kv_transfer.copies import Mark
 from kv_transfer.parts import CHECKSUM_BYTES, PartHeader
 from kv_transfer.slices import Rows
 from kv_transfer.slot_copies import SlotCopies
@@ -92,6 +93,7 @@ class _Link:
     ) -> None:
         self._staging, self._transport, self._copies = staging, transport, copies
         self._say, self._fail = say, fail
+        self._marks: dict[int, Mark] = {}  # by slot
         self._states = threading.Lock()
         self._links = threading.Lock()  # guards the next two
         self._connecting: dict[str, int] = {}  # by peer: calls under way
@@ -105,11 +107,13 @@ class _Link:
             case "gather":
                 self._copies.gather(said["slot"], said["ids"], _rows(said["rows"]), said["checksums_at"])
             case "scatter":
-                self._copies.scatter(said["slot"], said["ids"], _rows(said["rows"]), None)()
-                self._copies.make_stream_wait(said["slot"])
+                slot = said["slot"]
+                self._copies.scatter(slot, said["ids"], _rows(said["rows"]), self._marks[slot])()
+                self._copies.make_stream_wait(slot)
             case "push":
                 self._copies.when_done(said["slot"], partial(self._push, said))
             case "expect":
+                self._marks[said["slot"]] = self._copies.mark()  # the blocks are given anew after that
                 self._copies.when_done(said["slot"], partial(self._expect, said))
             case "disconnect":
                 self._disconnect(said["peer"])

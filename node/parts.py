@@ -72,9 +72,9 @@ def assemble(
     movers = [role.mover] if role.outward is None else [role.mover, role.outward[0]]
 
     def warm_up() -> None:
-        built.warm_up()
         for mover in movers:
-            mover.warm_up()
+            mover.warm_up()  # not while a rank on another host captures graphs, which is not waited for
+        built.warm_up()
 
     return NodeParts(
         kv_events=_follow_blocks(settings, role.core, built.layout.block_size),

@@ -14,13 +14,13 @@ from deploy.ports import HeldPort
 from tests.e2e import reference_file
 from tests.e2e.asked_twice import check_twice
 from tests.e2e.client import Client
-from tests.e2e.cluster import Cluster, Node, Role
+from tests.e2e.cluster import Cluster, Node, Role, wait_whole
 
 pytestmark = pytest.mark.timeout(300)
 
 PROMPTS = slice(40, 76, 3)
 """Of 19 to 260 tokens: of several blocks, and in chunks, so that stages have different steps."""
-TOKENS = 12
+TOKENS, LONG = 12, 120
 COMMON = ("--num-gpu-blocks-override=400", "--verify-transfers")
 
 
@@ -32,11 +32,11 @@ class Way:
     stages: int
     ranks: int
 
-    def start(self, cluster: Cluster, role: Role, port: HeldPort, *flags: str) -> list[Node]:
+    def start(self, cluster: Cluster, role: Role, port: HeldPort, *flags: str, name: str = "") -> list[Node]:
         sizes = (f"--pipeline-parallel-size={self.stages}", f"--tensor-parallel-size={self.ranks}")
         meet = (f"--nnodes={self.hosts}", f"--master-addr={port.address.host}", f"--master-port={port.address.port}")
         return [
-            cluster.node(role, f"{role}-{rank}", *sizes, *meet, f"--node-rank={rank}", *flags)
+            cluster.node(role, f"{name or role}-{rank}", *sizes, *meet, f"--node-rank={rank}", *flags)
             for rank in range(self.hosts)
         ]
 
@@ -97,3 +97,27 @@ async def test_a_host_that_is_lost_ends_the_node_and_no_request(tmp_path: Path, 
                     for host in hosts:
                         host.start()
                     await asyncio.to_thread(router.wait_nodes, 1, 1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("leaves", [0, 1])
+async def test_streams_move_between_nodes_of_several_hosts(tmp_path: Path, leaves: int) -> None:
+    """With their KV, when any host of a decode node is told to stop."""
+    cases = [case for case in reference_file.load().of_kind("long") if len(case.output) >= LONG][:2] * 2
+    with Cluster(tmp_path) as cluster, free_port() as one, free_port() as other:
+        leaving = Way(2, 1, 2).start(cluster, "decode", one, *COMMON, "--async-scheduling")
+        staying = Way(2, 1, 4).start(cluster, "decode", other, *COMMON, name="staying")
+        router = cluster.router([], [leaving[0], staying[0]], "--policy=round-robin")
+        await asyncio.to_thread(router.wait_nodes, 0, 2)
+        async with Client(router) as client:
+            asked = [client.begin(list(case.prompt), stream=True, max_tokens=LONG, ignore_eos=True) for case in cases]
+            for request in asked:
+                await request.until(2)
+            leaving[leaves].stop()
+            answers = [await request.end() for request in asked]
+        assert [answer.error for answer in answers] == [None] * len(cases)
+        assert [tuple(answer.tokens[0]) for answer in answers] == [case.output[:LONG] for case in cases]
+        assert {answer.timings["attempts"] for answer in answers} == {1}
+        assert sum(answer.timings["moves"] for answer in answers) > 0, "none was under way"
+        assert [await asyncio.to_thread(host.wait_exit) for host in leaving] == [0, 0]
+        await asyncio.to_thread(wait_whole, staying[:1])

@@ -97,6 +97,25 @@ def test_kernels_are_compiled_there(scene: Scene, monkeypatch: pytest.MonkeyPatc
     assert seen == [(scene.sender._usual_rows(), True)]
 
 
+def test_a_copy_waits_for_what_was_queued_when_its_part_was_expected(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Earlier owners of its blocks may still be at work there."""
+    marks, seen = iter("ab"), []
+
+    def scatter(_: object, slot: int, ids: object, rows: object, not_before: str) -> Callable[[], None]:
+        return lambda: seen.append((slot, not_before))
+
+    monkeypatch.setattr(SlotCopies, "mark", lambda _: next(marks))
+    monkeypatch.setattr(SlotCopies, "scatter", scatter)
+    scene.connect()
+    for slot in (1, 0):
+        scene.link.transport.expect("d", slot, slot, SLOT_BYTES)
+    for slot in (0, 1):
+        scene.link.staging.copies.scatter(slot, [2], scene.sender._usual_rows().pop(), None)()
+    assert seen == [(0, "b"), (1, "a")]
+
+
 def test_a_slot_can_be_used_again_at_once(scene: Scene) -> None:
     scene.connect()
     for part in range(3 * NUM_SLOTS):
