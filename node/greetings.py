@@ -107,7 +107,8 @@ def closed_on_error(link: PeerLink) -> Iterator[None]:
 
 
 def family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
+    """Raises OSError for a name without an address."""
+    return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
 
 
 def own_host(to: HostPort) -> str:

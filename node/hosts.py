@@ -148,9 +148,6 @@ class OtherHosts:
     def pools(self) -> Sequence[RemotePool]:
         for rank in self._ranks:
             rank.ready.result()  # the watch bounds this wait
-        for link in self._links.values():
-            with contextlib.suppress(OSError):  # the watch knows
-                link.send(serves=True)
         return [rank.pool for rank in self._ranks]
 
     def send(self, kind: int, array: NDArray[np.int32]) -> None:
@@ -166,8 +163,12 @@ class OtherHosts:
         for rank in self._ranks:
             rank.stream.limit_sends(timeout_s)
 
-    def on_stop(self, stop: Callable[[], object]) -> None:
-        """stop: is called, on another thread, when a host is told to stop."""
+    def serves(self, stop: Callable[[], object]) -> None:
+        """The node serves from now on, and what may hold Python's lock is over. stop: is called, on another thread,
+        when a host is told to stop."""
+        for link in self._links.values():
+            with contextlib.suppress(OSError):  # the watch knows
+                link.send(serves=True)
         with self._state:
             self._stop, told = stop, self._told_to_stop
         if told:

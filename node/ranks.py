@@ -123,6 +123,7 @@ class Ranks:
         self._forked, self._hosts, self._limits = forked, others, limits
         self._all: list[HostRanks] = [forked] if others is None else [forked, others]
         self._closing = threading.Event()
+        self._why = "rank 0 could not start"
         self._others: RemoteRanks | None = None
         self.settle: Callable[[], object] = lambda: None
         """Waits a moment for what ends the process for a reason elsewhere, which a rank may meet first."""
@@ -164,12 +165,14 @@ class Ranks:
         """Which rank has ended while it loaded, and what it said; else the error, which was met here. A rank that
         met the end of another is not to blame."""
         word = self._to_blame()
-        return StartupError(str(error) if word is None else word.text)
+        self._why = str(error) if word is None else word.text
+        return StartupError(self._why)
 
-    def on_stop(self, stop: Callable[[], object]) -> None:
-        """stop: is called, on another thread, when another host is told to stop: the node should drain."""
+    def serves(self, stop: Callable[[], object]) -> None:
+        """The node serves from now on. stop: is called, on another thread, when another host is told to stop: the node
+        should drain."""
         if self._hosts is not None:
-            self._hosts.on_stop(stop)
+            self._hosts.serves(stop)
 
     def close(self) -> None:
         """End all ranks; those that do not end by themselves are killed. Idempotent."""
@@ -179,7 +182,7 @@ class Ranks:
         self._forked.forks.unwatch()
         serve = all(ranks.ready for ranks in self._all)
         if self._hosts is not None:
-            self._hosts.stop("" if serve else "rank 0 could not start")
+            self._hosts.stop("" if serve else self._why)
         if serve:
             self._report_lost()
             for ranks in self._all:

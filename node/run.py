@@ -163,7 +163,7 @@ def _told_by(peers: PeerNodes | None, ranks: Ranks | None) -> asyncio.Future[Non
     if peers is not None:
         peers.ready(lambda: aio.call_soon_threadsafe(tell))
     if ranks is not None:
-        ranks.on_stop(lambda: aio.call_soon_threadsafe(tell))
+        ranks.serves(lambda: aio.call_soon_threadsafe(tell))
     return told
 
 

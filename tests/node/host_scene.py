@@ -1,5 +1,6 @@
 """A node of four ranks on two hosts, without a model: `python -m tests.node.host_scene NODE_RANK PORT CASE [FLAG...]`,
-once for each host. The last rank has the misfortune, on the second host. A flag is a field of the settings, NAME=VALUE.
+once for each host. The last rank has the misfortune, on the second host; in a CASE@RANK that rank. A flag is a field of
+the settings, NAME=VALUE.
 
 Each says on stdout which processes its ranks are, and then how far it is. It ends as `node.run` has a node end.
 """
@@ -42,7 +43,8 @@ class Echo:
 
 def run_rank(case: str, weights: str, seat: RankSeat) -> None:
     print("rank", os.getpid(), flush=True)
-    mine = case if seat.number == SIZE - 1 else ""
+    what, _, number = case.partition("@")
+    mine = what if seat.number == int(number or SIZE - 1) else ""
     misfortune(mine, "start")
     group = seat.join(CPU, lambda: weights)[0]
     group.minimum(SIZE)  # all have met
@@ -70,7 +72,7 @@ def serve(case: str, weights: str, ranks: Ranks) -> None:
         raise ranks.why(error) from error
     assert [isinstance(pool, RemotePool) for pool in pools] == [False, True, True]
     stopped = threading.Event()
-    ranks.on_stop(stopped.set)
+    ranks.serves(stopped.set)
     print("serves", flush=True)
     there: list[Any] = pools[1:]
     for number in range(1, NUM_STEPS + 1):

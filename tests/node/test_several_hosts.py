@@ -105,7 +105,7 @@ REFUSED = {
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scene]]:
     """All at once: what takes long is waiting."""
     folder = tmp_path_factory.mktemp("hosts")
-    started = {case: Scene(folder, case) for case in (*LOST, "dies-start", "stays-close")}
+    started = {case: Scene(folder, case) for case in (*LOST, "dies-start", "stays-close", "fails-load@1")}
     started |= {case: Scene(folder, case, *flags) for case, (flags, _) in REFUSED.items()}
     yield started
     for scene in started.values():
@@ -173,6 +173,12 @@ def test_hosts_end_with_each_other(scene: Callable[[str], Scene], number: signal
         assert text.format(how) in one.hosts[1 - lost].err
         one.hosts[lost].process.kill()
         one.wait()
+
+
+def test_other_hosts_say_which_rank_of_the_first_could_not_load(scenes: dict[str, Scene]) -> None:
+    scene = scenes["fails-load@1"]
+    assert scene.wait() == [1, 1]
+    assert [host.err.count("rank 1: its part is too large") for host in scene.hosts] == [1, 1]
 
 
 def test_other_hosts_say_which_rank_of_the_first_is_lost(scene: Callable[[str], Scene]) -> None:
