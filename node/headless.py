@@ -83,6 +83,8 @@ class _Host:
         self._over.set()
         self._forks.end(timeout_s)
         if self._link is not None:
+            with contextlib.suppress(OSError):  # rank 0 has ended
+                self._link.send(ended=True)
             self._link.close()
 
     def _follow(self, link: PeerLink, signals: socket.socket) -> int:

@@ -118,6 +118,9 @@ class OtherHosts:
         self._told_to_stop = False
         self._stop: Callable[[], object] | None = None
         self._over = threading.Event()
+        self._in_order = False
+        self._ended: set[int] = set()
+        """Hosts that have said that they end with the node."""
         self._threads: list[threading.Thread] = []
         self._on_lost: Lost = lambda word, ready: None
 
@@ -178,6 +181,7 @@ class OtherHosts:
         """Tell all hosts that the node ends. why: the loss that ends it; empty: it ends in order. From now on nobody is
         lost."""
         self._over.set()
+        self._in_order = not why
         for link in self._links.values():
             with contextlib.suppress(OSError):  # it has ended already
                 link.send(**({"lost": why} if why else {"stop": True}))
@@ -187,13 +191,22 @@ class OtherHosts:
         for thread in self._threads:
             thread.join()
         deadline = time.monotonic() + timeout_s + _LEAVE_S
-        for link in self._links.values():
-            with contextlib.suppress(OSError):  # it has closed the link
-                while (left_s := deadline - time.monotonic()) > 0 and select.select([link], [], [], left_s)[0]:
-                    link.receive()
-            link.close()
+        for number, link in self._links.items():
+            self._take_leave(number, link, deadline)
         for rank in self._ranks:
             rank.stream.close()
+
+    def _take_leave(self, number: int, link: PeerLink, deadline: float) -> None:
+        """Wait until the host has ended. One that does not say so was lost before it heard that the node ends; the node
+        has met that otherwise, and ended in order."""
+        with contextlib.suppress(OSError):  # it has closed the link
+            while (left_s := deadline - time.monotonic()) > 0 and select.select([link], [], [], left_s)[0]:
+                for said in link.receive():
+                    self._heard(number, said)
+        if self._in_order and number not in self._ended:
+            word = self._word or Word(f"node rank {number} {HAS_ENDED}")
+            log.critical("%s: the node ends", word.text)
+        link.close()
 
     def _start(self, name: str, run: Callable[..., None], *arguments: Any) -> None:
         thread = threading.Thread(target=run, args=arguments, name=name, daemon=True)
@@ -213,7 +226,8 @@ class OtherHosts:
                     next_beat = time.monotonic() + BEAT_S
                     self._beat(number, link)
             except OSError:
-                self._lost(Word(f"node rank {number} {HAS_ENDED}"))
+                if not self._over.is_set():
+                    self._lost(Word(f"node rank {number} {HAS_ENDED}"))
                 return
 
     def _beat(self, number: int, link: PeerLink) -> None:
@@ -227,6 +241,8 @@ class OtherHosts:
     def _heard(self, number: int, said: dict[str, Any]) -> None:
         if "lost" in said:
             self._lost(Word(f"node rank {number}: {said['lost']}", bool(said.get("met"))))
+        if "ended" in said:
+            self._ended.add(number)
         if "stopping" in said:
             with self._state:
                 self._told_to_stop, stop = True, self._stop
@@ -234,12 +250,11 @@ class OtherHosts:
                 stop()
 
     def _lost(self, word: Word) -> None:
-        if self._over.is_set():
-            return
         with self._state:
             self._word = self._word or word
             self._state.notify_all()
-        self._on_lost(word, self.ready)
+        if not self._over.is_set():
+            self._on_lost(word, self.ready)
 
     # ---- what their ranks say ----
 

@@ -8,6 +8,7 @@ Each says on stdout which processes its ranks are, and then how far it is. It en
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 from typing import Any
@@ -27,6 +28,8 @@ from tests.node.rank_scene import CPU, NUM_STEPS, misfortune
 
 SIZE = 4
 LIMITS = Limits(silence=2.0, loading_silence=3.0, report=1.0, close=0.5, join=6.0)
+HOST_SIGNALS = {"host-dies": signal.SIGKILL, "host-hangs": signal.SIGSTOP}
+"""What becomes of a rank's host at the first step."""
 LARGE = 300_000
 """Values of a step that does not fit the buffers of a connection at once."""
 
@@ -56,6 +59,8 @@ def run_rank(case: str, weights: str, seat: RankSeat) -> None:
     while True:
         kind, array = seat.receive()
         misfortune(mine, "close" if kind == Kind.CLOSE else "step")
+        if mine in HOST_SIGNALS:
+            os.kill(os.getppid(), HOST_SIGNALS[mine])
         if kind == Kind.CLOSE:
             return
         assert np.array_equal(array, np.arange(LARGE) * int(array[1]))
@@ -80,7 +85,7 @@ def serve(case: str, weights: str, ranks: Ranks) -> None:
         assert float(group.all_reduce(torch.zeros(1))) == sum(range(SIZE))
         for pool in there:
             assert pool._wire.ask(5.0, do="echo")["heard"] == "echo"
-    if case == "waits":
+    if case.startswith(("waits", "host-hangs")):
         print("waits", flush=True)
         stopped.wait()
 

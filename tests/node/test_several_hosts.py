@@ -10,16 +10,19 @@ import select
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import pytest
 
 from baton.address import HostPort
 from deploy.ports import HeldPort
+from node.errors import StartupError
+from node.greetings import come
 from node.headless import _Host
-from node.host_guests import Guests, shared_flags
+from node.host_guests import Guests, place_of, shared_flags
 from node.peer_links import PeerLink
 from node.rank_forks import RankFork, Word, fork
 from node.settings import NodeSettings
@@ -84,29 +87,41 @@ class Scene:
         self._port.close()
 
 
+RARE = {"dies-load", "fails-step", "host-dies@1", "differs-weights"}
+"""Cases that differ little from others."""
+
+
+def cases(of: Iterable[str]) -> pytest.MarkDecorator:
+    """As a parameter of a test."""
+    return pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.full] if c in RARE else []) for c in of])
+
+
 LOST = {
     "dies-load": "rank 3 has ended while it loaded its part",
     "fails-load": "rank 3: its part is too large",
-    "hangs-load": f"has been silent for {LIMITS.loading_silence:g} s",
     "dies-step": "has ended",
     "fails-step": "has ended (its part is too large)",
     "hangs-step": SILENT,
 }
 """What both hosts say, by what becomes of rank 3."""
+HOSTS = {
+    f"{case}@{rank}": how for case, how in {"host-dies": "has ended", "host-hangs": SILENT}.items() for rank in (1, 3)
+}
+"""What the other host says, by what becomes of one when a rank of it has a step."""
 REFUSED = {
     "differs-dtype": (("dtype=bfloat16",), "--dtype: bfloat16, and --node-rank 0 has auto"),
     "differs-weights": (("weights=other",), "--model: other, and --node-rank 0 has same"),
-    "differs-hosts": (("nnodes=4",), "--nnodes: 4, and --node-rank 0 has 2"),
 }
 """What the second host says, by its flags."""
 
 
 @pytest.fixture(scope="module")
-def scenes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scene]]:
+def scenes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scene]]:
     """All at once: what takes long is waiting."""
     folder = tmp_path_factory.mktemp("hosts")
-    started = {case: Scene(folder, case) for case in (*LOST, "dies-start", "stays-close", "fails-load@1")}
-    started |= {case: Scene(folder, case, *flags) for case, (flags, _) in REFUSED.items()}
+    asked = {item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")}
+    cases = ["stays-close", "fails-load@1", *(case for case in (*LOST, *HOSTS, *REFUSED) if case in asked)]
+    started = {case: Scene(folder, case, *REFUSED.get(case, ((), ""))[0]) for case in cases}
     yield started
     for scene in started.values():
         scene.close()
@@ -125,9 +140,7 @@ def scene(tmp_path: Path) -> Iterator[Callable[[str], Scene]]:
         one.close()
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.full] if case == "hangs-load" else []) for case in LOST]
-)
+@cases(LOST)
 def test_all_hosts_end_and_say_which_rank_is_lost(scenes: dict[str, Scene], case: str) -> None:
     scene = scenes[case]
     assert scene.wait() == [1, 1]
@@ -159,20 +172,15 @@ def test_a_host_that_is_told_to_stop_stops_the_node(scene: Callable[[str], Scene
     assert one.wait() == [0, 0]
 
 
-@pytest.mark.parametrize(("number", "how"), [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, SILENT)])
-def test_hosts_end_with_each_other(scene: Callable[[str], Scene], number: signal.Signals, how: str) -> None:
-    """The other one says why: of one node it is the second host that is lost, of another one the first."""
-    scenes = [scene("waits"), scene("waits")]
-    for one in scenes:
-        one.wait_said("waits")
-    for lost, one in zip((1, 0), scenes, strict=True):
-        one.hosts[lost].process.send_signal(number)
-    said = "node rank 1 {}: the node ends", "node rank 0 {}: this part of the node ends"
-    for lost, text, one in zip((1, 0), said, scenes, strict=True):
-        assert one.hosts[1 - lost].process.wait(PATIENCE_S) == 1
-        assert text.format(how) in one.hosts[1 - lost].err
-        one.hosts[lost].process.kill()
-        one.wait()
+@cases(HOSTS)
+def test_hosts_end_with_each_other(scenes: dict[str, Scene], case: str) -> None:
+    """The other one says why."""
+    scene, lost = scenes[case], int(case.endswith("@3"))
+    other = scene.hosts[1 - lost]
+    assert other.process.wait(PATIENCE_S) == 1
+    assert f"node rank {lost} {HOSTS[case]}: {'the node' if lost else 'this part of the node'} ends" in other.err
+    scene.hosts[lost].process.kill()
+    scene.wait()
 
 
 def test_other_hosts_say_which_rank_of_the_first_could_not_load(scenes: dict[str, Scene]) -> None:
@@ -190,22 +198,14 @@ def test_other_hosts_say_which_rank_of_the_first_is_lost(scene: Callable[[str], 
     assert "node rank 0: rank 1 (process" in one.hosts[1].err
 
 
-def test_a_host_that_cannot_come_is_waited_for_and_then_named(scenes: dict[str, Scene]) -> None:
-    scene = scenes["dies-start"]
-    assert scene.wait() == [1, 1]
-    master, headless = (host.err for host in scene.hosts)
-    assert "rank 3 has ended while it loaded its part: this part of the node ends" in headless
-    assert "--nnodes: node rank 1 of 2 has not come to 127.0.0.1:" in master
-
-
-@pytest.mark.parametrize("case", REFUSED)
+@cases(REFUSED)
 def test_a_host_that_serves_something_else_is_refused_by_flag(scenes: dict[str, Scene], case: str) -> None:
     scene = scenes[case]
     assert scene.wait() == [1, 1]
     master, headless = (host.err for host in scene.hosts)
     assert REFUSED[case][1] in headless
     assert f"a host of this node was refused: {REFUSED[case][1]}" in master
-    assert "--nnodes: node rank 1 of 2 has not come" in master
+    assert "--nnodes: node rank 1 of 2 has not come to 127.0.0.1:" in master
 
 
 def test_hosts_and_ranks_come_once() -> None:
@@ -223,10 +223,41 @@ def test_hosts_and_ranks_come_once() -> None:
     assert why_not_host(1) is None
     assert [why_not_host(number) for number in (0, 2)] == ["--node-rank: 0 is taken", "--node-rank: 2 is taken"]
     assert [number for number in range(5) if why_not_rank(number) is None] == [2, 3]
+    why = guests._why_not({"rank": 2, "serves": {"--model": "other"}})
+    assert why == "--model: other, and --node-rank 0 has weights"
     guests._came |= dict.fromkeys([("host", 1), ("rank", 2)], cast("PeerLink", None))
     assert why_not_host(1) == "--node-rank: 1 is taken"
     assert why_not_rank(2) == "--node-rank: rank 2 is there, or belongs to no other host"
     assert why_not_rank(3) is None
+
+
+def test_a_host_that_ends_before_all_have_come_may_come_again() -> None:
+    """So may its ranks. What is no host is let go."""
+    with HeldPort(HostPort("127.0.0.1", 0)) as port, ThreadPoolExecutor(1) as pool:
+        settings = NodeSettings(model="none", tensor_parallel_size=4, nnodes=2, master_port=port.address.port)
+        waiting = pool.submit(Guests(settings, "weights").wait, PATIENCE_S)
+        flags = shared_flags(settings)
+
+        def arrive(**said: Any) -> PeerLink:
+            return come(place_of(settings), said, PATIENCE_S, answer_s=PATIENCE_S)[0]
+
+        for _ in range(2):
+            arrive(node_rank=1, serves=flags).close()
+        host = arrive(node_rank=1, serves=flags)
+        with pytest.raises(StartupError, match="--node-rank: 1 is taken"):
+            arrive(node_rank=1, serves=flags)
+        with pytest.raises(StartupError, match="--model: other, and --node-rank 0 has weights"):
+            arrive(rank=2, serves={"--model": "other"})
+        for nonsense in ({}, {"rank": "x", "serves": {}}, {"node_rank": 1}, {"node_rank": 1, "serves": []}):
+            with socket.create_connection((port.address.host, port.address.port)) as stranger:
+                PeerLink(stranger).send(**nonsense)
+        ranks = [PeerLink(socket.create_connection((port.address.host, port.address.port))) for _ in range(2)]
+        for number, rank in enumerate(ranks, 2):
+            rank.send(rank=number, serves={"--model": "weights"})
+        came = waiting.result(PATIENCE_S)
+        assert sorted(came) == [("host", 1), ("rank", 2), ("rank", 3)]
+        for link in (host, *ranks, *came.values()):
+            link.close()
 
 
 @pytest.mark.parametrize(("command", "is_lost"), [("true", False), ("false", True)])
