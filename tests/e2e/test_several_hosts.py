@@ -14,7 +14,8 @@ from deploy.ports import HeldPort
 from tests.e2e import reference_file
 from tests.e2e.asked_twice import check_twice
 from tests.e2e.client import Client
-from tests.e2e.cluster import Cluster, Node, Role, wait_whole
+from tests.e2e.cluster import Cluster, Node, Role, wait_until, wait_whole
+from tests.e2e.test_expert_parallel import embedded, eplb, why_not_rebalanced
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -121,3 +122,15 @@ async def test_streams_move_between_nodes_of_several_hosts(tmp_path: Path, leave
         assert sum(answer.timings["moves"] for answer in answers) > 0, "none was under way"
         assert [await asyncio.to_thread(host.wait_exit) for host in leaving] == [0, 0]
         await asyncio.to_thread(wait_whole, staying[:1])
+
+
+@pytest.mark.full
+async def test_experts_are_on_several_hosts_and_change_places(tmp_path: Path) -> None:
+    """Whole experts, whose weights travel from host to host while the node serves."""
+    folder, wanted = await asyncio.to_thread(embedded)
+    flags = (f"--model={folder}", "--served-model-name=tiny", "--enable-expert-parallel", *COMMON)
+    with Cluster(tmp_path) as cluster, free_port() as one, free_port() as other:
+        prefills = Way(2, 1, 2).start(cluster, "prefill", one, *flags, "--max-num-batched-tokens=64")
+        decodes = Way(2, 1, 2).start(cluster, "decode", other, *flags, *eplb(4))
+        await check_twice(cluster, prefills[0], decodes[0], wanted[::2], model="tiny")
+        await asyncio.to_thread(wait_until, lambda: why_not_rebalanced(decodes[0]))
