@@ -23,6 +23,7 @@ from node.errors import StartupError
 from node.greetings import come
 from node.headless import _Host
 from node.host_guests import Guests, place_of, shared_flags
+from node.hosts import OtherHosts
 from node.peer_links import PeerLink
 from node.rank_forks import RankFork, Word, fork
 from node.settings import NodeSettings
@@ -281,3 +282,27 @@ def test_a_rank_that_has_ended_in_order_is_not_lost(
         with pytest.raises(SystemExit) if is_lost else contextlib.nullcontext():
             host._rank_lost(rank, Word("rank 3 has ended"))
         os.close(pidfd)
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ({"beat": True}, ["node rank 1 has ended: the node ends"]),
+        ({"lost": "rank 3 has ended", "met": False}, ["node rank 1: rank 3 has ended: the node ends"]),
+        ({"ended": True}, []),
+    ],
+)
+def test_a_node_that_has_met_a_loss_by_itself_names_the_host(
+    said: dict[str, Any], told: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ends in order, before it has heard of the host."""
+    settings = NodeSettings(model="none", tensor_parallel_size=4, nnodes=2)
+    hosts = OtherHosts(settings, LIMITS)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        host = PeerLink(socket.create_connection(listener.getsockname()))
+        hosts._links = {1: PeerLink(listener.accept()[0])}
+    hosts.stop("")
+    host.send(**said)
+    host.close()
+    hosts.end(PATIENCE_S)
+    assert [record.getMessage() for record in caplog.records] == told
