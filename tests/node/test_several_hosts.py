@@ -88,7 +88,7 @@ class Scene:
         self._port.close()
 
 
-RARE = {"dies-load", "fails-step", "host-dies@1", "differs-weights"}
+RARE = {"dies-load", "fails-step", "differs-weights"}
 """Cases that differ little from others."""
 
 
