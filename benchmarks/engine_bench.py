@@ -67,7 +67,7 @@ class Bench:
     @property
     def token_bytes(self) -> float:
         """Bytes of a token's KV on one GPU."""
-        return self.built.pools[0].shape[1] / self.built.layout.block_size
+        return self.built.layout.num_bytes(self.built.layout.ranks[0]) / self.built.layout.block_size
 
     def prompt(self, length: int) -> tuple[int, ...]:
         """Random tokens, the same in every run."""

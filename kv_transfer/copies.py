@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from kv_transfer.native import DONE, Native, Target
-from kv_transfer.parts import MAX_PIECES
+from kv_transfer.parts import MAX_PIECES, PartHeader
 from kv_transfer.slices import Rows
 
 Mark = Any
@@ -38,7 +38,9 @@ class Copies(Protocol):
 
     def when_done(self, slot: int, after: Callable[[], None]) -> None: ...
 
-    def synchronize(self) -> None: ...
+    def num_damaged(self, slot: int, header: PartHeader) -> int: ...
+
+    def warm_up(self, kinds: Iterable[Rows], gathers: bool) -> None: ...
 
 
 class NoCopies:
@@ -70,7 +72,10 @@ class NoCopies:
     def when_done(self, slot: int, after: Callable[[], None]) -> None:
         after()
 
-    def synchronize(self) -> None:
+    def num_damaged(self, slot: int, header: PartHeader) -> int:
+        return 0
+
+    def warm_up(self, kinds: Iterable[Rows], gathers: bool) -> None:
         pass
 
 

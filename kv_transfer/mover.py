@@ -11,6 +11,7 @@ from baton.audit import KvSlot
 from baton.layout import KvLayout, KvSlice, LayerKv, as_quantized
 from kv_transfer.copies import Copies, NoCopies
 from kv_transfer.parts import part_blocks_for
+from kv_transfer.remote import RemotePool, RemoteSlots
 from kv_transfer.slices import Rows, rows_of
 from kv_transfer.slots import Slots, SlotState
 from kv_transfer.transport import Transport
@@ -34,13 +35,14 @@ class KvMover:
 
     pool_bytes: [num_blocks, bytes of a block on that rank], uint8, on the staging's device. `verify`: the node requires
     checksums on all its parts. spin_wait: see SlotCopies. Without a pool, on a simulated node, no byte is copied.
+    With one on another host, staging and transport are those of a link to it.
     """
 
     def __init__(
         self,
         transport: Transport,
         staging: Slots,
-        pool_bytes: Tensor | None,
+        pool_bytes: Tensor | RemotePool | None,
         layout: KvLayout,
         rank: int,
         verify: bool,
@@ -50,7 +52,7 @@ class KvMover:
         self.rank = rank
         self.held = layout.ranks[rank]
         self.block_bytes = layout.num_bytes(self.held)
-        assert pool_bytes is None or pool_bytes.shape[1] == self.block_bytes
+        assert pool_bytes is None or isinstance(pool_bytes, RemotePool) or pool_bytes.shape[1] == self.block_bytes
         self.verify = verify
         self.transport = transport
         self.num_slots = staging.num_slots
@@ -111,7 +113,12 @@ class KvMover:
         assert staging.num_free + len(held) + len(in_flight) == staging.num_slots, "a slot has no owner"
 
 
-def _copies(staging: Slots, pool_bytes: Tensor | None, layout: KvLayout, part_blocks: int, spin_wait: bool) -> Copies:
+def _copies(
+    staging: Slots, pool_bytes: Tensor | RemotePool | None, layout: KvLayout, part_blocks: int, spin_wait: bool
+) -> Copies:
+    if isinstance(pool_bytes, RemotePool):
+        assert isinstance(staging, RemoteSlots), "the slots of a pool on another host are there"
+        return staging.copies
     if pool_bytes is None:
         return NoCopies(part_blocks)
     from kv_transfer.slot_copies import SlotCopies  # imports torch

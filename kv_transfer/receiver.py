@@ -13,6 +13,7 @@ from baton.layout import KvLayout, KvSlice, LayerKv
 from kv_transfer.copies import Mark, Move
 from kv_transfer.mover import KvMover
 from kv_transfer.parts import CHECKSUM_BYTES, PartHeader, tag_of
+from kv_transfer.remote import RemotePool
 from kv_transfer.sender import PartFailed
 from kv_transfer.slots import SlotOwner, Slots
 from kv_transfer.transport import Arrived, Failed, OperationEvent, PeerDisconnected, Sent, Transport, TransportEvent
@@ -97,7 +98,7 @@ class KvReceiver(KvMover):
         self,
         transport: Transport,
         staging: Slots,
-        pool_bytes: Tensor | None,
+        pool_bytes: Tensor | RemotePool | None,
         layout: KvLayout,
         rank: int = 0,
         *,
@@ -200,14 +201,7 @@ class KvReceiver(KvMover):
         return told
 
     def warm_up(self) -> None:
-        """Compile the GPU kernels that parts need, using the null block. Call once, before the first part."""
-        if self._staging.on_gpu:
-            from baton_kernels.block_checksum import block_checksums
-
-            for rows in self._usual_rows():
-                self._copies.scatter(0, [0], rows, None)()
-                self._copies.synchronize()
-                block_checksums(self._staging.memory(0)[: rows.sent_bytes].view(1, rows.sent_bytes))
+        self._copies.warm_up(self._usual_rows(), gathers=False)
 
     def check_integrity(self) -> None:
         with self._lock:
@@ -282,10 +276,10 @@ class KvReceiver(KvMover):
         if header.drain or plan.withdrawn:
             return False
         header.require(plan.lease, plan.part, plan.num_blocks, plan.what, plan.num_bytes, plan.digest)
-        self._check(self._staging.memory(slot), header)
+        self._check(slot, header)
         return True
 
-    def _check(self, slot: Tensor, header: PartHeader) -> None:
+    def _check(self, slot: int, header: PartHeader) -> None:
         """Compare checksums. Waits some tens of microseconds for a GPU."""
         if not header.checked:
             if self.verify:
@@ -293,16 +287,7 @@ class KvReceiver(KvMover):
             return
         if header.piece_bytes % CHECKSUM_BYTES:
             raise TransferError(f"part {header.part} has checksums of pieces of {header.piece_bytes} bytes")
-        if not header.num_pieces:
-            return
-        import torch  # only a node with memory gets here
-
-        from baton_kernels.block_checksum import block_checksums
-
-        with self._staging.reading():
-            rows = slot[: header.payload_bytes].view(header.num_pieces, header.piece_bytes)
-            sent = slot[header.checksums_at :][: header.num_pieces * CHECKSUM_BYTES].view(torch.int64)
-            num_damaged = int((block_checksums(rows) != sent).sum())
+        num_damaged = self._copies.num_damaged(slot, header) if header.num_pieces else 0
         if num_damaged:
             self.num_damaged_pieces += num_damaged
             text = f"{num_damaged} of {header.num_pieces} pieces of part {header.part} are damaged"

@@ -14,6 +14,7 @@ from baton.layout import KvLayout, KvSlice, LayerKv
 from kv_transfer.mover import KvMover
 from kv_transfer.native import DONE, Native, Target
 from kv_transfer.parts import PartHeader, tag_of
+from kv_transfer.remote import RemotePool
 from kv_transfer.slots import SlotOwner, Slots
 from kv_transfer.transport import Arrived, Failed, PeerDisconnected, Sent, Transport
 
@@ -70,7 +71,7 @@ class KvSender(KvMover):
         self,
         transport: Transport,
         staging: Slots,
-        pool_bytes: Tensor | None,
+        pool_bytes: Tensor | RemotePool | None,
         layout: KvLayout,
         rank: int = 0,
         *,
@@ -165,11 +166,7 @@ class KvSender(KvMover):
         return events
 
     def warm_up(self) -> None:
-        if self._staging.on_gpu:
-            for rows in self._usual_rows():
-                header = PartHeader(0, 0, 1, self.held, 1, rows.sent_bytes, self._own.digest, checked=True)
-                self._copies.gather(0, [0], rows, header.checksums_at)
-                self._copies.synchronize()
+        self._copies.warm_up(self._usual_rows(), gathers=True)
 
     def check_integrity(self) -> None:
         with self._lock:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from baton_kernels.event_thread import EventThread
 from baton_kernels.fp8_kv.moves import QuantizingMoves
 from kv_transfer.copies import Mark
 from kv_transfer.native import DONE, Native, OnDevice, Target
-from kv_transfer.parts import MAX_PIECES
+from kv_transfer.parts import CHECKSUM_BYTES, MAX_PIECES, PartHeader
 from kv_transfer.slices import Rows
 from kv_transfer.staging import Staging
 
@@ -116,10 +116,28 @@ class SlotCopies:
             return
         self._watch.add(self._done[slot], after)
 
-    def synchronize(self) -> None:
-        """Wait for all copies."""
-        if self._stream is not None:
+    def warm_up(self, kinds: Iterable[Rows], gathers: bool) -> None:
+        """Compile the GPU kernels that copies of such rows need, using slot 0 and the null block. gathers: as they
+        are sent, with checksums; else as they arrive. Call once, before the first copy."""
+        if self._stream is None:
+            return
+        for rows in kinds:
+            if gathers:
+                self.gather(0, [0], rows, -(-rows.sent_bytes // CHECKSUM_BYTES) * CHECKSUM_BYTES)
+            else:
+                self.scatter(0, [0], rows, None)()
             self._stream.synchronize()
+            if not gathers:
+                block_checksums(self._staging.memory(0)[: rows.sent_bytes].view(1, rows.sent_bytes))
+
+    def num_damaged(self, slot: int, header: PartHeader) -> int:
+        """How many of the pieces that have arrived in the slot, one at least, differ from their checksums. They are
+        those that a header says which was checked. Waits some tens of microseconds for a GPU."""
+        memory = self._staging.memory(slot)
+        with self._staging.reading():
+            rows = memory[: header.payload_bytes].view(header.num_pieces, header.piece_bytes)
+            sent = memory[header.checksums_at :][: header.num_pieces * CHECKSUM_BYTES].view(torch.int64)
+            return int((block_checksums(rows) != sent).sum())
 
     def _gather(self, slot: int, ids: Sequence[int], rows: Rows, checksums_at: int | None, memory: Tensor) -> None:
         pool, moves = self._take_rows(slot, ids, rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import time
 from collections import deque
@@ -38,8 +37,6 @@ class Slots:
 
     These have no memory: whoever moves their bytes only takes the time for it. `Staging` has memory.
     """
-
-    on_gpu = False
 
     def __init__(self, num_slots: int, slot_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_slots = num_slots
@@ -90,10 +87,6 @@ class Slots:
     def memory(self, slot: int) -> Any:
         """The slot's memory, if it has any."""
         return None
-
-    def reading(self) -> contextlib.AbstractContextManager[object]:
-        """A context for reading slots that arrived."""
-        return contextlib.nullcontext()
 
     def renew(self, slot: int, is_over: Callable[[], bool] = lambda: True) -> None:
         """Give a slot in flight other memory. Called by the transport, on its thread, before it reports Failed."""

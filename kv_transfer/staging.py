@@ -46,10 +46,6 @@ class Staging(Slots):
             self._reads = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     @property
-    def on_gpu(self) -> bool:  # type: ignore[override]
-        return self.device.type == "cuda"
-
-    @property
     def is_exportable(self) -> bool:
         """Whether other processes can map the slots (CUDA IPC), which PyTorch's expandable segments prevent."""
         if self.device.type != "cuda":

@@ -5,11 +5,11 @@ meet the other nodes and ranks -> tokenizer, this rank's part (`node.rank_part`)
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,11 +33,11 @@ from engine.model.parallel.expert_slots import expert_slots
 from engine.model.parallel.group import ONE_RANK
 from engine.model.parallel.others import NO_OTHERS
 from engine.model.parallel.pipeline import ONE_STAGE, Pipeline
-from engine.model.parallel.sharding import kv_slice
-from engine.model.parallel.stages import Stage
 from engine.model.runner import TorchModelRunner
+from kv_transfer.remote import RemotePool
 from node.data_parallel import join_ranks, meet
 from node.errors import StartupError
+from node.kv_layout import fingerprint_of, layout_of
 from node.peer_nodes import PeerNodes
 from node.rank_part import Part, device_of, dtype_of, load_part
 from node.ranks import Ranks
@@ -61,14 +61,14 @@ _NOTICED_S = 1.0
 class Built:
     """A model ready to serve after `warm_up`. CUDA graphs are captured for decode steps of `graph_sizes`, for prompts
     of up to `most_prompt_tokens` when alone. `pools`: that of each rank as [num_blocks, block_bytes], uint8, which its
-    RankModel owns."""
+    RankModel owns, or on another host."""
 
     engine: Engine
     runner: TorchModelRunner
     graph_sizes: list[int]
     most_prompt_tokens: int
     layer_groups: int
-    pools: list[Tensor]
+    pools: list[Tensor | RemotePool]
     layout: KvLayout
     device: torch.device
     served_model_name: str
@@ -136,9 +136,9 @@ def build(settings: NodeSettings, wake: Callable[[], None] | None = None, ranks:
     if ranks is not None and peers is not None:
         ranks.settle = lambda: peers.why_lost(_NOTICED_S)
     try:
-        everyone = (
-            ONE_RANK if ranks is None else ranks.join(device_of(settings), None if peers is None else peers.meeting.at)
-        )
+        at = None if peers is None else peers.meeting.at
+        weights = partial(fingerprint_of, settings, checkpoint)
+        everyone = ONE_RANK if ranks is None else ranks.join(device_of(settings), at, weights)
         return _build(settings, checkpoint, wake, ranks, Pipeline(everyone, settings.pipeline_parallel_size), peers)
     except RuntimeError as error:  # of a collective: another rank has ended
         if peers is not None and (why := peers.why_lost(_NOTICED_S)) is not None:
@@ -156,7 +156,7 @@ def _meet_peers(settings: NodeSettings, checkpoint: Checkpoint, wake: Callable[[
         "the command": settings.prog,
         "the version": baton.__version__,
         "--max-model-len": str(max_model_len),
-        "--model": f"weights {_fingerprint(settings, checkpoint, max_model_len)[:12]}",
+        "--model": f"weights {fingerprint_of(settings, checkpoint)[:12]}",
         "--tensor-parallel-size": str(settings.tensor_parallel_size),
         "--device": device,
         "--dtype": "float32" if dtype == "auto" and device == "cpu" else dtype,
@@ -195,8 +195,8 @@ def _build(
             waves=peers or NO_WAVES,
             eplb=eplb,
         )
-    layout = _layout(settings, checkpoint, part)
-    pools = [runner.pool.as_bytes()]
+    layout = layout_of(settings, checkpoint, part.kv, part.groups)
+    pools: list[Tensor | RemotePool] = [runner.pool.as_bytes()]
     if ranks is not None:
         pools += ranks.pools([layout.num_bytes(held) for held in layout.ranks[1:]])
     return Built(
@@ -229,27 +229,6 @@ def _eplb(settings: NodeSettings, model: PreTrainedModel, counts: ExpertCounts |
     if config is None or counts is None:
         return None
     return Eplb(counts.total, expert_slots(model), config.window_size, config.step_interval)
-
-
-def _layout(settings: NodeSettings, checkpoint: Checkpoint, part: Part) -> KvLayout:
-    """Of the whole model's blocks, and of what each rank has of them."""
-    fingerprint = _fingerprint(settings, checkpoint, part.config.max_model_len)
-    groups = part.groups
-    if settings.num_ranks == 1:
-        return KvLayout(part.kv, settings.block_size, fingerprint, groups=groups)
-    text = checkpoint.config.get_text_config()
-    size, num_stages = settings.tensor_parallel_size, settings.pipeline_parallel_size
-    held = tuple(kv_slice(text, i, size, Stage(stage, num_stages)) for stage in range(num_stages) for i in range(size))
-    num_heads = max(rank.head_end for rank in held)
-    layers = tuple(dataclasses.replace(layer, num_kv_heads=num_heads) for layer in part.kv)
-    return KvLayout(layers, settings.block_size, fingerprint, held, groups)
-
-
-def _fingerprint(settings: NodeSettings, checkpoint: Checkpoint, max_model_len: int) -> str:
-    """Of the weights as they are served."""
-    own = settings.quantization if "quantization_config" not in checkpoint.stated else None
-    is_dummy = settings.load_format == "dummy"
-    return checkpoint.fingerprint(dummy=is_dummy, max_model_len=max_model_len, quantization=own)
 
 
 def _num_expert_parts(settings: NodeSettings, pipeline: Pipeline) -> int:

@@ -1,26 +1,24 @@
 """How data parallel nodes meet.
 
-    rank 0 listens, the others come and say what they serve -> rank 0 tells all where their ranks meet
-    -> `join_ranks`, on every rank of every node
-
-As between torch's processes, nothing is authenticated here: the network among these nodes must be their own.
+rank 0 listens, the others come and say what they serve -> rank 0 tells all where their ranks meet
+-> `join_ranks`, on every rank of every node
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import select
 import socket
 import time
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from baton.address import HostPort
 from baton.incarnation import new_incarnation
 from node.errors import StartupError
+from node.greetings import Place, closed_on_error, come, family, greet, own_host, why_not_alike
 from node.peer_links import PeerLink
 from node.peer_nodes import Limits, Meeting, PeerNodes
 from node.settings import NodeSettings
@@ -33,8 +31,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LIMITS = Limits()
-_RETRY_S = 0.1
-_GREETING_S = 5.0
 
 
 def meet(
@@ -44,10 +40,11 @@ def meet(
     Raises StartupError."""
     rank, size = settings.data_parallel_rank or 0, settings.data_parallel_size
     at = HostPort(settings.data_parallel_address, settings.data_parallel_rpc_port)
+    place = Place(at, "--data-parallel-address", "--data-parallel-rpc-port", "data parallel node")
     if rank:
-        link, meeting = _come(at, rank, size, serves, limits.join)
+        link, meeting = _come(place, rank, size, serves, limits.join)
         return PeerNodes(rank, size, {0: link}, meeting, wake, limits)
-    links = _await_all(at, size, serves, limits.join)
+    links = _await_all(place, size, serves, limits.join)
     meeting = _meeting(at.host)
     for link in links.values():
         with contextlib.suppress(OSError):  # the watch knows
@@ -66,7 +63,7 @@ def join_ranks(settings: NodeSettings, rank: int, store: HostPort, device: torch
     size, node = settings.data_parallel_size, settings.data_parallel_rank or 0
     timeout = timedelta(seconds=LIMITS.join)
     met = TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=timeout)
-    everyone = GlooRanks(met, rank * size + node, settings.num_ranks * size, host=_own_host(store))
+    everyone = GlooRanks(met, rank * size + node, settings.num_ranks * size, host=own_host(store))
     if device.type == "cpu":
         return DataParallel(everyone, size)
 
@@ -78,12 +75,16 @@ def join_ranks(settings: NodeSettings, rank: int, store: HostPort, device: torch
 # ---- rank 0 ----
 
 
-def _await_all(at: HostPort, size: int, serves: Mapping[str, str], timeout_s: float) -> dict[int, PeerLink]:
+def _await_all(place: Place, size: int, serves: Mapping[str, str], timeout_s: float) -> dict[int, PeerLink]:
     """The others, once each is there and serves the same."""
+
+    def why_not(said: dict[str, Any]) -> str | None:
+        return _why_not(said["rank"], said["size"], said["serves"], size, serves, links)
+
     deadline = time.monotonic() + timeout_s
     links: dict[int, PeerLink] = {}
-    with _listening(at) as listener:
-        log.info("waiting for data parallel nodes address=%s number=%d", at, size - 1)
+    with place.listen() as listener:
+        log.info("waiting for data parallel nodes address=%s number=%d", place.at, size - 1)
         while len(links) < size - 1:
             waited: list[PeerLink | socket.socket] = [listener, *links.values()]
             ready, _, _ = select.select(waited, [], [], max(0.0, deadline - time.monotonic()))
@@ -94,37 +95,9 @@ def _await_all(at: HostPort, size: int, serves: Mapping[str, str], timeout_s: fl
                 raise StartupError(f"--data-parallel-size: rank {missing} of {size} has not come for {timeout_s:g} s")
             for rank in [rank for rank, link in links.items() if link in ready]:
                 links.pop(rank).close()  # it has ended, and may be started anew
-            if listener in ready and (came := _greet(listener, size, serves, links)) is not None:
-                links[came[0]] = came[1]
+            if listener in ready and (came := greet(listener, place, why_not)) is not None:
+                links[int(came[0]["rank"])] = came[1]
     return links
-
-
-def _listening(at: HostPort) -> socket.socket:
-    try:
-        return socket.create_server((at.host, at.port), family=_family(at.host))
-    except OSError as error:
-        is_taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
-        flag = "--data-parallel-rpc-port" if is_taken else "--data-parallel-address"
-        raise StartupError(f"{flag}: cannot listen on {at}: {error.strerror}") from error
-
-
-def _greet(
-    listener: socket.socket, size: int, serves: Mapping[str, str], taken: Container[int]
-) -> tuple[int, PeerLink] | None:
-    """The rank of a node that has come, and the link to it; None: it is refused, or no such node."""
-    try:
-        link = PeerLink(listener.accept()[0])
-        with _closed_on_error(link):
-            said = link.receive_one(_GREETING_S)
-            why = _why_not(said["rank"], said["size"], said["serves"], size, serves, taken)
-            if why is None:
-                return int(said["rank"]), link
-            log.warning("a data parallel node was refused: %s", why)
-            link.send(refused=why)
-            link.close()
-    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-        log.warning("what came to --data-parallel-rpc-port was no data parallel node: %r", error)
-    return None
 
 
 def _why_not(
@@ -135,14 +108,13 @@ def _why_not(
         return f"--data-parallel-size: {size}, and rank 0 has {own_size}"
     if rank in taken or not 0 < rank < size:
         return f"--data-parallel-rank: {rank} is taken"
-    flag = next((flag for flag in own if own[flag] != serves.get(flag)), None)
-    return flag and f"{flag}: {serves.get(flag)}, and data parallel rank 0 has {own[flag]}"
+    return why_not_alike(serves, own, "data parallel rank 0")
 
 
 def _meeting(host: str) -> Meeting:
     from torch._C._distributed_c10d import TCPStore
 
-    listener = socket.create_server((host, 0), family=_family(host))
+    listener = socket.create_server((host, 0), family=family(host))
     port = listener.getsockname()[1]
     server = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     return Meeting(HostPort(host, port), new_incarnation(), server)
@@ -151,40 +123,8 @@ def _meeting(host: str) -> Meeting:
 # ---- the others ----
 
 
-def _come(at: HostPort, rank: int, size: int, serves: Mapping[str, str], timeout_s: float) -> tuple[PeerLink, Meeting]:
+def _come(place: Place, rank: int, size: int, serves: Mapping[str, str], timeout_s: float) -> tuple[PeerLink, Meeting]:
     """To rank 0, which may come later."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            link = PeerLink(socket.create_connection((at.host, at.port), timeout=_GREETING_S))
-            with _closed_on_error(link):
-                link.send(rank=rank, size=size, serves=dict(serves))
-                said = link.receive_one(max(0.0, deadline - time.monotonic()))
-                if "refused" in said:
-                    raise StartupError(str(said["refused"]))
-                return link, Meeting(HostPort(at.host, int(said["port"])), str(said["group"]))
-        except (OSError, KeyError, ValueError) as error:
-            if time.monotonic() > deadline:
-                why = f"--data-parallel-address: not all nodes have come to {at} for {timeout_s:g} s: {error}"
-                raise StartupError(why) from error
-            time.sleep(_RETRY_S)
-
-
-@contextlib.contextmanager
-def _closed_on_error(link: PeerLink) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        link.close()
-        raise
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _own_host(to: HostPort) -> str:
-    """This machine's address on the way to that one."""
-    with socket.socket(_family(to.host), socket.SOCK_DGRAM) as probe:
-        probe.connect((to.host, to.port))
-        return str(probe.getsockname()[0])
+    link, said = come(place, {"rank": rank, "size": size, "serves": dict(serves)}, timeout_s)
+    with closed_on_error(link):
+        return link, Meeting(HostPort(place.at.host, int(said["port"])), str(said["group"]))

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-import kv_transfer
 from baton.incarnation import new_incarnation
 from baton.layout import KvSlice
 from baton.messages import TransportEndpoint
 from kv_transfer.parts import slot_bytes_for
+from kv_transfer.remote import RemotePool
 from node.base import Base, Link
 from node.core import RoleCore
 from node.describe import count, describe
@@ -72,9 +72,9 @@ def assemble(
     movers = [role.mover] if role.outward is None else [role.mover, role.outward[0]]
 
     def warm_up() -> None:
-        built.warm_up()
         for mover in movers:
-            mover.warm_up()
+            mover.warm_up()  # not while a rank on another host captures graphs, which is not waited for
+        built.warm_up()
 
     return NodeParts(
         kv_events=_follow_blocks(settings, role.core, built.layout.block_size),
@@ -136,22 +136,21 @@ def _make_torch_base(
 ) -> Base:
     # torch and numpy, which a simulated node does without
     from baton.structured_output import StructuredBackend
-    from engine.model.memory import out_of_memory
     from node.build import build
     from node.grammars import Grammars
+    from node.links import make_link
 
     built = build(settings, wake, ranks)
     layout, sizes = built.layout, slot_sizes(settings, built.layout.block_bytes, built.on_gpu)
-    interface, host, secret = settings.transfer_interface, settings.listen.host, settings.trust().secret
 
-    def make_link(num_slots: int, held: KvSlice, pool: Tensor) -> Link:
+    def link_of(num_slots: int, held: KvSlice, pool: Tensor | RemotePool) -> Link:
         slot_bytes = slot_bytes_for(sizes.part_blocks, layout.num_bytes(held))
-        with out_of_memory("--kv-slots, --kv-slot-blocks: lower them, the staging slots do not fit"):
-            staging = kv_transfer.staging_for(settings.transport, num_slots, slot_bytes, pool.device)
-        return Link(staging, kv_transfer.create(settings.transport, staging, wake, interface, host, secret))
+        if isinstance(pool, RemotePool):
+            return Link(*pool.open_link(num_slots, slot_bytes, sizes.part_blocks, wake))
+        return Link(*make_link(settings, pool.device, settings.listen.host, num_slots, slot_bytes, wake))
 
     def make_links(num_slots: int) -> list[Link]:
-        return [make_link(num_slots, *rank) for rank in zip(layout.ranks, built.pools, strict=True)]
+        return [link_of(num_slots, *rank) for rank in zip(layout.ranks, built.pools, strict=True)]
 
     links = make_links(sizes.num_slots)
     config = built.engine.config

@@ -61,5 +61,10 @@ class PeerLink:
         self.num_silent = 0
         return said
 
+    def release(self) -> socket.socket:
+        """The connection, for whoever goes on with it in another form. Nothing that has come may be unread."""
+        assert not self._data
+        return self._socket
+
     def close(self) -> None:
         self._socket.close()

@@ -22,8 +22,11 @@ _PACKAGES = {"ucx": (("ucxx",), "node"), "nixl": (NIXL_PACKAGES, "nixl")}
 
 def check(settings: NodeSettings) -> None:
     """Raise StartupError with one line that names the flag."""
-    require_free("--listen", settings.listen)
-    require_free("--metrics-port", settings.metrics_listen)
+    if settings.node_rank == 0:
+        require_free("--listen", settings.listen)
+        require_free("--metrics-port", settings.metrics_listen)
+    if settings.node_rank == 0 and settings.nnodes > 1:
+        require_free("--master-addr, --master-port", HostPort(settings.master_addr, settings.master_port))
     _check_admin_key(settings)
     _check_profile_dir(settings)
     if settings.engine == "simulated":
@@ -92,9 +95,9 @@ def _check_device(settings: NodeSettings) -> None:
 def _check_ranks(settings: NodeSettings) -> None:
     if settings.num_ranks == 1 or settings.device == "cpu" or not (there := num_gpus()):
         return
-    if settings.num_ranks > there:
+    if (num_here := len(settings.host_ranks)) > there:
         flag = "--tensor-parallel-size" if settings.pipeline_parallel_size == 1 else "--pipeline-parallel-size"
-        raise StartupError(f"{flag}: {settings.num_ranks} ranks need a GPU each, and this process sees {there}")
+        raise StartupError(f"{flag}: {num_here} ranks need a GPU each, and this process sees {there}")
     if settings.kv_layer_groups is not None and settings.kv_layer_groups > 1:
         raise StartupError("--kv-layer-groups: several ranks on GPUs send what a step computed when it is done")
 

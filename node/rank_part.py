@@ -64,8 +64,8 @@ def load_part(
         _require_fp8(device, settings.block_size)
     if settings.cpu_threads is not None:
         torch.set_num_threads(settings.cpu_threads)
-    elif settings.num_ranks > 1:
-        torch.set_num_threads(max(1, torch.get_num_threads() // settings.num_ranks))
+    elif len(settings.host_ranks) > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // len(settings.host_ranks)))
     torch.manual_seed(settings.seed)
     limits = _limits(settings, checkpoint, device)
     model, probed = _load(settings, checkpoint, device, limits.max_model_len, pipeline, data)
@@ -78,15 +78,15 @@ def load_part(
 
 
 def device_of(settings: NodeSettings, rank: int = 0) -> torch.device:
-    """Where that rank computes; of several GPUs, each rank has that of its number, which becomes the current one of
-    this thread. Raises ValueError."""
+    """Where that rank computes; of several GPUs, each of a host's ranks has that of its number there, which becomes the
+    current one of this thread. Raises ValueError."""
     has_cuda = torch.cuda.is_available()
     if settings.device == "cuda" and not has_cuda:
         raise ValueError("--device: cuda is not available on this machine")
     if settings.device == "cpu" or not has_cuda:
         return torch.device("cpu")
     if rank:
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank - settings.host_ranks.start)
     return torch.device("cuda", torch.cuda.current_device())  # with its index, which transports need
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 
 from baton.telemetry import configure_logging
-from node.ranks import RankSeat
+from kv_transfer.transports.host import LOOPBACK
+from node.rank_seats import RankSeat
 from node.settings import NodeSettings
 
 log = logging.getLogger(__name__)
@@ -23,15 +26,18 @@ def run_rank(seat: RankSeat, settings: NodeSettings) -> None:
     from engine.model.parallel.others import serve
     from engine.model.parallel.pipeline import Pipeline
     from engine.model.rank import RankModel
+    from kv_transfer.pool_server import PoolServer
     from node.data_parallel import join_ranks
+    from node.kv_layout import fingerprint_of, layout_of
+    from node.links import make_link
     from node.rank_part import device_of, load_part
 
     # Joined after the imports, which take seconds: rank 0 has its own meanwhile.
-    device = device_of(settings, seat.number)
-    everyone, peers = seat.join(device)
+    checkpoint, device = Checkpoint.find(settings.model, settings.revision), device_of(settings, seat.number)
+    everyone, peers = seat.join(device, partial(fingerprint_of, settings, checkpoint))
     pipeline = Pipeline(everyone, settings.pipeline_parallel_size)
     data = ONE_NODE if peers is None else join_ranks(settings, seat.number, peers, device)
-    part = load_part(settings, Checkpoint.find(settings.model, settings.revision), pipeline, data)
+    part = load_part(settings, checkpoint, pipeline, data)
     last_tokens = torch.zeros(part.config.max_num_seqs, dtype=torch.int32, device=device)
     rank = RankModel(
         part.model,
@@ -43,5 +49,13 @@ def run_rank(seat: RankSeat, settings: NodeSettings) -> None:
         layer_groups=settings.layer_groups(device.type == "cuda"),
         memory=seat.memory(device),
     )
-    seat.ready(rank.pool.tensor)
+
+    def serve_pool(say: Callable[..., None], fail: Callable[[Exception], None]) -> PoolServer:
+        """To rank 0, on another host."""
+        layout = layout_of(settings, checkpoint, part.kv, part.groups)
+        host = settings.listen.host if "listen" in settings.model_fields_set else seat.host
+        make = partial(make_link, settings, device, host or LOOPBACK)
+        return PoolServer(rank.pool.as_bytes(), layout, make, say, fail)
+
+    seat.ready(rank.pool.tensor, serve_pool)
     serve(rank, seat.receive)

@@ -1,5 +1,7 @@
 """The life of a node's process: load, serve, drain, exit.
 
+A host of a node with --node-rank above 0 only has ranks of it: `node.headless`.
+
 exit code 0    stopped by SIGTERM, SIGINT or SIGHUP, all requests finished
           1    could not start, or the engine failed, or requests were left after --drain-timeout
           2    bad settings
@@ -28,6 +30,7 @@ from baton.signals import stop_signals
 from baton.telemetry import configure_logging
 from node import preflight
 from node.errors import StartupError
+from node.headless import run_headless
 from node.loop import NodeLoop
 from node.peer_nodes import PeerNodes
 from node.rank_process import run_rank
@@ -69,6 +72,8 @@ def run_node(settings: NodeSettings, role: NodeRole, side: RoleSide, import_part
 
 
 def _run(settings: NodeSettings, side: RoleSide, import_parts: ImportParts) -> int:
+    if settings.node_rank:
+        return run_headless(settings, run_rank)
     ranks = fork_ranks(settings, run_rank)
     try:
         return _run_ranks(settings, side, import_parts, ranks)
@@ -88,7 +93,7 @@ def _run_ranks(settings: NodeSettings, side: RoleSide, import_parts: ImportParts
     except ModuleNotFoundError as error:  # the base install is for the router only
         raise StartupError(f"{error}: a node needs the extra, pip install 'baton-serve[node]'") from error
     try:
-        return uvloop.run(_serve(settings, side, parts, loop))
+        return uvloop.run(_serve(settings, side, parts, loop, ranks))
     finally:
         parts.close()
 
@@ -118,7 +123,7 @@ def _make_parts_that_stay(
         gc.enable()
 
 
-async def _serve(settings: NodeSettings, side: RoleSide, parts: NodeParts, loop: NodeLoop) -> int:
+async def _serve(settings: NodeSettings, side: RoleSide, parts: NodeParts, loop: NodeLoop, ranks: Ranks | None) -> int:
     stop = _signals()
     node = Node(settings, side, parts, loop)
     try:
@@ -126,7 +131,7 @@ async def _serve(settings: NodeSettings, side: RoleSide, parts: NodeParts, loop:
     except ValueError as error:
         raise StartupError(str(error)) from error
     log.info("ready address=%s metrics=http://%s/metrics seconds=%.2f", node.address, node.metrics.address, _age_s())
-    ends: list[asyncio.Future[Any]] = [stop, node.failure, _told_by(parts.peers)]
+    ends: list[asyncio.Future[Any]] = [stop, node.failure, _told_by(parts.peers, ranks)]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     deadline = time.monotonic() + settings.drain_timeout
     drained = not node.failure.done() and await _drain(node, parts.peers)
@@ -146,8 +151,8 @@ def _age_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _told_by(peers: PeerNodes | None) -> asyncio.Future[None]:
-    """Completes when another data parallel node is told to stop: all of them stop together."""
+def _told_by(peers: PeerNodes | None, ranks: Ranks | None) -> asyncio.Future[None]:
+    """Completes when another data parallel node, or another host of this one, is told to stop: all stop together."""
     aio = asyncio.get_running_loop()
     told: asyncio.Future[None] = aio.create_future()
 
@@ -157,6 +162,8 @@ def _told_by(peers: PeerNodes | None) -> asyncio.Future[None]:
 
     if peers is not None:
         peers.ready(lambda: aio.call_soon_threadsafe(tell))
+    if ranks is not None:
+        ranks.serves(lambda: aio.call_soon_threadsafe(tell))
     return told
 
 

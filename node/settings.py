@@ -117,6 +117,22 @@ class NodeSettings(ClusterSettings):
         description="stages among which the model's layers and their KV are divided, each of --tensor-parallel-size "
         "ranks; prefill nodes only",
     )
+    nnodes: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="hosts among which this node's ranks are divided evenly; all are started with the same flags, "
+        "and a --node-rank each",
+    )
+    node_rank: int = Field(
+        0,
+        ge=0,
+        description="this host's number among them: 0 is the node, the others compute for it and have no address",
+    )
+    master_addr: str = Field("127.0.0.1", description="address of the host with --node-rank 0, as the others reach it")
+    master_port: int = Field(
+        29501, ge=1, le=65535, description="port on that host at which they meet; nothing is authenticated there"
+    )
     enable_expert_parallel: bool = Field(
         False,
         description="of a mixture of experts, give each rank some experts as a whole, instead of a part of each",
@@ -274,6 +290,7 @@ class NodeSettings(ClusterSettings):
         if self.enable_expert_parallel and self.tensor_parallel_size * self.data_parallel_size == 1:
             raise ValueError("--enable-expert-parallel: divides experts among ranks, and --tensor-parallel-size is 1")
         self._check_data_parallel()
+        self._check_hosts()
         self._check_eplb()
         if self.engine == "simulated" and self.pipeline_parallel_size > 1:
             raise ValueError("--pipeline-parallel-size: a simulated node has one rank")
@@ -300,6 +317,26 @@ class NodeSettings(ClusterSettings):
         if self.pipeline_parallel_size > 1:
             raise ValueError("--pipeline-parallel-size: not with --data-parallel-size so far")
 
+    def _check_hosts(self) -> None:
+        if self.node_rank >= self.nnodes:
+            raise ValueError(f"--node-rank: {self.node_rank} of --nnodes {self.nnodes}")
+        if self.nnodes == 1:
+            return
+        if self.engine == "simulated":
+            raise ValueError("--nnodes: a simulated node has one rank")
+        if self.data_parallel_size > 1:
+            raise ValueError("--nnodes: not with --data-parallel-size so far")
+        each, left = divmod(self.num_ranks, self.nnodes)
+        if left:
+            raise ValueError(f"--nnodes: {self.num_ranks} ranks cannot be divided evenly among {self.nnodes} hosts")
+        if each % self.tensor_parallel_size and self.tensor_parallel_size % each:
+            stage = f"stages of {self.tensor_parallel_size} ranks"
+            raise ValueError(f"--nnodes: {stage} do not fit hosts of {each}: one must be divisible by the other")
+        if self.transport == "ipc":
+            raise ValueError("--transport: ipc moves KV within one host, and --nnodes has more")
+        if HostPort(self.master_addr, self.master_port).is_wildcard:
+            raise ValueError(f"--master-addr: nobody can connect to {self.master_addr}")
+
     def _check_eplb(self) -> None:
         if self.eplb_config is not None and not self.enable_eplb:
             raise ValueError("--eplb-config: only goes with --enable-eplb")
@@ -320,6 +357,12 @@ class NodeSettings(ClusterSettings):
     def num_ranks(self) -> int:
         """Of this node."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def host_ranks(self) -> range:
+        """Those of this host."""
+        each = self.num_ranks // self.nnodes
+        return range(self.node_rank * each, (self.node_rank + 1) * each)
 
     @property
     def carried_by(self) -> str:

@@ -19,6 +19,8 @@ _OF_PROCESSES: Mapping[str, Any] = {
     "cluster_ssl_certfile": None,
     "cluster_ssl_ca_certs": None,
     "listen": "127.0.0.1:0",
+    "master_addr": "127.0.0.1",
+    "master_port": 29501,
     "metrics_port": None,
     "node_id": None,
     "transfer_interface": None,
@@ -31,6 +33,8 @@ _OF_ONE_PROCESS: Mapping[str, Any] = {
     "pipeline_parallel_size": 1,
     "data_parallel_size": 1,
     "data_parallel_rank": None,
+    "nnodes": 1,
+    "node_rank": 0,
 }
 _OTHERS = ("config", "drain_timeout", "log_format", "log_level")
 NAMES = frozenset(NodeSettings.model_fields) - _OF_PROCESSES.keys() - {*_OTHERS}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from kv_transfer.receiver import KvReceiver, PartLanded, PartRefused, PartUnused
 from kv_transfer.sender import KvSender, PartSent
 from kv_transfer.staging import Staging
 from kv_transfer.transports.memory import MemoryHub, MemoryTransport
+from tests.kv_transfer.wire import CallWire
 
 NUM_BLOCKS, PART_BLOCKS, NUM_SLOTS = 7, 2, 40
 LAYERS = (LayerKv(4, 2, 2, "float32"),) * 3
@@ -33,9 +36,17 @@ BY_LAYERS = (KvSlice(0, 2, 0, 4), KvSlice(2, 3, 0, 4))
 BY_BOTH = tuple(KvSlice(*layers, *heads) for layers in ((0, 1), (1, 3)) for heads in ((0, 1), (1, 4)))
 
 
+@pytest.fixture(params=[False, True], ids=["in-reach", "remote"], autouse=True)
+def _remote(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the last rank of each node is on another host."""
+    monkeypatch.setattr(End, "is_remote", request.param)
+
+
 class End:
     """A node's ranks, their pools, and the model's KV of all blocks, of which each pool has its slice: [num_blocks,
     layers, K and V, heads, block_size, head_dim]."""
+
+    is_remote = False
 
     def __init__(self, hub: MemoryHub, name: str, ranks: tuple[KvSlice, ...], whole: Tensor) -> None:
         """whole: of bytes, [..., heads, bytes of a head's piece], if the pool is quantized."""
@@ -51,11 +62,24 @@ class End:
         movers: list[Any] = []
         for rank, pool in enumerate(self.pools):
             pool_bytes = pool.view(NUM_BLOCKS, -1).view(torch.uint8)
-            staging = Staging(NUM_SLOTS, slot_bytes_for(PART_BLOCKS, pool_bytes.shape[1]), "cpu")
-            self.transports.append(MemoryTransport(hub, rank_name(name, rank), staging, lambda: None))
+            slot_bytes = slot_bytes_for(PART_BLOCKS, pool_bytes.shape[1])
+            make_link = partial(self._make_link, hub, rank_name(name, rank))
             kind = KvSender if name == "p" else KvReceiver
-            movers.append(kind(self.transports[rank], staging, pool_bytes, self.layout, rank))
+            if self.is_remote and rank == len(self.pools) - 1:
+                remote = CallWire(pool_bytes, self.layout, make_link).pool
+                link = remote.open_link(NUM_SLOTS, slot_bytes, PART_BLOCKS, lambda: None)
+                movers.append(kind(link.transport, link.staging, remote, self.layout, rank))
+            else:
+                staging, transport = make_link(NUM_SLOTS, slot_bytes, lambda: None)
+                movers.append(kind(transport, staging, pool_bytes, self.layout, rank))
         self.movers: Any = SenderRanks(movers) if name == "p" else ReceiverRanks(movers)
+
+    def _make_link(
+        self, hub: MemoryHub, name: str, num_slots: int, slot_bytes: int, wake: Callable[[], None]
+    ) -> tuple[Staging, MemoryTransport]:
+        staging = Staging(num_slots, slot_bytes, "cpu")
+        self.transports.append(MemoryTransport(hub, name, staging, wake))
+        return staging, self.transports[-1]
 
     def connect(self, other: End) -> None:
         ranks = itertools.product(range(len(self.transports)), range(len(other.transports)))

@@ -8,13 +8,16 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from engine.model.parallel.others import Kind
 from node.errors import StartupError
-from node.ranks import Limits, Ranks, RankSeat, fork_ranks
+from node.rank_forks import Limits
+from node.rank_seats import RankSeat
+from node.ranks import Ranks, fork_ranks
 from node.settings import NodeSettings
 
 SIZE = 3
@@ -42,14 +45,14 @@ def misfortune(case: str, moment: str) -> None:
 def run_rank(case: str, seat: RankSeat) -> None:
     mine = case if seat.number == SIZE - 1 else ""
     misfortune(mine, "start")
-    group = seat.join(CPU)[0]
+    group = seat.join(CPU, lambda: "")[0]
     group.minimum(SIZE)  # all have met
     misfortune(mine, "load")
     group.minimum(seat.number)  # as loading does
     shared = seat.memory(CPU)
     assert shared is not None
     memory = shared(2 * BLOCK_BYTES)
-    seat.ready(memory)
+    seat.ready(memory, no_pool_server)
     while True:
         kind, array = seat.receive()
         misfortune(mine, "close" if kind == Kind.CLOSE else "step")
@@ -59,12 +62,16 @@ def run_rank(case: str, seat: RankSeat) -> None:
         group.all_reduce(torch.tensor([float(seat.number)]))
 
 
+def no_pool_server(*_: object) -> Any:
+    raise AssertionError("rank 0 is on this host")
+
+
 def serve(case: str, ranks: Ranks) -> None:
     try:
         group = ranks.join(CPU)
         group.minimum(SIZE)
         assert group.minimum(7) == 1
-        pools = ranks.pools([BLOCK_BYTES] * (SIZE - 1))
+        pools = cast("list[torch.Tensor]", ranks.pools([BLOCK_BYTES] * (SIZE - 1)))
     except RuntimeError as error:
         raise ranks.why(error) from error
     print("serves", flush=True)
@@ -82,7 +89,7 @@ def main() -> None:
     settings = NodeSettings(model="none", tensor_parallel_size=SIZE)
     ranks = fork_ranks(settings, lambda seat, _: run_rank(case, seat), LIMITS)
     assert ranks is not None
-    print("ranks", *(rank.pid for rank in ranks._ranks), flush=True)
+    print("ranks", *(rank.pid for rank in ranks._forked.forks.all), flush=True)
     try:
         serve(case, ranks)
     except StartupError as error:

@@ -21,6 +21,8 @@ from engine.model.fast.tally import FusedReport, Tally
 from engine.model.load import loader
 from node.build import build
 from node.errors import StartupError
+from node.greetings import why_not_alike
+from node.host_guests import shared_flags
 from node.settings import NodeSettings
 from node.tokenizer import read_tokenizer
 from prefill_node.settings import PrefillSettings
@@ -225,6 +227,55 @@ def test_what_data_parallel_nodes_need_is_named(changes, why):
 def test_stages_are_not_for_data_parallel_nodes():
     with pytest.raises(ValueError, match="--pipeline-parallel-size: not with --data-parallel-size so far"):
         PrefillSettings(model="none", pipeline_parallel_size=2, **DATA_PARALLEL)
+
+
+HOSTS: dict[str, Any] = {"nnodes": 2, "tensor_parallel_size": 2, "pipeline_parallel_size": 3}
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"nnodes": 1, "node_rank": 1}, "--node-rank: 1 of --nnodes 1"),
+        ({"node_rank": 2}, "--node-rank: 2 of --nnodes 2"),
+        ({"nnodes": 4}, "--nnodes: 6 ranks cannot be divided evenly among 4 hosts"),
+        ({}, "--nnodes: stages of 2 ranks do not fit hosts of 3: one must be divisible by the other"),
+        ({"nnodes": 3, "transport": "ipc"}, "--transport: ipc moves KV within one host, and --nnodes has more"),
+        ({"nnodes": 3, "master_addr": "0.0.0.0"}, "--master-addr: nobody can connect to 0.0.0.0"),
+        ({"pipeline_parallel_size": 1, **DATA_PARALLEL}, "--nnodes: not with --data-parallel-size so far"),
+    ],
+)
+def test_what_several_hosts_need_is_named(changes, why):
+    with pytest.raises(ValueError, match=why):
+        PrefillSettings(model="none", **{**HOSTS, **changes})
+
+
+def test_a_simulated_node_is_on_one_host():
+    with pytest.raises(ValueError, match="--nnodes: a simulated node has one rank"):
+        NodeSettings(model="none", nnodes=2, engine="simulated", profile="h200-8b")
+
+
+@pytest.mark.parametrize(("nnodes", "ranks"), [(1, [[0, 1, 2, 3, 4, 5]]), (3, [[0, 1], [2, 3], [4, 5]])])
+def test_hosts_have_consecutive_ranks(nnodes, ranks):
+    hosts = [PrefillSettings(model="none", **{**HOSTS, "nnodes": nnodes}, node_rank=rank) for rank in range(nnodes)]
+    assert [list(host.host_ranks) for host in hosts] == ranks
+
+
+def test_hosts_agree_on_all_flags_but_their_own(tmp_path):
+    """What may differ is of addresses, and of what rank 0 alone does."""
+    sizes = {"model": "none", **HOSTS, "nnodes": 3}
+    first = PrefillSettings(**sizes, listen="10.0.0.1:7000", node_id="first", cpu_threads=1, profile_dir=tmp_path)
+    second = PrefillSettings(
+        **{**sizes, "model": "/elsewhere"}, node_rank=1, transfer_interface="eth1", log_level="debug"
+    )
+    assert shared_flags(first) == shared_flags(second)
+    for changes in ({"dtype": "bfloat16"}, {"block_size": 8}, {"transport": "nixl"}, {"max_num_seqs": 7}, {"seed": 1}):
+        other = PrefillSettings(**sizes, node_rank=1, **changes)
+        (name,) = changes
+        flag = flag_name(name)
+        differs = why_not_alike(shared_flags(other), shared_flags(first), "rank 0")
+        assert differs == f"{flag}: {changes[name]}, and rank 0 has {getattr(first, name)}"
+    decode = DecodeSettings(model="none", tensor_parallel_size=6, nnodes=3, node_rank=1)
+    assert str(why_not_alike(shared_flags(decode), shared_flags(first), "rank 0")).startswith("the command: ")
 
 
 @pytest.mark.parametrize("why", ["data parallel rank 0 has ended", None])

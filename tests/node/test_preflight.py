@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -127,6 +128,25 @@ def test_ranks_need_a_gpu_each(own: dict[str, int], reason: str, monkeypatch: py
     staged = NodeSettings(model="baton-tiny", pipeline_parallel_size=2)
     preflight.check(staged)
     assert not staged.captures_graphs
+
+
+def test_ranks_of_other_hosts_need_no_gpu_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "num_gpus", lambda: 2)
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "nnodes": 3}
+    preflight.check(NodeSettings(model="baton-tiny", node_rank=1, **sizes))  # type: ignore[arg-type]
+    told_ = told("baton-tiny", **(sizes | {"nnodes": 1}))
+    assert told_ == "--pipeline-parallel-size: 6 ranks need a GPU each, and this process sees 2"
+
+
+def test_only_the_first_host_needs_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        sizes: dict[str, Any] = {"device": "cpu", "pipeline_parallel_size": 2, "nnodes": 2}
+        at: dict[str, Any] = {"listen": f"127.0.0.1:{port}", "master_port": port}
+        preflight.check(NodeSettings(model="baton-tiny", node_rank=1, **sizes, **at))
+        for name, flag in (("listen", "--listen"), ("master_port", "--master-addr, --master-port")):
+            reason = told("baton-tiny", **sizes, **{name: at[name]})
+            assert reason == f"{flag}: cannot listen on 127.0.0.1:{port}: Address already in use"
 
 
 def test_stages_are_refused_by_the_flag_where_there_are_none() -> None:

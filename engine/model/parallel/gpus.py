@@ -1,5 +1,5 @@
-"""Ranks with a GPU each, on one host: sums of few tokens through memory that all ranks of a stage map, all else over
-NCCL.
+"""Ranks with a GPU each: sums of few tokens through memory that all ranks of a stage map, if they are on one host; all
+else over NCCL.
 
 Sums that a norm follows are made by one kernel with it (`baton_kernels.all_reduce_rms_norm`), through memory of its
 own. Those of many tokens go over NCCL in pieces, each while the next one is computed. The other sums, such as that of
@@ -211,7 +211,10 @@ class GpuPeers(GpuRanks):
 
     def _can_share(self, device: torch.device) -> bool:
         """Whether all GPUs can map each other's memory."""
-        num_gpus, first = torch.cuda.device_count(), device.index - self.rank  # ranks have consecutive GPUs
+        num_gpus, first = torch.cuda.device_count(), device.index - self.rank  # ranks of a host have consecutive GPUs
+        if self.minimum(first) != -self.minimum(-first):
+            log.info("the ranks of a stage are on several hosts: all sums go over NCCL")
+            return False
         peers = [index for index in range(first, first + self.size) if index != device.index]
         can = all(index < num_gpus and torch.cuda.can_device_access_peer(device, index) for index in peers)
         if not self.minimum(int(can)):

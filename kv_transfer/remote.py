@@ -1,0 +1,206 @@
+"""A rank's KV pool on another host: its slots and transport are there, and the mover that decides about them is here.
+
+    KvSender or KvReceiver -> RemoteSlots, RemoteCopies, RemoteTransport ==wire==> PoolServer -> pool, slots, transport
+
+The mover is that of a pool in reach, and keeps the states of all slots. What it would do to memory goes over the wire
+instead, in order, together with the steps of the same rank: so a gather comes before a step that was sent after it, and
+a scatter too. Nothing here waits for the other host but what begins and ends: `open_link`, `warm_up`, `connect`,
+`close`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from baton.errors import TransferError
+from kv_transfer.copies import Mark, Move
+from kv_transfer.events import EventQueue
+from kv_transfer.native import DONE, Native, Target
+from kv_transfer.parts import MAX_PIECES, PartHeader
+from kv_transfer.slices import Rows
+from kv_transfer.slots import Slots
+from kv_transfer.transport import CONNECT_S, Arrived, Failed, Listener, PeerDisconnected, Sent, TransportEvent
+
+_OPEN_S = 90.0
+_WARM_UP_S = 300.0
+_CLOSE_S = 10.0
+_MARGIN_S = 1.0
+"""For an answer that says that the other host's own deadline has passed."""
+
+
+class Wire(Protocol):
+    """The way to the process that has the pool. On any thread; in order."""
+
+    def say(self, **said: Any) -> None:
+        """Send it. Nothing happens if the process is lost, which ends this one as well."""
+
+    def ask(self, timeout_s: float, **said: Any) -> dict[str, Any]:
+        """Send it, and wait for the answer. Raises TransferError with what the other one said went wrong, or if it is
+        lost or late."""
+
+
+class RemoteLink(NamedTuple):
+    """As `node.base.Link`, of a pool on another host."""
+
+    staging: RemoteSlots
+    transport: RemoteTransport
+
+
+class RemotePool:
+    """In the place of a pool's tensor. `heard` takes in what its process says, on one thread."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._numbers = itertools.count()
+        self._links: dict[int, RemoteLink] = {}
+
+    def open_link(self, num_slots: int, slot_bytes: int, part_blocks: int, wake: Callable[[], None]) -> RemoteLink:
+        """Have slots and a transport made there. Raises TransferError."""
+        number = next(self._numbers)
+        sizes = {"num_slots": num_slots, "slot_bytes": slot_bytes, "part_blocks": part_blocks}
+        address = bytes.fromhex(self._wire.ask(_OPEN_S, do="open", link=number, **sizes)["address"])
+        copies = RemoteCopies(self._wire, number, part_blocks)
+        link = RemoteLink(
+            RemoteSlots(num_slots, slot_bytes, copies), RemoteTransport(self._wire, number, address, wake)
+        )
+        self._links[number] = link
+        return link
+
+    def heard(self, said: Mapping[str, Any]) -> None:
+        """An event of a transport. Raises LookupError, TypeError or ValueError for what is none."""
+        staging, transport = self._links[said["link"]]
+        event = _event(said)
+        if isinstance(event, Arrived):
+            staging.copies.num_damaged_in[event.slot] = int(said["num_damaged"])
+        transport.happened(event)
+
+
+class RemoteSlots(Slots):
+    """The states of slots whose memory is on another host."""
+
+    def __init__(self, num_slots: int, slot_bytes: int, copies: RemoteCopies) -> None:
+        super().__init__(num_slots, slot_bytes)
+        self.copies = copies
+
+
+class RemoteCopies:
+    """Implements `Copies`. A copy counts as done when it is sent: what is sent afterwards comes after it there."""
+
+    def __init__(self, wire: Wire, link: int, part_blocks: int) -> None:
+        self.most_pieces = max(part_blocks, MAX_PIECES)
+        self.num_damaged_in: dict[int, int] = {}
+        """By slot: what its process has found there."""
+        self._wire, self._link = wire, link
+
+    def mark(self) -> Mark:
+        return None
+
+    def gather(
+        self, slot: int, ids: Sequence[int], rows: Rows, checksums_at: int | None, placed: Target | None = None
+    ) -> Native:
+        assert placed is None, "no slot of a peer is in reach"
+        self._say("gather", slot, ids, rows, checksums_at=checksums_at)
+        return DONE
+
+    def scatter(self, slot: int, ids: Sequence[int], rows: Rows, not_before: Mark) -> Move:
+        return partial(self._say, "scatter", slot, tuple(ids), rows)
+
+    def on_device(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def make_stream_wait(self, slot: int) -> None:
+        """Steps wait there anyway."""
+
+    def is_done(self, slot: int) -> bool:
+        return True
+
+    def when_done(self, slot: int, after: Callable[[], None]) -> None:
+        after()
+
+    def warm_up(self, kinds: Iterable[Rows], gathers: bool) -> None:
+        """Raises TransferError."""
+        told = [_flat(rows) for rows in kinds]
+        self._wire.ask(_WARM_UP_S, do="warm_up", link=self._link, rows=told, gathers=gathers)
+
+    def num_damaged(self, slot: int, header: PartHeader) -> int:
+        return self.num_damaged_in.get(slot, 0)
+
+    def _say(self, what: str, slot: int, ids: Sequence[int], rows: Rows, **more: Any) -> None:
+        self._wire.say(do=what, link=self._link, slot=slot, ids=list(ids), rows=_flat(rows), **more)
+
+
+class RemoteTransport:
+    """Implements `Transport`."""
+
+    def __init__(self, wire: Wire, link: int, address: bytes, wake: Callable[[], None]) -> None:
+        self._wire, self._link, self._address = wire, link, address
+        self._events = EventQueue(wake)
+        self._closing = threading.Lock()
+        self._is_closed = False
+
+    @property
+    def wake(self) -> Callable[[], None]:
+        return self._events.wake
+
+    def subscribe(self, listener: Listener) -> None:
+        self._events.subscribe(listener)
+
+    def info(self) -> bytes:
+        return self._address
+
+    def connect(self, peer: str, address: bytes, timeout_s: float = CONNECT_S) -> None:
+        self._events.forget(peer)
+        told = {"peer": peer, "address": address.hex(), "within_s": timeout_s}
+        self._wire.ask(timeout_s + _MARGIN_S, do="connect", link=self._link, **told)
+
+    def acquire_remote_slot(self, peer: str, tag: int, num_bytes: int) -> Target | None:
+        return None
+
+    def push(self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes, storing: Native = DONE) -> None:
+        assert storing is DONE, "nothing was placed"
+        told = {"peer": peer, "tag": tag, "slot": slot, "num_bytes": num_bytes, "header": header.hex()}
+        self._wire.say(do="push", link=self._link, **told)
+
+    def expect(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
+        self._wire.say(do="expect", link=self._link, peer=peer, tag=tag, slot=slot, num_bytes=num_bytes)
+
+    def poll(self) -> list[TransportEvent]:
+        return self._events.poll()
+
+    def disconnect(self, peer: str) -> None:
+        self._wire.say(do="disconnect", link=self._link, peer=peer)
+
+    def close(self) -> None:
+        with self._closing:
+            closed, self._is_closed = self._is_closed, True
+        if not closed:
+            with contextlib.suppress(TransferError):  # the process is lost, and its transport with it
+                self._wire.ask(_CLOSE_S, do="close", link=self._link)
+
+    def happened(self, event: TransportEvent) -> None:
+        self._events.put(event)
+        self._events.deliver()
+
+
+def _flat(rows: Rows) -> list[Any]:
+    """As JSON has it."""
+    return [*(rows._asdict() | {"runs": [(run.start, run.stop) for run in rows.runs]}).values()]
+
+
+def _event(said: Mapping[str, Any]) -> TransportEvent:
+    match said["event"]:
+        case "sent":
+            return Sent(said["peer"], said["tag"], said["slot"])
+        case "arrived":
+            return Arrived(said["peer"], said["tag"], said["slot"], bytes.fromhex(said["header"]))
+        case "failed":
+            return Failed(said["peer"], said["tag"], said["slot"], said["reason"])
+        case "disconnected":
+            return PeerDisconnected(said["peer"], said["reason"])
+        case other:
+            raise ValueError(f"{other!r} is no event of a transport")

@@ -1,0 +1,179 @@
+"""A host of a node with `--node-rank` above 0: it has ranks, and neither an address nor a scheduler.
+
+    fork its ranks -> come to rank 0's host -> watch its ranks, and beat -> end when the node ends
+
+exit code 0    the node has ended in order
+          1    it was refused, a rank of it is lost, or the host with rank 0 is
+128 + signal   a signal before the node serves, or a second one, at once
+
+A first signal, when the node serves, is passed on: the node drains, and ends with all its hosts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from baton.signals import stop_signals
+from node import preflight
+from node.greetings import GREETING_S, come
+from node.host_guests import place_of, shared_flags
+from node.peer_links import PeerLink
+from node.rank_forks import BEAT_S, Ends, Limits, RankFork, RankForks, Word, fork
+from node.rank_seats import HostSeat
+from node.ranks import RunRank
+from node.settings import NodeSettings
+
+log = logging.getLogger(__name__)
+
+_RANK_0 = "node rank 0"
+
+
+def run_headless(settings: NodeSettings, run: RunRank, limits: Limits | None = None) -> int:
+    """Until the node ends; the exit code. Call it on the main thread, before this process has others. Raises
+    StartupError."""
+    limits, place = limits or Limits(), place_of(settings)
+
+    def run_fork(number: int, ends: Ends) -> None:
+        run(HostSeat(number, settings.num_ranks, ends, place, limits.join), settings)
+
+    host, code = _Host(settings, fork(settings.host_ranks, run_fork, limits), limits), 1
+    try:
+        code = host.run()
+    finally:
+        host.end(limits.close if code == 0 else 0)
+    log.info("stopped exit_code=%d", code)
+    return code
+
+
+class _Host:
+    """This host, as a part of the node."""
+
+    def __init__(self, settings: NodeSettings, forks: RankForks, limits: Limits) -> None:
+        self._settings, self._forks, self._limits = settings, forks, limits
+        self._link: PeerLink | None = None
+        self._began = self._serves = False
+        self._signalled: int | None = None
+        self._over = threading.Event()
+
+    def run(self) -> int:
+        """Until the node ends; the exit code. Raises StartupError."""
+        self._forks.watch(self._rank_lost)
+        preflight.check(self._settings)  # after the forks: it asks for GPUs
+        settings = self._settings
+        hello = {"node_rank": settings.node_rank, "serves": shared_flags(settings)}
+        log.info("coming to rank 0 address=%s node_rank=%d", place_of(settings).at, settings.node_rank)
+        self._link, _ = come(place_of(settings), hello, self._limits.join, answer_s=GREETING_S)
+        with _signals() as signals:
+            try:
+                return self._follow(self._link, signals)
+            except OSError:
+                return self._ends(f"{_RANK_0} has ended")
+
+    def end(self, timeout_s: float) -> None:
+        """End its ranks, and kill those that do not end by themselves in that time. Rank 0 waits for the link's end."""
+        self._over.set()
+        self._forks.end(timeout_s)
+        if self._link is not None:
+            with contextlib.suppress(OSError):  # rank 0 has ended
+                self._link.send(ended=True)
+            self._link.close()
+
+    def _follow(self, link: PeerLink, signals: socket.socket) -> int:
+        """Until the node ends; the exit code. Raises OSError if the link is broken."""
+        next_beat = time.monotonic()
+        while True:
+            waited: list[PeerLink | socket.socket] = [link, signals]
+            ready, _, _ = select.select(waited, [], [], max(0.0, next_beat - time.monotonic()))
+            if signals in ready:
+                self._take_signal(link, signals.recv(1)[0])
+            for said in link.receive() if link in ready else ():
+                if (code := self._heard(said)) is not None:
+                    return code
+            if time.monotonic() >= next_beat:
+                next_beat = time.monotonic() + BEAT_S
+                link.send(beat=True)
+                link.num_silent += 1
+            if link.num_silent * BEAT_S > self._silence_s:
+                return self._ends(f"{_RANK_0} has been silent for {self._silence_s:g} s")
+            self._take_ready()
+
+    @property
+    def _silence_s(self) -> float:
+        """Rank 0 says nothing before all hosts have come."""
+        if not self._began:
+            return self._limits.join
+        return self._limits.silence if self._serves else self._limits.loading_silence
+
+    def _heard(self, said: dict[str, Any]) -> int | None:
+        self._began |= "beat" in said
+        if "stop" in said:
+            return 0
+        if "lost" in said:
+            return self._ends(f"{_RANK_0}: {said['lost']}")
+        self._serves |= "serves" in said
+        return None
+
+    def _take_signal(self, link: PeerLink, number: int) -> None:
+        if self._signalled is not None or not self._serves:
+            os._exit(128 + number)
+        self._signalled = number
+        log.info("draining")
+        link.send(stopping=True)
+
+    def _take_ready(self) -> None:
+        """From then on, what loads has less time to be silent."""
+        for rank in self._forks.all:
+            if not rank.ready:
+                rank.take_ready(rank.heard())
+
+    def _ends(self, why: str) -> int:
+        log.critical("%s: this part of the node ends", why)
+        return 1
+
+    def _rank_lost(self, rank: RankFork, word: Word) -> None:
+        """On the thread that watches. The ranks of all hosts wait for this one for ever, so the node ends."""
+        if _ended_in_order(rank) and self._over.wait(self._limits.report):
+            return  # the node has closed it, and says so here too
+        if word.met and self._over.wait(self._limits.report / 2):
+            return  # rank 0 knows which one is lost
+        if self._link is not None:
+            with contextlib.suppress(OSError):  # it is lost, too
+                self._link.send(lost=word.text, met=word.met)
+        log.critical("%s: this part of the node ends", word.text)
+        logging.shutdown()
+        os._exit(1)
+
+
+def _ended_in_order(rank: RankFork) -> bool:
+    ended = os.waitid(os.P_PIDFD, rank.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    return ended is not None and ended.si_code == os.CLD_EXITED and ended.si_status == 0
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[socket.socket]:
+    """A socket from which the numbers of signals come that ask this process to end."""
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    before = {number: signal.signal(number, _nothing) for number in stop_signals()}
+    signal.set_wakeup_fd(theirs.fileno())
+    try:
+        yield ours
+    finally:
+        signal.set_wakeup_fd(-1)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        ours.close()
+        theirs.close()
+
+
+def _nothing(number: int, frame: object) -> None:
+    """The wakeup descriptor has it."""

@@ -1,0 +1,172 @@
+"""What the process of a rank has of its node: where it meets the other ranks, gets steps, and gives its KV pool.
+
+`ForkSeat`: rank 0 is on this host, and forked it: steps come through shared memory, and rank 0 maps its pool.
+`HostSeat`: rank 0 is on another host: all of this goes over a stream (`node.rank_stream`), also what moves KV.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+from baton.address import HostPort
+from kv_transfer.transports.host import LOOPBACK
+from node.greetings import Place, come, own_host
+from node.rank_forks import Ends
+from node.rank_memory import mapped
+from node.rank_stream import Content, RankStream
+from node.ring import RingReader, SharedRing
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from engine.model.parallel.group import RankGroup
+    from kv_transfer.pool_server import PoolServer
+
+JOIN_S = 120.0
+"""For the imports of all ranks, which take as long as the machine needs."""
+Serve = Callable[[Callable[..., None], Callable[[Exception], None]], "PoolServer"]
+"""Makes what serves the rank's pool to rank 0, from its `say` and its `fail`."""
+
+
+class RankSeat(Protocol):
+    number: int
+    host: str | None
+    """This host's address for the other hosts of the node; None: it has none."""
+
+    def join(self, device: torch.device, fingerprint: Callable[[], str]) -> tuple[RankGroup, HostPort | None]:
+        """Wait for the node, and meet all its ranks; and where those of all data parallel nodes meet. device: the
+        rank's. fingerprint: of the weights as they are served. Raises OSError or RuntimeError if the node has ended,
+        StartupError if it serves other weights."""
+
+    def memory(self, device: torch.device) -> Callable[[int], Tensor] | None:
+        """Gives zeros, uint8, that rank 0 sees as well; None: where they are does not matter."""
+
+    def ready(self, pool: Tensor, serve: Serve) -> None:
+        """Report that steps may come. pool: in the rank's memory, contiguous, for as long as this process lives."""
+
+    def receive(self) -> tuple[int, NDArray[np.int32]]:
+        """The next message of rank 0, of a kind of `engine.model.parallel.others.Kind`; waits for it."""
+
+
+class ForkSeat:
+    """Implements RankSeat. reader: its number among the ring's."""
+
+    host: str | None = None
+
+    def __init__(self, number: int, size: int, ends: Ends, ring: SharedRing, reader: int) -> None:
+        self.number, self._size, self._ends = number, size, ends
+        self._ring = RingReader(ring, reader)
+
+    def join(self, device: torch.device, fingerprint: Callable[[], str]) -> tuple[RankGroup, HostPort | None]:
+        said = self._ends.hear()
+        peers = HostPort(*said["peers"]) if said["peers"] else None
+        store = store_at(HostPort(said["host"], said["port"]))
+        return join_group(store, self.number, self._size, device, said["host"]), peers
+
+    def memory(self, device: torch.device) -> Callable[[int], Tensor] | None:
+        return self._shared_zeros if device.type == "cpu" else None  # what a GPU has is mapped by its address
+
+    def _shared_zeros(self, num_bytes: int) -> Tensor:
+        os.ftruncate(self._ends.pool, num_bytes)
+        return mapped(self._ends.pool, num_bytes)
+
+    def ready(self, pool: Tensor, serve: Serve) -> None:
+        said: dict[str, Any] = {"pool_bytes": pool.nbytes}
+        if pool.is_cuda:
+            from kv_transfer.transports.carriers.cuda_memory import CudaMemory
+
+            region, offset = CudaMemory(pool.device).export(pool)
+            said |= {"region": region.hex(), "offset": offset}
+        self._ends.say(**said)
+
+    def receive(self) -> tuple[int, NDArray[np.int32]]:
+        return self._ring.receive()
+
+
+class HostSeat:
+    """Implements RankSeat. place: where rank 0 listens."""
+
+    host: str | None
+
+    def __init__(self, number: int, size: int, ends: Ends, place: Place, join_s: float) -> None:
+        self.number, self._size, self._ends, self._place, self._join_s = number, size, ends, place, join_s
+        self._steps: queue.SimpleQueue[tuple[int, NDArray[np.int32]]] = queue.SimpleQueue()
+
+    def join(self, device: torch.device, fingerprint: Callable[[], str]) -> tuple[RankGroup, HostPort | None]:
+        hello = {"rank": self.number, "serves": {"--model": fingerprint()}}
+        link, said = come(self._place, hello, self._join_s)
+        self._stream = RankStream(link.release())
+        at = HostPort(self._place.at.host, int(said["port"]))
+        self.host = own_host(at)
+        return join_group(store_at(at), self.number, self._size, device, self.host), None
+
+    def memory(self, device: torch.device) -> Callable[[int], Tensor] | None:
+        return None
+
+    def ready(self, pool: Tensor, serve: Serve) -> None:
+        server = serve(self._stream.say, self._fail)
+        threading.Thread(target=self._read, args=(server, pool.device), name="rank-stream", daemon=True).start()
+        self._ends.say(ready=True)
+        self._stream.say(ready=True)
+
+    def receive(self) -> tuple[int, NDArray[np.int32]]:
+        return self._steps.get()
+
+    def _read(self, server: PoolServer, device: torch.device) -> None:
+        """What concerns the pool is done at once, before any step that was sent after it can begin."""
+        try:
+            if device.type == "cuda":
+                import torch
+
+                torch.cuda.set_device(device)
+            while True:
+                for frame in self._stream.receive():
+                    if frame.content == Content.STEP:
+                        self._steps.put(frame.step())
+                    else:
+                        server.heard(frame.said())
+        except ConnectionError:
+            self._closed()
+        except Exception as error:  # noqa: BLE001 - the thread's boundary: the rank ends
+            self._fail(error)
+
+    def _closed(self) -> None:
+        """Rank 0 has ended, or has closed the stream. Who forked this rank knows which, and ends it where it waits for
+        others."""
+        import numpy as np
+
+        from engine.model.parallel.others import Kind
+
+        self._steps.put((Kind.CLOSE, np.zeros(0, np.int32)))
+
+    def _fail(self, error: Exception) -> None:
+        self._ends.failed(error)
+        os._exit(1)
+
+
+def store_at(at: HostPort, **more: Any) -> Any:
+    """torch's TCPStore there."""
+    from torch._C._distributed_c10d import TCPStore
+
+    return TCPStore(at.host, at.port, wait_for_workers=False, timeout=timedelta(seconds=JOIN_S), **more)
+
+
+def join_group(store: Any, rank: int, size: int, device: torch.device, host: str = LOOPBACK) -> RankGroup:
+    """Meet all ranks there. host: this one's address, at which the others reach it. Raises RuntimeError."""
+    from engine.model.parallel.group import GlooRanks
+
+    ranks = GlooRanks(store, rank, size, host=host)
+    if device.type == "cpu":
+        return ranks
+
+    from engine.model.parallel.gpus import GpuRanks
+
+    return GpuRanks(ranks, device)

@@ -1,0 +1,124 @@
+"""A node of four ranks on two hosts, without a model: `python -m tests.node.host_scene NODE_RANK PORT CASE [FLAG...]`,
+once for each host. The last rank has the misfortune, on the second host; in a CASE@RANK that rank. A flag is a field of
+the settings, NAME=VALUE.
+
+Each says on stdout which processes its ranks are, and then how far it is. It ends as `node.run` has a node end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.model.parallel.others import Kind
+from kv_transfer.remote import RemotePool
+from node.errors import StartupError
+from node.headless import run_headless
+from node.rank_forks import Limits
+from node.rank_seats import RankSeat
+from node.ranks import Ranks, fork_ranks
+from node.settings import NodeSettings
+from tests.node.rank_scene import CPU, NUM_STEPS, misfortune
+
+SIZE = 4
+LIMITS = Limits(silence=2.0, loading_silence=3.0, report=1.0, close=0.5, join=6.0)
+HOST_SIGNALS = {"host-dies": signal.SIGKILL, "host-hangs": signal.SIGSTOP}
+"""What becomes of a rank's host at the first step."""
+LARGE = 300_000
+"""Values of a step that does not fit the buffers of a connection at once."""
+
+
+class Echo:
+    """In the place of a PoolServer: answers with the number of steps so far."""
+
+    def __init__(self, say: Any) -> None:
+        self._say = say
+
+    def heard(self, said: dict[str, Any]) -> None:
+        self._say(answers=said["id"], heard=said["do"])
+
+
+def run_rank(case: str, weights: str, seat: RankSeat) -> None:
+    print("rank", os.getpid(), flush=True)
+    what, _, number = case.partition("@")
+    mine = what if seat.number == int(number or SIZE - 1) else ""
+    misfortune(mine, "start")
+    group = seat.join(CPU, lambda: weights)[0]
+    group.minimum(SIZE)  # all have met
+    misfortune(mine, "load")
+    group.minimum(seat.number)  # as loading does
+    shared = seat.memory(CPU)
+    memory = torch.zeros(8, dtype=torch.uint8) if shared is None else shared(8)
+    seat.ready(memory, lambda say, _: Echo(say))  # type: ignore[arg-type, return-value]
+    while True:
+        kind, array = seat.receive()
+        misfortune(mine, "close" if kind == Kind.CLOSE else "step")
+        if mine in HOST_SIGNALS:
+            os.kill(os.getppid(), HOST_SIGNALS[mine])
+        if kind == Kind.CLOSE:
+            return
+        assert np.array_equal(array, np.arange(LARGE) * int(array[1]))
+        group.all_reduce(torch.tensor([float(seat.number)]))
+
+
+def serve(case: str, weights: str, ranks: Ranks) -> None:
+    try:
+        group = ranks.join(CPU, fingerprint=lambda: weights)
+        group.minimum(SIZE)
+        assert group.minimum(7) == 1
+        pools = ranks.pools([8] * (SIZE - 1))
+    except RuntimeError as error:
+        raise ranks.why(error) from error
+    assert [isinstance(pool, RemotePool) for pool in pools] == [False, True, True]
+    stopped = threading.Event()
+    ranks.serves(stopped.set)
+    print("serves", flush=True)
+    there: list[Any] = pools[1:]
+    for number in range(1, NUM_STEPS + 1):
+        ranks.others._send(Kind.COMPUTE, np.arange(LARGE, dtype=np.int32) * number)
+        assert float(group.all_reduce(torch.zeros(1))) == sum(range(SIZE))
+        for pool in there:
+            assert pool._wire.ask(5.0, do="echo")["heard"] == "echo"
+    if case.startswith(("waits", "host-hangs")):
+        print("waits", flush=True)
+        stopped.wait()
+
+
+def main() -> None:
+    node_rank, port, case, *flags = sys.argv[1:]
+    given: dict[str, Any] = {"nnodes": 2, **dict(flag.split("=") for flag in flags)}
+    weights = given.pop("weights", "same")
+    where: dict[str, Any] = {"node_rank": int(node_rank), "master_port": int(port)}
+    settings = NodeSettings(model="none", tensor_parallel_size=SIZE, **where, **given)
+    os._exit(headless(case, weights, settings) if settings.node_rank else master(case, weights, settings))
+
+
+def master(case: str, weights: str, settings: NodeSettings) -> int:
+    ranks = fork_ranks(settings, lambda seat, _: run_rank(case, weights, seat), LIMITS)
+    assert ranks is not None
+    try:
+        serve(case, weights, ranks)
+    except StartupError as error:
+        print(error, file=sys.stderr, flush=True)
+        return 1
+    finally:
+        ranks.close()
+    return 0
+
+
+def headless(case: str, weights: str, settings: NodeSettings) -> int:
+    try:
+        return run_headless(settings, lambda seat, _: run_rank(case, weights, seat), LIMITS)
+    except StartupError as error:
+        print(error, file=sys.stderr, flush=True)
+        return 1
+
+
+if __name__ == "__main__":
+    main()

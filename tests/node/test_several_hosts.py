@@ -1,0 +1,308 @@
+"""Nodes whose ranks are on several hosts: whichever part dies, fails or hangs, all hosts end in time and say why, and
+no process is left; who does not belong to the node is refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import pytest
+
+from baton.address import HostPort
+from deploy.ports import HeldPort
+from node.errors import StartupError
+from node.greetings import come
+from node.headless import _Host
+from node.host_guests import Guests, place_of, shared_flags
+from node.hosts import OtherHosts
+from node.peer_links import PeerLink
+from node.rank_forks import RankFork, Word, fork
+from node.settings import NodeSettings
+from tests.e2e.cluster import ROOT, wait_until
+from tests.fork_server import ForkedProcess, fork_server
+from tests.node.host_scene import LIMITS
+from tests.node.test_ranks import PATIENCE_S, runs
+
+SILENT = f"has been silent for {LIMITS.silence:g} s"
+
+
+class Host:
+    """One process of `tests.node.host_scene`."""
+
+    def __init__(self, folder: Path, node_rank: int, port: int, case: str, flags: tuple[str, ...]) -> None:
+        self._out, self._err = (folder / f"{case}-{port}-{node_rank}.{what}" for what in ("out", "err"))
+        roots = (ROOT, ROOT / "proto", ROOT / "kernels")
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, roots)), "OMP_NUM_THREADS": "1"}
+        arguments = [str(node_rank), str(port), case, *flags]
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.process: ForkedProcess = fork_server().start(
+                "tests.node.host_scene", arguments, env=env, cwd=ROOT, stdout=out, stderr=err
+            )
+
+    @property
+    def out(self) -> list[str]:
+        return self._out.read_text().splitlines()
+
+    @property
+    def err(self) -> str:
+        return self._err.read_text()
+
+    @property
+    def ranks(self) -> list[int]:
+        """The processes of its ranks."""
+        return [int(line.split()[1]) for line in self.out if line.startswith("rank ")]
+
+
+class Scene:
+    """Both hosts of a node."""
+
+    def __init__(self, folder: Path, case: str, *flags: str) -> None:
+        """flags: of the second host alone."""
+        self._port = HeldPort(HostPort("127.0.0.1", 0))
+        self.hosts = [Host(folder, rank, self._port.address.port, case, flags if rank else ()) for rank in range(2)]
+
+    def wait(self) -> list[int]:
+        """Their exit codes; all ranks have ended as well."""
+        codes = [host.process.wait(PATIENCE_S) for host in self.hosts]
+        pids = [pid for host in self.hosts for pid in host.ranks]
+        wait_until(lambda: f"{left} run" if (left := [pid for pid in pids if runs(pid)]) else None, PATIENCE_S)
+        return codes
+
+    def wait_said(self, line: str) -> None:
+        first = self.hosts[0]
+        wait_until(lambda: None if line in first.out else f"it says {first.out} {first.err}", PATIENCE_S)
+
+    def close(self) -> None:
+        for host in self.hosts:
+            host.process.kill()
+            host.process.wait(PATIENCE_S)
+        self._port.close()
+
+
+RARE = {"dies-load", "fails-step", "differs-weights"}
+"""Cases that differ little from others."""
+
+
+def cases(of: Iterable[str]) -> pytest.MarkDecorator:
+    """As a parameter of a test."""
+    return pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.full] if c in RARE else []) for c in of])
+
+
+LOST = {
+    "dies-load": "rank 3 has ended while it loaded its part",
+    "fails-load": "rank 3: its part is too large",
+    "dies-step": "has ended",
+    "fails-step": "has ended (its part is too large)",
+    "hangs-step": SILENT,
+}
+"""What both hosts say, by what becomes of rank 3."""
+HOSTS = {
+    f"{case}@{rank}": how for case, how in {"host-dies": "has ended", "host-hangs": SILENT}.items() for rank in (1, 3)
+}
+"""What the other host says, by what becomes of one when a rank of it has a step."""
+REFUSED = {
+    "differs-dtype": (("dtype=bfloat16",), "--dtype: bfloat16, and --node-rank 0 has auto"),
+    "differs-weights": (("weights=other",), "--model: other, and --node-rank 0 has same"),
+}
+"""What the second host says, by its flags."""
+
+
+@pytest.fixture(scope="module")
+def scenes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scene]]:
+    """All at once: what takes long is waiting."""
+    folder = tmp_path_factory.mktemp("hosts")
+    asked = {item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")}
+    cases = ["stays-close", "fails-load@1", *(case for case in (*LOST, *HOSTS, *REFUSED) if case in asked)]
+    started = {case: Scene(folder, case, *REFUSED.get(case, ((), ""))[0]) for case in cases}
+    yield started
+    for scene in started.values():
+        scene.close()
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Callable[[str], Scene]]:
+    started = []
+
+    def start(case: str) -> Scene:
+        started.append(Scene(tmp_path, case))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+
+
+@cases(LOST)
+def test_all_hosts_end_and_say_which_rank_is_lost(scenes: dict[str, Scene], case: str) -> None:
+    scene = scenes[case]
+    assert scene.wait() == [1, 1]
+    master, headless = (host.err for host in scene.hosts)
+    assert f"{LOST[case]}: this part of the node ends" in headless
+    assert "rank 3" in headless
+    assert "node rank 1: rank 3" in master
+    assert LOST[case] in master
+    assert not [rank for rank in (1, 2) if f"rank {rank} (process" in master + headless]
+    assert ("serves" in scene.hosts[0].out) == case.endswith("-step")
+
+
+def test_all_hosts_end_with_their_node(scene: Callable[[str], Scene]) -> None:
+    one = scene("works")
+    assert one.wait() == [0, 0]
+    assert [host.err for host in one.hosts] == ["", ""]
+    assert "serves" in one.hosts[0].out
+
+
+def test_a_rank_that_does_not_end_is_killed(scenes: dict[str, Scene]) -> None:
+    """The node has ended in order."""
+    assert scenes["stays-close"].wait() == [0, 0]
+
+
+def test_a_host_that_is_told_to_stop_stops_the_node(scene: Callable[[str], Scene]) -> None:
+    one = scene("waits")
+    one.wait_said("waits")
+    one.hosts[1].process.send_signal(signal.SIGTERM)
+    assert one.wait() == [0, 0]
+
+
+@cases(HOSTS)
+def test_hosts_end_with_each_other(scenes: dict[str, Scene], case: str) -> None:
+    """The other one says why."""
+    scene, lost = scenes[case], int(case.endswith("@3"))
+    other = scene.hosts[1 - lost]
+    assert other.process.wait(PATIENCE_S) == 1
+    assert f"node rank {lost} {HOSTS[case]}: {'the node' if lost else 'this part of the node'} ends" in other.err
+    scene.hosts[lost].process.kill()
+    scene.wait()
+
+
+def test_other_hosts_say_which_rank_of_the_first_could_not_load(scenes: dict[str, Scene]) -> None:
+    scene = scenes["fails-load@1"]
+    assert scene.wait() == [1, 1]
+    assert [host.err.count("rank 1: its part is too large") for host in scene.hosts] == [1, 1]
+
+
+def test_other_hosts_say_which_rank_of_the_first_is_lost(scene: Callable[[str], Scene]) -> None:
+    one = scene("waits")
+    one.wait_said("waits")
+    os.kill(one.hosts[0].ranks[0], signal.SIGKILL)
+    assert one.wait() == [1, 1]
+    assert "rank 1 (process" in one.hosts[0].err
+    assert "node rank 0: rank 1 (process" in one.hosts[1].err
+
+
+@cases(REFUSED)
+def test_a_host_that_serves_something_else_is_refused_by_flag(scenes: dict[str, Scene], case: str) -> None:
+    scene = scenes[case]
+    assert scene.wait() == [1, 1]
+    master, headless = (host.err for host in scene.hosts)
+    assert REFUSED[case][1] in headless
+    assert f"a host of this node was refused: {REFUSED[case][1]}" in master
+    assert "--nnodes: node rank 1 of 2 has not come to 127.0.0.1:" in master
+
+
+def test_hosts_and_ranks_come_once() -> None:
+    """And only those that belong to other hosts."""
+    settings = NodeSettings(model="none", tensor_parallel_size=4, nnodes=2)
+    second = shared_flags(settings.model_copy(update={"node_rank": 1}))
+    guests = Guests(settings, "weights")
+
+    def why_not_host(number: int) -> str | None:
+        return guests._why_not({"node_rank": number, "serves": second})
+
+    def why_not_rank(number: int) -> str | None:
+        return guests._why_not({"rank": number, "serves": {"--model": "weights"}})
+
+    assert why_not_host(1) is None
+    assert [why_not_host(number) for number in (0, 2)] == ["--node-rank: 0 is taken", "--node-rank: 2 is taken"]
+    assert [number for number in range(5) if why_not_rank(number) is None] == [2, 3]
+    why = guests._why_not({"rank": 2, "serves": {"--model": "other"}})
+    assert why == "--model: other, and --node-rank 0 has weights"
+    guests._came |= dict.fromkeys([("host", 1), ("rank", 2)], cast("PeerLink", None))
+    assert why_not_host(1) == "--node-rank: 1 is taken"
+    assert why_not_rank(2) == "--node-rank: rank 2 is there, or belongs to no other host"
+    assert why_not_rank(3) is None
+
+
+def test_a_host_that_ends_before_all_have_come_may_come_again() -> None:
+    """So may its ranks. What is no host is let go."""
+    with HeldPort(HostPort("127.0.0.1", 0)) as port, ThreadPoolExecutor(1) as pool:
+        settings = NodeSettings(model="none", tensor_parallel_size=4, nnodes=2, master_port=port.address.port)
+        waiting = pool.submit(Guests(settings, "weights").wait, PATIENCE_S)
+        flags = shared_flags(settings)
+
+        def arrive(**said: Any) -> PeerLink:
+            return come(place_of(settings), said, PATIENCE_S, answer_s=PATIENCE_S)[0]
+
+        for _ in range(2):
+            arrive(node_rank=1, serves=flags).close()
+        host = arrive(node_rank=1, serves=flags)
+        with pytest.raises(StartupError, match="--node-rank: 1 is taken"):
+            arrive(node_rank=1, serves=flags)
+        with pytest.raises(StartupError, match="--model: other, and --node-rank 0 has weights"):
+            arrive(rank=2, serves={"--model": "other"})
+        for nonsense in ({}, {"rank": "x", "serves": {}}, {"node_rank": 1}, {"node_rank": 1, "serves": []}):
+            with socket.create_connection((port.address.host, port.address.port)) as stranger:
+                PeerLink(stranger).send(**nonsense)
+        ranks = [PeerLink(socket.create_connection((port.address.host, port.address.port))) for _ in range(2)]
+        for number, rank in enumerate(ranks, 2):
+            rank.send(rank=number, serves={"--model": "weights"})
+        came = waiting.result(PATIENCE_S)
+        assert sorted(came) == [("host", 1), ("rank", 2), ("rank", 3)]
+        for link in (host, *ranks, *came.values()):
+            link.close()
+
+
+@pytest.mark.parametrize(("command", "is_lost"), [("true", False), ("false", True)])
+def test_a_rank_that_has_ended_in_order_is_not_lost(
+    command: str, is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host may hear a moment later that the node ends."""
+
+    def end(code: int) -> NoReturn:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(logging, "shutdown", lambda: None)
+    settings = NodeSettings(model="none", tensor_parallel_size=4, nnodes=2, node_rank=1)
+    host = _Host(settings, fork([], lambda *_: None, LIMITS), LIMITS)
+    host.end(0)
+    with subprocess.Popen([command]) as process, socket.socket() as link:
+        pidfd = os.pidfd_open(process.pid)
+        select.select([pidfd], [], [])
+        rank = RankFork(3, process.pid, pidfd, link, -1, ready=True)
+        with pytest.raises(SystemExit) if is_lost else contextlib.nullcontext():
+            host._rank_lost(rank, Word("rank 3 has ended"))
+        os.close(pidfd)
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ({"beat": True}, ["node rank 1 has ended: the node ends"]),
+        ({"lost": "rank 3 has ended", "met": False}, ["node rank 1: rank 3 has ended: the node ends"]),
+        ({"ended": True}, []),
+    ],
+)
+def test_a_node_that_has_met_a_loss_by_itself_names_the_host(
+    said: dict[str, Any], told: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ends in order, before it has heard of the host."""
+    settings = NodeSettings(model="none", tensor_parallel_size=4, nnodes=2)
+    hosts = OtherHosts(settings, LIMITS)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        host = PeerLink(socket.create_connection(listener.getsockname()))
+        hosts._links = {1: PeerLink(listener.accept()[0])}
+    hosts.stop("")
+    host.send(**said)
+    host.close()
+    hosts.end(PATIENCE_S)
+    assert [record.getMessage() for record in caplog.records] == told
