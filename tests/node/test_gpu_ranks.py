@@ -34,7 +34,11 @@ pytestmark = [
 ]
 
 TINY, MOE = (EMBEDDED[name] for name in ("baton-tiny", "baton-tiny-moe"))
-FLAGS = ("--device", "cuda", "--gpu-memory-utilization", "0.1", "--verify-transfers")
+FLAGS = (
+    *("--device=cuda", "--kv-cache-memory-bytes=268435456", "--max-num-seqs=8", "--cudagraph-capture-sizes=1,2,8"),
+    "--verify-transfers",
+)
+"""Small, so that starts are short."""
 IN_FP32 = ("--dtype", "float32")
 TWO_STAGES = ("--pipeline-parallel-size=2", "--max-num-batched-tokens=64")
 """Prompts of some chunks, so that both stages are busy."""
@@ -159,6 +163,21 @@ async def test_a_mixture_of_experts(ways: Sequence[str]) -> None:
     wanted = made(MOE, random_prompts(24, 40, 64, 100, 140, 200, 300, 600))
     said = await answers(MOE, wanted, (TWO, *ways), (TWO, *ways), *IN_FP32, "--transport=ipc")
     assert agreement(said, wanted) > MOE_AGREEMENT
+
+
+@pytest.mark.parametrize("ways", [TWO_STAGES, (TWO,)], ids=["stages", "ranks"])
+async def test_ranks_on_two_hosts(ways: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of which sees one GPU."""
+    with HeldPort(HostPort("127.0.0.1", 0)) as port, contextlib.ExitStack() as nodes:
+        flags, at = (*IN_FP32, "--transport=ucx"), port.address
+        meet = ("--nnodes=2", f"--master-addr={at.host}", f"--master-port={at.port}")
+        for rank in (1, 0):
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", str(rank))
+            prefill = nodes.enter_context(node("prefill", TINY, *flags, *ways, *meet, f"--node-rank={rank}"))
+        decode = nodes.enter_context(node("decode", TINY, *flags))
+        prefill.wait_ready()
+        decode.wait_ready()
+        check(await ask_twice(prefill, decode, of_tiny(), []), of_tiny())
 
 
 async def test_data_parallel_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
