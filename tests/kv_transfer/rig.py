@@ -13,6 +13,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -102,6 +103,11 @@ class Host:
                 hosts.pop().end()
 
 
+def _is_stopped(pid: int) -> bool:
+    states = {path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")}
+    return states == {"T"}
+
+
 class RemoteNode:
     """A node in a process of its own. `start` and the constructor do not wait for it."""
 
@@ -123,8 +129,13 @@ class RemoteNode:
         return self._result
 
     def signal(self, number: int) -> None:
-        assert self._host.process.pid is not None
-        os.kill(self._host.process.pid, number)
+        """One that is to stop has stopped afterwards, with all of its threads."""
+        assert self.pid is not None
+        os.kill(self.pid, number)
+        deadline = time.monotonic() + DEADLINE_S
+        while number == signal.SIGSTOP and not _is_stopped(self.pid):
+            assert time.monotonic() < deadline
+            os.sched_yield()
 
     def peek(self, address: int) -> int:
         """A byte of its memory, also while it is stopped."""

@@ -120,7 +120,8 @@ REFUSED = {
 def scenes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scene]]:
     """All at once: what takes long is waiting."""
     folder = tmp_path_factory.mktemp("hosts")
-    asked = {item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")}
+    own = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    asked = {item.callspec.params.get("case") for item in own}
     cases = ["stays-close", "fails-load@1", *(case for case in (*LOST, *HOSTS, *REFUSED) if case in asked)]
     started = {case: Scene(folder, case, *REFUSED.get(case, ((), ""))[0]) for case in cases}
     yield started
