@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,9 @@ from kv_transfer.slot_copies import SlotCopies
 from kv_transfer.staging import Staging
 from kv_transfer.transport import Arrived, Failed, OperationEvent, PeerDisconnected, Sent, Transport
 
+_LAUNCH_S = 300.0
+"""For the steps that came before; their own deadlines are shorter."""
+AfterSteps = Callable[[Callable[[], None]], None]
 Say = Callable[..., None]
 """Sends its keywords to the other end; on any thread."""
 MakeLink = Callable[[int, int, Callable[[], None]], tuple[Staging, Transport]]
@@ -25,7 +29,8 @@ MakeLink = Callable[[int, int, Callable[[], None]], tuple[Staging, Transport]]
 
 
 class PoolServer:
-    """pool_bytes: [num_blocks, block_bytes], uint8, of that layout. make_link: raises TransferError. fail: is called,
+    """pool_bytes: [num_blocks, block_bytes], uint8, of that layout. make_link: raises TransferError. after_steps: calls
+    what it is given once the steps that came before it are launched, on the thread that launches them. fail: is called,
     on any thread, when a transport fails, without which the rank is of no use. `heard` is for one thread, which
     launches no steps, but whose current stream is theirs."""
 
@@ -35,10 +40,11 @@ class PoolServer:
         layout: KvLayout,
         make_link: MakeLink,
         say: Say,
+        after_steps: AfterSteps,
         fail: Callable[[Exception], None],
     ) -> None:
         self._pool, self._layout, self._make_link = pool_bytes, layout, make_link
-        self._say, self._fail = say, fail
+        self._say, self._after_steps, self._fail = say, after_steps, fail
         self._links: dict[int, _Link] = {}
 
     def heard(self, said: Mapping[str, Any]) -> None:
@@ -57,11 +63,6 @@ class PoolServer:
             case _:
                 self._links[said["link"]].do(said)
 
-    def close(self) -> None:
-        """End all transports."""
-        for link in self._links.values():
-            link.close()
-
     def _answer(self, said: Mapping[str, Any], do: Callable[[], dict[str, Any] | None]) -> None:
         try:
             self._say(answers=said["id"], **(do() or {}))
@@ -79,7 +80,8 @@ class PoolServer:
 
         staging, transport = self._make_link(said["num_slots"], said["slot_bytes"], wake)
         copies = SlotCopies(staging, self._pool, self._layout, said["part_blocks"], spin_wait=True)
-        self._links[number] = _Link(staging, transport, copies, partial(self._say, link=number), self._fail)
+        say = partial(self._say, link=number)
+        self._links[number] = _Link(staging, transport, copies, say, self._after_steps, self._fail)
         ready.set()
         self._links[number].poll()
         return {"address": transport.info().hex()}
@@ -89,11 +91,17 @@ class _Link:
     """The slots of one direction. All of them are held, unless the transport has them: the other end knows more."""
 
     def __init__(
-        self, staging: Staging, transport: Transport, copies: SlotCopies, say: Say, fail: Callable[[Exception], None]
+        self,
+        staging: Staging,
+        transport: Transport,
+        copies: SlotCopies,
+        say: Say,
+        after_steps: AfterSteps,
+        fail: Callable[[Exception], None],
     ) -> None:
         self._staging, self._transport, self._copies = staging, transport, copies
-        self._say, self._fail = say, fail
-        self._marks: dict[int, Mark] = {}  # by slot
+        self._say, self._after_steps, self._fail = say, after_steps, fail
+        self._marks: dict[int, Future[Mark]] = {}  # by slot
         self._states = threading.Lock()
         self._links = threading.Lock()  # guards the next two
         self._connecting: dict[str, int] = {}  # by peer: calls under way
@@ -108,12 +116,15 @@ class _Link:
                 self._copies.gather(said["slot"], said["ids"], _rows(said["rows"]), said["checksums_at"])
             case "scatter":
                 slot = said["slot"]
-                self._copies.scatter(slot, said["ids"], _rows(said["rows"]), self._marks[slot])()
+                mark = self._marks[slot].result(_LAUNCH_S)
+                self._copies.scatter(slot, said["ids"], _rows(said["rows"]), mark)()
                 self._copies.make_stream_wait(slot)
             case "push":
                 self._copies.when_done(said["slot"], partial(self._push, said))
             case "expect":
-                self._marks[said["slot"]] = self._copies.mark()  # the blocks are given anew after that
+                # A step that came before may use the blocks of the slot's part, also one that is not launched yet.
+                marked = self._marks[said["slot"]] = Future[Mark]()
+                self._after_steps(lambda: marked.set_result(self._copies.mark()))
                 self._copies.when_done(said["slot"], partial(self._expect, said))
             case "disconnect":
                 self._disconnect(said["peer"])
@@ -130,6 +141,7 @@ class _Link:
             self._unwanted.discard(peer)
         try:
             self._transport.connect(peer, address, timeout_s)
+            self._say(event="connected", peer=peer)
         finally:
             with self._links:
                 self._connecting[peer] -= 1

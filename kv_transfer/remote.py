@@ -74,6 +74,9 @@ class RemotePool:
     def heard(self, said: Mapping[str, Any]) -> None:
         """An event of a transport. Raises LookupError, TypeError or ValueError for what is none."""
         staging, transport = self._links[said["link"]]
+        if said["event"] == "connected":
+            transport.connected(said["peer"])
+            return
         event = _event(said)
         if isinstance(event, Arrived):
             staging.copies.num_damaged_in[event.slot] = int(said["num_damaged"])
@@ -154,7 +157,6 @@ class RemoteTransport:
         return self._address
 
     def connect(self, peer: str, address: bytes, timeout_s: float = CONNECT_S) -> None:
-        self._events.forget(peer)
         told = {"peer": peer, "address": address.hex(), "within_s": timeout_s}
         self._wire.ask(timeout_s + _MARGIN_S, do="connect", link=self._link, **told)
 
@@ -181,6 +183,10 @@ class RemoteTransport:
         if not closed:
             with contextlib.suppress(TransferError):  # the process is lost, and its transport with it
                 self._wire.ask(_CLOSE_S, do="close", link=self._link)
+
+    def connected(self, peer: str) -> None:
+        """What was said before concerns an earlier connection."""
+        self._events.forget(peer)
 
     def happened(self, event: TransportEvent) -> None:
         self._events.put(event)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from baton.telemetry import configure_logging
 from kv_transfer.transports.host import LOOPBACK
 from node.rank_seats import RankSeat
 from node.settings import NodeSettings
+
+if TYPE_CHECKING:
+    from kv_transfer.pool_server import AfterSteps
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +54,11 @@ def run_rank(seat: RankSeat, settings: NodeSettings) -> None:
         memory=seat.memory(device),
     )
 
-    def serve_pool(say: Callable[..., None], fail: Callable[[Exception], None]) -> PoolServer:
+    def serve_pool(say: Callable[..., None], after_steps: AfterSteps, fail: Callable[[Exception], None]) -> PoolServer:
         """To rank 0, on another host."""
         layout = layout_of(settings, checkpoint, part.kv, part.groups)
-        host = settings.listen.host if "listen" in settings.model_fields_set else seat.host
-        make = partial(make_link, settings, device, host or LOOPBACK)
-        return PoolServer(rank.pool.as_bytes(), layout, make, say, fail)
+        make = partial(make_link, settings, device, seat.host or LOOPBACK)  # --listen is an address of rank 0's host
+        return PoolServer(rank.pool.as_bytes(), layout, make, say, after_steps, fail)
 
     seat.ready(rank.pool.tensor, serve_pool)
     serve(rank, seat.receive)

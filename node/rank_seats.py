@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 JOIN_S = 120.0
 """For the imports of all ranks, which take as long as the machine needs."""
-Serve = Callable[[Callable[..., None], Callable[[Exception], None]], "PoolServer"]
-"""Makes what serves the rank's pool to rank 0, from its `say` and its `fail`."""
+Serve = Callable[[Callable[..., None], Callable[[Callable[[], None]], None], Callable[[Exception], None]], "PoolServer"]
+"""Makes what serves the rank's pool to rank 0, from its `say`, its `after_steps` and its `fail`."""
 
 
 class RankSeat(Protocol):
@@ -98,7 +98,7 @@ class HostSeat:
 
     def __init__(self, number: int, size: int, ends: Ends, place: Place, join_s: float) -> None:
         self.number, self._size, self._ends, self._place, self._join_s = number, size, ends, place, join_s
-        self._steps: queue.SimpleQueue[tuple[int, NDArray[np.int32]]] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[tuple[int, NDArray[np.int32]] | Callable[[], None]] = queue.SimpleQueue()
 
     def join(self, device: torch.device, fingerprint: Callable[[], str]) -> tuple[RankGroup, HostPort | None]:
         hello = {"rank": self.number, "serves": {"--model": fingerprint()}}
@@ -112,13 +112,15 @@ class HostSeat:
         return None
 
     def ready(self, pool: Tensor, serve: Serve) -> None:
-        server = serve(self._stream.say, self._fail)
+        server = serve(self._stream.say, self._steps.put, self._fail)
         threading.Thread(target=self._read, args=(server, pool.device), name="rank-stream", daemon=True).start()
         self._ends.say(ready=True)
         self._stream.say(ready=True)
 
     def receive(self) -> tuple[int, NDArray[np.int32]]:
-        return self._steps.get()
+        while callable(item := self._steps.get()):
+            item()
+        return item
 
     def _read(self, server: PoolServer, device: torch.device) -> None:
         """What concerns the pool is done at once, before any step that was sent after it can begin."""

@@ -24,16 +24,17 @@ from engine.model.load.skeleton import build_skeleton
 from engine.model.parallel.eplb import Change, Eplb, LoadWindow
 from engine.model.parallel.expert_placement import Placement, balanced, first_placement
 from engine.model.parallel.expert_slots import ExpertSlots, expert_slots
-from engine.model.parallel.group import OneRank
+from engine.model.parallel.group import OneRank, RankGroup
 from engine.model.parallel.sharding import Place, shard
 from engine.model.rank import RankModel
 from engine.model.runner import TorchModelRunner
 from engine.step import Chunk
 from tests.engine import tiny_models
-from tests.engine.rank_threads import Load, Together, ranked_runner
+from tests.engine.rank_threads import Load, Together, in_threads, ranked_runner
 from tests.engine.test_expert_parallel import save_all
 from tests.engine.test_model_families import SIZES, sequences
 from tests.engine.test_sharding import LogitsOf, fill_biases
+from tests.engine.test_stages_on_gpus import in_pairs
 from tools.quantize import write
 
 torch.set_num_threads(1)
@@ -152,6 +153,28 @@ def test_an_exchange_does_not_read_what_it_has_written(folders: dict[str, Path])
         for placement in ([4, 5, 6, 7, 0, 1, 2, 3], [5, 4, 7, 6, 1, 0, 3, 2], [1, 5, 0, 6, 7, 4, 2, 3]):
             rearrange(runner, 1, np.array(placement, np.int32))
             check_weights(one, ranks)
+
+
+def test_ranks_on_gpus_exchange_experts_over_pairs_that_join_when_first_used() -> None:
+    """Two exchange theirs, and a third gets one of each: as with NCCL, whoever sends first waits for who receives."""
+    placement = np.array([2, 1, 0, 3, 0, 2], np.int32)
+    held: dict[int, list[torch.Tensor]] = {}
+
+    def exchange(group: RankGroup) -> None:
+        module = expert_modules(skeleton("mixtral"))[0][1]
+        for number, parameter in enumerate(module.parameters()):
+            rows = first_placement(4, 6, 3)[2 * group.rank :][:2]
+            parameter.data = torch.stack([torch.full(parameter.shape[1:], 10.0 * number + row) for row in rows])
+        slots = ExpertSlots(0, module, group, 4)
+        slots.rearrange(placement)
+        held[group.rank] = [parameter.detach() for parameter in module.parameters()]
+
+    with in_threads(3, exchange, in_pairs) as group:
+        exchange(group)
+    for rank, parameters in held.items():
+        for number, parameter in enumerate(parameters):
+            assert parameter.flatten(1)[:, 0].tolist() == [10.0 * number + row for row in placement[2 * rank :][:2]]
+    assert len(held) == 3
 
 
 @pytest.mark.parametrize(("size", "num_redundant"), [(2, 2), (4, 4)])

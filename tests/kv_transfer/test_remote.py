@@ -100,20 +100,33 @@ def test_kernels_are_compiled_there(scene: Scene, monkeypatch: pytest.MonkeyPatc
 def test_a_copy_waits_for_what_was_queued_when_its_part_was_expected(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Earlier owners of its blocks may still be at work there."""
-    marks, seen = iter("ab"), []
+    """Earlier owners of its blocks may still be at work there, also in steps that are not launched yet."""
+    marks, seen = ["b", "a"], []
+    scene.wire.unlaunched = []
 
     def scatter(_: object, slot: int, ids: object, rows: object, not_before: str) -> Callable[[], None]:
         return lambda: seen.append((slot, not_before))
 
-    monkeypatch.setattr(SlotCopies, "mark", lambda _: next(marks))
+    monkeypatch.setattr(SlotCopies, "mark", lambda _: marks.pop())
     monkeypatch.setattr(SlotCopies, "scatter", scatter)
     scene.connect()
     for slot in (1, 0):
         scene.link.transport.expect("d", slot, slot, SLOT_BYTES)
-    for slot in (0, 1):
-        scene.link.staging.copies.scatter(slot, [2], scene.sender._usual_rows().pop(), None)()
+    assert len(marks) == 2
+    with ThreadPoolExecutor(1) as launching:
+        launching.submit(lambda: [marked() for marked in scene.wire.unlaunched or ()])
+        for slot in (0, 1):
+            scene.link.staging.copies.scatter(slot, [2], scene.sender._usual_rows().pop(), None)()
     assert seen == [(0, "b"), (1, "a")]
+
+
+def test_a_loss_that_was_told_late_is_not_that_of_a_new_connection(scene: Scene) -> None:
+    scene.connect()
+    scene.wire.pool.heard({"link": 0, "event": "disconnected", "peer": "d", "reason": "it is gone"})
+    scene.connect()
+    assert scene.link.transport.poll() == []
+    scene.wire.pool.heard({"link": 0, "event": "disconnected", "peer": "d", "reason": "it is gone"})
+    assert len(scene.link.transport.poll()) == 1
 
 
 def test_a_slot_can_be_used_again_at_once(scene: Scene) -> None:

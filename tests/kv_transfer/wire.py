@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -23,12 +24,20 @@ class CallWire:
         self.said: list[dict[str, Any]] = []
         """What the server has said, as it was said."""
         self.pool = RemotePool(self)
-        self._server = PoolServer(pool_bytes, layout, make_link, self._back, self.failures.append)
+        self.unlaunched: list[Callable[[], None]] | None = None
+        """What waits for steps to be launched; None: nothing has to."""
+        self._server = PoolServer(pool_bytes, layout, make_link, self._back, self._after_steps, self.failures.append)
         self._numbers = itertools.count()
         self._asked: dict[int, Future[dict[str, Any]]] = {}
 
     def say(self, **said: Any) -> None:
         self._server.heard(json.loads(json.dumps(said)))
+
+    def _after_steps(self, do: Callable[[], None]) -> None:
+        if self.unlaunched is None:
+            do()
+        else:
+            self.unlaunched.append(do)
 
     def ask(self, timeout_s: float, **said: Any) -> dict[str, Any]:
         number = next(self._numbers)

@@ -55,7 +55,7 @@ def run_rank(case: str, weights: str, seat: RankSeat) -> None:
     group.minimum(seat.number)  # as loading does
     shared = seat.memory(CPU)
     memory = torch.zeros(8, dtype=torch.uint8) if shared is None else shared(8)
-    seat.ready(memory, lambda say, _: Echo(say))  # type: ignore[arg-type, return-value]
+    seat.ready(memory, lambda say, *_: Echo(say))  # type: ignore[arg-type]
     while True:
         kind, array = seat.receive()
         misfortune(mine, "close" if kind == Kind.CLOSE else "step")

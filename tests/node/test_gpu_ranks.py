@@ -161,7 +161,13 @@ async def test_a_mixture_of_experts(ways: Sequence[str]) -> None:
     """With a part of each expert on each rank, with half of them as a whole, and while these change places. Half of the
     prompts are longer than its window of 128."""
     wanted = made(MOE, random_prompts(24, 40, 64, 100, 140, 200, 300, 600))
-    said = await answers(MOE, wanted, (TWO, *ways), (TWO, *ways), *IN_FP32, "--transport=ipc")
+    flags = (*IN_FP32, "--transport=ipc")
+    with node("prefill", MOE, TWO, *ways, *flags) as prefill, node("decode", MOE, TWO, *ways, *flags) as decode:
+        prefill.wait_ready()
+        decode.wait_ready()
+        said = await ask_twice(prefill, decode, wanted, [])
+        if MOVING in ways:
+            assert decode.metric("baton:expert_rebalances_total")
     assert agreement(said, wanted) > MOE_AGREEMENT
 
 

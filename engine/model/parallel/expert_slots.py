@@ -45,14 +45,13 @@ class ExpertSlots:
         """Let the slots hold these experts from now on. Takes as long as the ranks need to exchange the weights of
         those that move; a rank holds those that it gets twice meanwhile. Raises RuntimeError when a rank is lost."""
         size, rank = self._size, self._group.rank
-        changes = moves(self.placement, placement, self.num_ranks)
-        sends = [
-            self._group.send(rows[source % size], target // size)
-            for source, target in changes
-            if source // size == rank != target // size
-            for rows in self._rows
-        ]
-        taken = [(target % size, self._take(source)) for source, target in changes if target // size == rank]
+        sends, taken = [], []
+        # All ranks go through the moves in one order, since a first send to another rank waits for it to receive.
+        for source, target in moves(self.placement, placement, self.num_ranks):
+            if target // size == rank:
+                taken.append((target % size, self._take(source)))
+            elif source // size == rank:
+                sends += [self._group.send(rows[source % size], target // size) for rows in self._rows]
         for wait in sends:  # until then the rows must not change
             wait()
         for own, values in taken:

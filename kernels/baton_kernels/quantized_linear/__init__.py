@@ -140,8 +140,8 @@ def _arranged(x: Tensor, weight: FourBitWeight, bias: Tensor | None, activation:
 def _tiling(x: Tensor, weight: QuantizedWeight, gated: bool) -> Tiling | None:
     chosen = choose_four_bits if weight.four_bits else choose
     depth = weight.packed_columns if weight.four_bits else weight.group
-    if _in_int8_groups(weight):
-        depth = min(depth, 64)  # x is not quantized, so it takes twice the room
+    if _in_int8_groups(weight) and depth % 64 == 0:
+        depth = 64  # x is not quantized, so it takes twice the room
     return chosen(x.shape[0], weight.out_features, weight.in_features, gated, depth) if x.shape[0] else None
 
 

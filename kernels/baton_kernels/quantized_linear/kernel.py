@@ -216,7 +216,11 @@ def _add_products(
             sums += part * tl.load(scale_ptrs + group).to(tl.float32)[:, None]
             return sums + high_part * tl.load(scale_ptrs + high_group).to(tl.float32)[:, None]
         return tl.dot(high, x_high, tl.dot(low, x, sums))
-    values = codes if X_QUANTIZED else codes.to(tl.float32).to(DTYPE)
+    values = codes
+    if HAS_ZERO:
+        values = (codes.to(tl.float32) - tl.load(zero_ptrs + group)[:, None].to(tl.float32)).to(DTYPE)
+    elif not X_QUANTIZED:
+        values = codes.to(tl.float32).to(DTYPE)
     if GROUP:
         return sums + tl.dot(values, x) * tl.load(scale_ptrs + group).to(tl.float32)[:, None]
     return tl.dot(values, x, sums, out_dtype=sums.dtype)

@@ -29,7 +29,7 @@ def choose(num_rows: int, out_features: int, in_features: int, gated: bool, dept
     Up to 8 rows: 9.6, 7.6, 30.1, 18.0. 32, with x in fp8: 8.9, 7.6, 32.1, 18.4. 128: 11.1, 8.5, 35.5, 21.7, where
     cuBLAS takes 13.9, 13.7, 34.4 without the activation, 36.7. 256: 13, 10.4, and 29 for down, of 14, 13.7 and 36.9.
     """
-    if num_rows > (MAX_GATED_ROWS if gated else MAX_ROWS):
+    if num_rows > (MAX_GATED_ROWS if gated else MAX_ROWS) or depth & (depth - 1):
         return None
     rows = _padded(num_rows)
     tiles = -(-out_features // 64)

@@ -1,0 +1,56 @@
+"""What a rank on another host gets over its stream: steps, and in order with them what concerns its KV pool."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from node.rank_seats import HostSeat
+from node.rank_stream import RankStream
+
+pytestmark = pytest.mark.timeout(20)
+
+
+class Ends:
+    """In the place of `node.rank_forks.Ends`."""
+
+    def say(self, **said: Any) -> None:
+        """Nobody listens."""
+
+
+def test_what_comes_after_steps_is_done_once_the_rank_has_taken_them() -> None:
+    """On its thread, though what says so is heard at once."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = RankStream(socket.create_connection(listener.getsockname()))
+        theirs = RankStream(listener.accept()[0])
+    seat = HostSeat(1, 2, Ends(), None, 1.0)  # type: ignore[arg-type]
+    seat._stream = theirs
+    done: list[Any] = []
+    heard = threading.Event()
+
+    class Server:
+        def __init__(self, say: object, after_steps: Callable[[Callable[[], None]], None], fail: object) -> None:
+            self._after_steps = after_steps
+
+        def heard(self, said: dict[str, Any]) -> None:
+            self._after_steps(lambda: done.append((said["do"], threading.current_thread())))
+            heard.set()
+
+    seat.ready(torch.zeros(8, dtype=torch.uint8), Server)  # type: ignore[arg-type]
+    ours.step(0, np.arange(1, dtype=np.int32))
+    ours.step(1, np.arange(2, dtype=np.int32))
+    ours.say(do="expect")
+    ours.step(2, np.arange(3, dtype=np.int32))
+    assert heard.wait(10)
+    for kind in range(2):
+        assert seat.receive()[0] == kind
+        assert not done
+    assert seat.receive()[0] == 2
+    assert done == [("expect", threading.current_thread())]
+    ours.close()
