@@ -237,6 +237,11 @@ def test_hosts_and_ranks_come_once() -> None:
     assert why_not_rank(3) is None
 
 
+def is_let_go(link: PeerLink) -> None:
+    with pytest.raises(OSError, match=r"closed|reset"):
+        link.receive_one(PATIENCE_S)
+
+
 def test_a_host_that_ends_before_all_have_come_may_come_again() -> None:
     """So may its ranks. What is no host is let go."""
     with HeldPort(HostPort("127.0.0.1", 0)) as port, ThreadPoolExecutor(1) as pool:
@@ -261,12 +266,12 @@ def test_a_host_that_ends_before_all_have_come_may_come_again() -> None:
         ):
             with socket.create_connection((port.address.host, port.address.port)) as stranger:
                 PeerLink(stranger).send(**nonsense)
-                assert not stranger.recv(1), "it is let go"
+                is_let_go(PeerLink(stranger))
         for more in (b"{", b"{}\n"):
             with socket.create_connection((port.address.host, port.address.port)) as chatty:
                 PeerLink(chatty).send(rank=2, serves={"--model": "weights"})
-                chatty.sendall(more)
-                assert not chatty.recv(1), "a rank has nothing more to say"
+                chatty.sendall(more)  # a rank has nothing to say yet
+                is_let_go(PeerLink(chatty))
         ranks = [PeerLink(socket.create_connection((port.address.host, port.address.port))) for _ in range(2)]
         for number, rank in enumerate(ranks, 2):
             rank.send(rank=number, serves={"--model": "weights"})
@@ -287,8 +292,7 @@ def test_a_host_that_says_nothing_is_given_up_with_its_ranks_while_others_are_mi
         gone = PeerLink(socket.create_connection((port.address.host, port.address.port)))
         gone.send(rank=3, serves={"--model": "weights"})
         for link in (vanished, gone):
-            with pytest.raises(OSError, match=r"closed|reset"):
-                link.receive_one(PATIENCE_S)
+            is_let_go(link)
         links = [vanished, gone, come(place_of(settings), hello, PATIENCE_S, answer_s=PATIENCE_S)[0]]
         for number in (2, 3):
             links.append(PeerLink(socket.create_connection((port.address.host, port.address.port))))
