@@ -102,7 +102,6 @@ class RankStream:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setblocking(True)
         self._socket, self._sending, self._reader = connection, threading.Lock(), FrameReader()
-        self._is_broken = False
         self.limit_sends(FULL_TIMEOUT_S)
 
     def fileno(self) -> int:
@@ -136,11 +135,8 @@ class RankStream:
 
     def _send(self, data: bytes) -> None:
         with self._sending:
-            if self._is_broken:
-                raise BrokenPipeError("a frame was cut off before")
             try:
                 self._socket.sendall(data)
             except OSError:
-                self._is_broken = True
-                self._shut_down()
+                self._shut_down()  # so that nothing can follow a part of a frame
                 raise
