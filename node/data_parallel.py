@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import select
 import socket
 import time
 from collections.abc import Callable, Container, Mapping
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from baton.address import HostPort
 from baton.incarnation import new_incarnation
 from node.errors import StartupError
-from node.greetings import Place, closed_on_error, come, family, greet, own_host, why_not_alike
+from node.greetings import Greeter, Place, closed_on_error, come, family, number_in, own_host, why_not_alike
 from node.peer_links import PeerLink
 from node.peer_nodes import Limits, Meeting, PeerNodes
 from node.settings import NodeSettings
@@ -79,24 +78,23 @@ def _await_all(place: Place, size: int, serves: Mapping[str, str], timeout_s: fl
     """The others, once each is there and serves the same."""
 
     def why_not(said: dict[str, Any]) -> str | None:
-        return _why_not(said["rank"], said["size"], said["serves"], size, serves, links)
+        return _why_not(number_in(said, "rank"), number_in(said, "size"), said["serves"], size, serves, links)
 
     deadline = time.monotonic() + timeout_s
     links: dict[int, PeerLink] = {}
-    with place.listen() as listener:
+    with Greeter(place, why_not) as greeter:
         log.info("waiting for data parallel nodes address=%s number=%d", place.at, size - 1)
         while len(links) < size - 1:
-            waited: list[PeerLink | socket.socket] = [listener, *links.values()]
-            ready, _, _ = select.select(waited, [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
+            ready = greeter.wait(links.values(), deadline - time.monotonic())
+            if time.monotonic() > deadline:
                 missing = ", ".join(str(rank) for rank in range(1, size) if rank not in links)
                 for link in links.values():
                     link.close()
                 raise StartupError(f"--data-parallel-size: rank {missing} of {size} has not come for {timeout_s:g} s")
             for rank in [rank for rank, link in links.items() if link in ready]:
                 links.pop(rank).close()  # it has ended, and may be started anew
-            if listener in ready and (came := greet(listener, place, why_not)) is not None:
-                links[int(came[0]["rank"])] = came[1]
+            for said, link in greeter.greet(ready):
+                links[said["rank"]] = link
     return links
 
 

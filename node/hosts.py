@@ -75,13 +75,9 @@ class _HostRank:
         return found
 
     def heard(self) -> None:
-        """Take in what has come. Raises OSError if the rank has ended, or sends nonsense."""
+        """Take in what has come. Raises OSError if the rank has ended, and anything else for nonsense."""
         for frame in self.stream.receive():
-            said = frame.said()
-            try:
-                self._heard(said)
-            except (LookupError, TypeError, ValueError) as error:
-                raise OSError(f"what rank {self.number} sent is nothing that it may send: {error!r}") from error
+            self._heard(frame.said())
 
     def _heard(self, said: dict[str, Any]) -> None:
         if "answers" in said:
@@ -127,7 +123,7 @@ class OtherHosts:
     def meet(self, fingerprint: str, lost: Lost) -> str:
         """Wait for all hosts and their ranks. fingerprint: of the weights as they are served. lost: is called, on
         another thread, from then on. Returns this host's address. Raises StartupError."""
-        came = Guests(self._settings, fingerprint).wait(self._limits.join)
+        came = Guests(self._settings, fingerprint, self._limits).wait()
         self._on_lost = lost
         self._links = {number: link for (kind, number), link in came.items() if kind == HOST}
         self._rank_links = {number: link for (kind, number), link in sorted(came.items()) if kind == RANK}
@@ -143,9 +139,9 @@ class OtherHosts:
         for number, link in self._rank_links.items():
             try:
                 link.send(port=said["port"])
+                self._ranks.append(_HostRank(number, RankStream(link.release())))
             except OSError as error:
                 raise RuntimeError(f"rank {number} {HAS_ENDED}") from error
-            self._ranks.append(_HostRank(number, RankStream(link.release())))
         self._start("rank-streams", self._read)
 
     def pools(self) -> Sequence[RemotePool]:
@@ -159,7 +155,7 @@ class OtherHosts:
 
     def word(self, timeout_s: float) -> Word | None:
         with self._state:
-            self._state.wait_for(lambda: self._word is not None, timeout_s)
+            self._state.wait_for(lambda: self._word is not None and not self._word.met, timeout_s)
             return self._word
 
     def limit_sends(self, timeout_s: float) -> None:
@@ -168,7 +164,7 @@ class OtherHosts:
 
     def serves(self, stop: Callable[[], object]) -> None:
         """The node serves from now on, and what may hold Python's lock is over. stop: is called, on another thread,
-        when a host is told to stop."""
+        when a host is told to stop, until the node ends (`stop`)."""
         for link in self._links.values():
             with contextlib.suppress(OSError):  # the watch knows
                 link.send(serves=True)
@@ -188,9 +184,9 @@ class OtherHosts:
 
     def end(self, timeout_s: float) -> None:
         self._over.set()
-        for thread in self._threads:
-            thread.join()
         deadline = time.monotonic() + timeout_s + _LEAVE_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
         for number, link in self._links.items():
             self._take_leave(number, link, deadline)
         for rank in self._ranks:
@@ -208,7 +204,7 @@ class OtherHosts:
             log.critical("%s: the node ends", word.text)
         link.close()
 
-    def _start(self, name: str, run: Callable[..., None], *arguments: Any) -> None:
+    def _start(self, name: str, run: Callable[..., object], *arguments: Any) -> None:
         thread = threading.Thread(target=run, args=arguments, name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -225,7 +221,8 @@ class OtherHosts:
                 if time.monotonic() >= next_beat:
                     next_beat = time.monotonic() + BEAT_S
                     self._beat(number, link)
-            except OSError:
+            except Exception as error:  # the thread's boundary: the host is lost, whatever came of it
+                log.debug("host lost", exc_info=error)
                 if not self._over.is_set():
                     self._lost(Word(f"node rank {number} {HAS_ENDED}"))
                 return
@@ -243,15 +240,17 @@ class OtherHosts:
             self._lost(Word(f"node rank {number}: {said['lost']}", bool(said.get("met"))))
         if "ended" in said:
             self._ended.add(number)
-        if "stopping" in said:
+        if "stopping" in said and not self._over.is_set():
             with self._state:
                 self._told_to_stop, stop = True, self._stop
             if stop is not None:
                 stop()
 
     def _lost(self, word: Word) -> None:
+        """The first that has not met the end of another is to blame."""
         with self._state:
-            self._word = self._word or word
+            if self._word is None or (self._word.met and not word.met):
+                self._word = word
             self._state.notify_all()
         if not self._over.is_set():
             self._on_lost(word, self.ready)
@@ -265,12 +264,12 @@ class OtherHosts:
                 rank = live[ready]
                 try:
                     rank.heard()
-                except OSError as error:
+                except Exception as error:  # noqa: BLE001 - the thread's boundary: nonsense is a loss, whatever it does
                     del live[ready]
                     rank.lost()
                     self._rank_lost(rank, error)
 
-    def _rank_lost(self, rank: _HostRank, error: OSError) -> None:
+    def _rank_lost(self, rank: _HostRank, error: Exception) -> None:
         """Its host says why, if it is not lost itself."""
         log.debug("rank lost", exc_info=error)
         if self.word(self._limits.report / 2) is None and not self._over.is_set():

@@ -40,10 +40,15 @@ class PeerLink:
         """The next line, and nothing of what follows. Raises TimeoutError."""
         deadline = time.monotonic() + timeout_s
         while select.select([self], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            line, newline, _ = self._socket.recv(_RECEIVE_BYTES, socket.MSG_PEEK).partition(b"\n")
-            if said := self._receive(len(line) + len(newline) or 1):
-                return said[0]
+            if (said := self.receive_first()) is not None:
+                return said
         raise TimeoutError(f"nothing has come for {timeout_s:g} s")
+
+    def receive_first(self) -> dict[str, Any] | None:
+        """The next line, and nothing of what follows; waits for something, which may be less than that: None."""
+        line, newline, _ = self._socket.recv(_RECEIVE_BYTES, socket.MSG_PEEK).partition(b"\n")
+        said = self._receive(len(line) + len(newline) or 1)
+        return said[0] if said else None
 
     def _receive(self, num_bytes: int) -> list[dict[str, Any]]:
         data = self._socket.recv(num_bytes)
@@ -62,8 +67,10 @@ class PeerLink:
         return said
 
     def release(self) -> socket.socket:
-        """The connection, for whoever goes on with it in another form. Nothing that has come may be unread."""
-        assert not self._data
+        """The connection, for whoever goes on with it in another form. Raises OSError if it is in the middle of a
+        line."""
+        if self._data:
+            raise OSError("what it sent ends in the middle of a line")
         return self._socket
 
     def close(self) -> None:

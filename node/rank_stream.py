@@ -96,7 +96,7 @@ class FrameReader:
 
 class RankStream:
     """Any thread may send; one thread reads. Owns the connection. Raises OSError once it is broken, or the other end
-    has taken nothing for `FULL_TIMEOUT_S`."""
+    has taken nothing for `FULL_TIMEOUT_S`: it may have a part of a frame, so this end breaks the connection."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -126,10 +126,17 @@ class RankStream:
         return self._reader.feed(data)
 
     def close(self) -> None:
+        self._shut_down()
+        self._socket.close()
+
+    def _shut_down(self) -> None:
         with contextlib.suppress(OSError):  # wakes a thread that reads
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
 
     def _send(self, data: bytes) -> None:
         with self._sending:
-            self._socket.sendall(data)
+            try:
+                self._socket.sendall(data)
+            except OSError:
+                self._shut_down()  # so that nothing can follow a part of a frame
+                raise

@@ -11,6 +11,7 @@ exit code 0    stopped by SIGTERM, SIGINT or SIGHUP, all requests finished
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -160,10 +161,15 @@ def _told_by(peers: PeerNodes | None, ranks: Ranks | None) -> asyncio.Future[Non
         if not told.done():
             told.set_result(None)
 
+    def stop() -> None:
+        """On another thread, at any time."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: this node has stopped already
+            aio.call_soon_threadsafe(tell)
+
     if peers is not None:
-        peers.ready(lambda: aio.call_soon_threadsafe(tell))
+        peers.ready(stop)
     if ranks is not None:
-        ranks.serves(lambda: aio.call_soon_threadsafe(tell))
+        ranks.serves(stop)
     return told
 
 

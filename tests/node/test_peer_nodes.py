@@ -17,6 +17,7 @@ from baton.incarnation import fate
 from deploy.ports import HeldPort
 from node.data_parallel import meet
 from node.errors import StartupError
+from node.greetings import GREETING_S
 from node.peer_links import PeerLink
 from node.peer_nodes import BEAT_S, Limits, PeerNodes
 from node.settings import NodeSettings
@@ -25,6 +26,7 @@ HOST = "127.0.0.1"
 PATIENCE_S = 20.0
 LIMITS = Limits(join=PATIENCE_S, silence=PATIENCE_S, loading_silence=PATIENCE_S, report=0.0)
 SERVES = {"--model": "m", "--dtype": "auto"}
+HUGE = b'{"rank": Infinity, "size": 2, "serves": {}}\n'
 
 
 class Scene:
@@ -146,7 +148,9 @@ def test_a_node_that_does_not_belong_is_refused_and_the_right_one_is_not(
     assert taken.receive_one(PATIENCE_S) == {"port": meeting.at.port, "group": meeting.group}
 
 
-@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", b'{"rank": 1}\n', b"[" * 5000 + b"\n", b"[]\n", b'"a"\n'])
+@pytest.mark.parametrize(
+    "data", [b"GET / HTTP/1.1\r\n\r\n", b'{"rank": 1}\n', b"[" * 5000 + b"\n", b"[]\n", b'"a"\n', HUGE]
+)
 def test_what_is_no_node_is_sent_away(scene: Scene, data: bytes) -> None:
     first = scene.meet(0, 2)
     link = scene.come()
@@ -156,6 +160,14 @@ def test_what_is_no_node_is_sent_away(scene: Scene, data: bytes) -> None:
     scene.meet(1, 2).result(PATIENCE_S)
     first.result(PATIENCE_S)
     assert "was no data parallel node" in scene.log.text
+
+
+def test_who_says_nothing_keeps_no_node_out(scene: Scene) -> None:
+    first = scene.meet(0, 2)
+    for _ in range(3):
+        scene.come()
+    scene.meet(1, 2).result(GREETING_S)
+    first.result(GREETING_S)
 
 
 def test_a_node_that_ended_while_others_were_missing_may_come_again(scene: Scene) -> None:

@@ -122,6 +122,24 @@ def test_an_end_that_takes_nothing_is_not_waited_for_long(streams: tuple[RankStr
         ours.step(0, np.zeros(16 * 1024 * 1024, np.int32))
 
 
+def test_nothing_follows_a_frame_that_was_cut_off(streams: tuple[RankStream, RankStream]) -> None:
+    """It would be taken for the rest of it. Both ends hear that the connection is broken."""
+    ours, theirs = streams
+    ours.limit_sends(0.05)
+    step = np.zeros(16 * 1024 * 1024, np.int32)
+    with pytest.raises(BlockingIOError):
+        ours.step(0, step)
+    with pytest.raises(BrokenPipeError):
+        ours.say(number=1)
+    with pytest.raises(ConnectionError):
+        ours.receive()
+    while True:
+        try:
+            assert theirs.receive() == []
+        except ConnectionError:
+            break
+
+
 def test_the_end_of_the_other_is_told(streams: tuple[RankStream, RankStream]) -> None:
     ours, theirs = streams
     theirs.close()

@@ -1,15 +1,20 @@
-"""Garbage of a node's start: collected once, while nothing waits for it, and never looked at again."""
+"""Garbage of a node's start: collected once, while nothing waits for it, and never looked at again. A node that another
+one tells to stop."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
+import uvloop
 
-from node.run import MakeParts, _make_parts_that_stay
+from node.peer_nodes import PeerNodes
+from node.ranks import Ranks
+from node.run import MakeParts, _make_parts_that_stay, _told_by
 from node.settings import NodeSettings
 from node.shell import NodeParts
 
@@ -68,3 +73,30 @@ def test_a_start_that_fails_leaves_the_collector_on(where: str) -> None:
     with pytest.raises(ValueError, match="no such model"):
         make(**steps)
     assert gc.isenabled()
+
+
+class Tells:
+    """In the place of PeerNodes and of Ranks."""
+
+    def __init__(self) -> None:
+        self.stops: list[Callable[[], object]] = []
+
+    def ready(self, stop: Callable[[], object]) -> None:
+        self.stops.append(stop)
+
+    serves = ready
+
+
+def test_a_node_may_be_told_to_stop_at_any_time() -> None:
+    """By another node, and another host; also when it has stopped by itself."""
+    peers, ranks = Tells(), Tells()
+
+    async def serve() -> None:
+        told = _told_by(cast(PeerNodes, peers), cast(Ranks, ranks))
+        for stop in (*peers.stops, *ranks.stops):
+            await asyncio.to_thread(stop)
+        await asyncio.wait_for(told, 20.0)
+
+    uvloop.run(serve())
+    for stop in (*peers.stops, *ranks.stops):
+        stop()

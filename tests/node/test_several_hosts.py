@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import select
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -23,9 +26,10 @@ from node.errors import StartupError
 from node.greetings import come
 from node.headless import _Host
 from node.host_guests import Guests, place_of, shared_flags
-from node.hosts import OtherHosts
+from node.hosts import OtherHosts, _HostRank
 from node.peer_links import PeerLink
-from node.rank_forks import RankFork, Word, fork
+from node.rank_forks import Limits, RankFork, Word, fork
+from node.rank_stream import RankStream
 from node.settings import NodeSettings
 from tests.e2e.cluster import ROOT, wait_until
 from tests.fork_server import ForkedProcess, fork_server
@@ -214,7 +218,7 @@ def test_hosts_and_ranks_come_once() -> None:
     """And only those that belong to other hosts."""
     settings = NodeSettings(model="none", tensor_parallel_size=4, nnodes=2)
     second = shared_flags(settings.model_copy(update={"node_rank": 1}))
-    guests = Guests(settings, "weights")
+    guests = Guests(settings, "weights", LIMITS)
 
     def why_not_host(number: int) -> str | None:
         return guests._why_not({"node_rank": number, "serves": second})
@@ -233,11 +237,16 @@ def test_hosts_and_ranks_come_once() -> None:
     assert why_not_rank(3) is None
 
 
+def is_let_go(link: PeerLink) -> None:
+    with pytest.raises(OSError, match=r"closed|reset"):
+        link.receive_one(PATIENCE_S)
+
+
 def test_a_host_that_ends_before_all_have_come_may_come_again() -> None:
     """So may its ranks. What is no host is let go."""
     with HeldPort(HostPort("127.0.0.1", 0)) as port, ThreadPoolExecutor(1) as pool:
         settings = NodeSettings(model="none", tensor_parallel_size=4, nnodes=2, master_port=port.address.port)
-        waiting = pool.submit(Guests(settings, "weights").wait, PATIENCE_S)
+        waiting = pool.submit(Guests(settings, "weights", replace(LIMITS, join=PATIENCE_S)).wait)
         flags = shared_flags(settings)
 
         def arrive(**said: Any) -> PeerLink:
@@ -250,9 +259,19 @@ def test_a_host_that_ends_before_all_have_come_may_come_again() -> None:
             arrive(node_rank=1, serves=flags)
         with pytest.raises(StartupError, match="--model: other, and --node-rank 0 has weights"):
             arrive(rank=2, serves={"--model": "other"})
-        for nonsense in ({}, {"rank": "x", "serves": {}}, {"node_rank": 1}, {"node_rank": 1, "serves": []}):
+        for nonsense in (
+            *({}, {"rank": "x", "serves": {}}, {"node_rank": 1}, {"node_rank": 1, "serves": []}),
+            *({"rank": math.inf, "serves": {}}, {"node_rank": math.inf, "serves": flags}, {"rank": math.nan}),
+            *({"node_rank": True, "serves": flags}, {"node_rank": 1, "serves": flags | {"--dtype": [3]}}),
+        ):
             with socket.create_connection((port.address.host, port.address.port)) as stranger:
                 PeerLink(stranger).send(**nonsense)
+                is_let_go(PeerLink(stranger))
+        for more in (b"{", b"{}\n"):
+            with socket.create_connection((port.address.host, port.address.port)) as chatty:
+                PeerLink(chatty).send(rank=2, serves={"--model": "weights"})
+                chatty.sendall(more)  # a rank has nothing to say yet
+                is_let_go(PeerLink(chatty))
         ranks = [PeerLink(socket.create_connection((port.address.host, port.address.port))) for _ in range(2)]
         for number, rank in enumerate(ranks, 2):
             rank.send(rank=number, serves={"--model": "weights"})
@@ -260,6 +279,71 @@ def test_a_host_that_ends_before_all_have_come_may_come_again() -> None:
         assert sorted(came) == [("host", 1), ("rank", 2), ("rank", 3)]
         for link in (host, *ranks, *came.values()):
             link.close()
+
+
+def test_a_host_that_says_nothing_is_given_up_with_its_ranks_while_others_are_missing() -> None:
+    """It has vanished with its machine, and nobody closes its connections; another one takes its place."""
+    limits = Limits(loading_silence=0.5, join=PATIENCE_S)
+    with HeldPort(HostPort("127.0.0.1", 0)) as port, ThreadPoolExecutor(1) as pool:
+        settings = NodeSettings(model="none", tensor_parallel_size=4, nnodes=2, master_port=port.address.port)
+        waiting = pool.submit(Guests(settings, "weights", limits).wait)
+        hello = {"node_rank": 1, "serves": shared_flags(settings)}
+        vanished, _ = come(place_of(settings), hello, PATIENCE_S, answer_s=PATIENCE_S)
+        gone = PeerLink(socket.create_connection((port.address.host, port.address.port)))
+        gone.send(rank=3, serves={"--model": "weights"})
+        for link in (vanished, gone):
+            is_let_go(link)
+        links = [vanished, gone, come(place_of(settings), hello, PATIENCE_S, answer_s=PATIENCE_S)[0]]
+        for number in (2, 3):
+            links.append(PeerLink(socket.create_connection((port.address.host, port.address.port))))
+            links[-1].send(rank=number, serves={"--model": "weights"})
+        came = waiting.result(PATIENCE_S)
+        assert sorted(came) == [("host", 1), ("rank", 2), ("rank", 3)]
+        for link in (*links, *came.values()):
+            link.close()
+
+
+def test_a_host_without_the_cluster_secret_of_the_first_is_refused(tmp_path: Path) -> None:
+    """Where its file is may differ."""
+    without = NodeSettings(model="none", tensor_parallel_size=4, nnodes=2)
+    first, other = (without.model_copy(update={"cluster_secret_file": tmp_path / name}) for name in "ab")
+
+    def why_not(own: NodeSettings, guest: NodeSettings) -> str | None:
+        return Guests(own, "weights", LIMITS)._why_not({"node_rank": 1, "serves": shared_flags(guest)})
+
+    assert why_not(first, other) is None
+    assert why_not(first, without) == "--cluster-secret-file: none, and --node-rank 0 has one"
+    assert why_not(without, first) == "--cluster-secret-file: one, and --node-rank 0 has none"
+
+
+@pytest.mark.parametrize(("master_addr", "is_warned_of"), [("localhost", True), ("127.0.0.1", False)])
+def test_a_name_that_only_this_host_can_connect_to_is_warned_of(
+    master_addr: str, is_warned_of: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with HeldPort(HostPort(master_addr, 0)) as port:
+        settings = NodeSettings(
+            model="none",
+            tensor_parallel_size=4,
+            nnodes=2,
+            master_addr=master_addr,
+            master_port=port.address.port,
+        )
+        with pytest.raises(StartupError, match="--nnodes: node rank 1 of 2 has not come"):
+            Guests(settings, "weights", Limits(join=0.0)).wait()
+    assert ("--master-addr: on this host localhost is " in caplog.text) == is_warned_of
+
+
+def test_a_rank_that_breaks_off_before_it_is_told_where_ranks_meet_is_lost() -> None:
+    """In the middle of a line: nothing that follows would be what it seems."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        rank = PeerLink(socket.create_connection(listener.getsockname()))
+        link = PeerLink(listener.accept()[0])
+    rank._socket.sendall(b"{")
+    assert link.receive() == []
+    with pytest.raises(OSError, match="in the middle of a line"):
+        link.release()
+    rank.close()
+    link.close()
 
 
 @pytest.mark.parametrize(("command", "is_lost"), [("true", False), ("false", True)])
@@ -297,13 +381,89 @@ def test_a_node_that_has_met_a_loss_by_itself_names_the_host(
     said: dict[str, Any], told: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """It ends in order, before it has heard of the host."""
-    settings = NodeSettings(model="none", tensor_parallel_size=4, nnodes=2)
-    hosts = OtherHosts(settings, LIMITS)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        host = PeerLink(socket.create_connection(listener.getsockname()))
-        hosts._links = {1: PeerLink(listener.accept()[0])}
+    hosts, host = hosts_of_two()
     hosts.stop("")
     host.send(**said)
     host.close()
     hosts.end(PATIENCE_S)
     assert [record.getMessage() for record in caplog.records] == told
+
+
+def hosts_of_two() -> tuple[OtherHosts, PeerLink]:
+    """What rank 0 has, and the second host's link, of which nobody is told yet."""
+    hosts = OtherHosts(NodeSettings(model="none", tensor_parallel_size=4, nnodes=2), LIMITS)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        host = PeerLink(socket.create_connection(listener.getsockname()))
+        hosts._links = {1: PeerLink(listener.accept()[0])}
+    return hosts, host
+
+
+def test_a_host_that_is_told_to_stop_as_the_node_ends_has_nothing_to_add() -> None:
+    """All hosts are told at once, and what serves is gone."""
+    hosts, host = hosts_of_two()
+    asked: list[bool] = []
+    hosts.serves(lambda: asked.append(True))
+    hosts.stop("")
+    host.send(stopping=True)
+    host.send(ended=True)
+    host.close()
+    hosts.end(PATIENCE_S)
+    assert asked == []
+
+
+@pytest.mark.parametrize("of", ["host", "rank"])
+def test_whatever_comes_of_what_was_heard_is_a_loss(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What reads on a thread says so before it ends."""
+    hosts, host = hosts_of_two()
+    lost: list[str] = []
+    hosts._on_lost = lambda word, ready: lost.append(word.text)
+    hosts._limits = replace(LIMITS, report=0.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        rank = RankStream(socket.create_connection(listener.getsockname()))
+        hosts._ranks = [_HostRank(2, RankStream(listener.accept()[0]))]
+    if of == "host":
+
+        def fail() -> None:
+            raise ArithmeticError
+
+        hosts._stop = fail
+        hosts._start("host-1", hosts._watch, 1, hosts._links[1])
+        host.send(stopping=True)
+    else:
+        monkeypatch.setattr(hosts._ranks[0].pool, "heard", lambda said: int(said["link"]))
+        hosts._start("rank-streams", hosts._read)
+        rank.say(link=math.inf)
+    hosts._threads[0].join(PATIENCE_S)
+    assert lost == ["node rank 1 has ended" if of == "host" else "rank 2 has ended"]
+    host.close()
+    rank.close()
+    hosts.end(0)
+
+
+def test_a_thread_that_does_not_end_is_not_waited_for_without_end() -> None:
+    hosts, host = hosts_of_two()
+    host.send(ended=True)
+    over = threading.Event()
+    hosts._start("stuck", lambda: over.wait(PATIENCE_S))
+    hosts.end(-1.9)
+    assert hosts._threads[0].is_alive()
+    over.set()
+    hosts._threads[0].join(PATIENCE_S)
+    host.close()
+
+
+def test_a_rank_that_has_met_the_end_of_another_is_to_blame_only_if_no_other_is() -> None:
+    hosts, host = hosts_of_two()
+    met, other, first = Word("rank 2 met it", met=True), Word("rank 1 met it", met=True), Word("rank 3 has ended")
+    hosts._lost(met)
+    assert hosts.word(0) == met
+    hosts._lost(other)
+    assert hosts.word(0) == met
+    with ThreadPoolExecutor(1) as pool:
+        word = pool.submit(hosts.word, PATIENCE_S)
+        hosts._lost(first)
+        assert word.result(PATIENCE_S) == first
+    hosts._lost(Word("rank 2 has ended"))
+    assert hosts.word(0) == first
+    hosts.end(-1.9)
+    host.close()
