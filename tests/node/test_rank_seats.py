@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.model.parallel.others import Kind
 from node.rank_seats import HostSeat
 from node.rank_stream import RankStream
 
@@ -54,3 +55,5 @@ def test_what_comes_after_steps_is_done_once_the_rank_has_taken_them() -> None:
     assert seat.receive()[0] == 2
     assert done == [("expect", threading.current_thread())]
     ours.close()
+    assert seat.receive()[0] == Kind.CLOSE
+    theirs.close()
