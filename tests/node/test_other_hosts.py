@@ -1,0 +1,288 @@
+"""What rank 0 and another host make of what they hear, from each other and from strangers: who belongs to the node, who
+is lost, and which of several losses is to blame."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import select
+import socket
+import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import pytest
+
+from baton.address import HostPort
+from deploy.ports import HeldPort
+from node.errors import StartupError
+from node.greetings import come
+from node.headless import _Host
+from node.host_guests import Guests, place_of, shared_flags
+from node.hosts import OtherHosts, _HostRank
+from node.peer_links import PeerLink
+from node.rank_forks import Limits, RankFork, Word, fork
+from node.rank_stream import RankStream
+from node.settings import NodeSettings
+from tests.node.host_scene import LIMITS
+from tests.node.test_ranks import PATIENCE_S
+
+
+def test_hosts_and_ranks_come_once() -> None:
+    """And only those that belong to other hosts."""
+    settings = NodeSettings(model="none", tensor_parallel_size=4, nnodes=2)
+    second = shared_flags(settings.model_copy(update={"node_rank": 1}))
+    guests = Guests(settings, "weights", LIMITS)
+
+    def why_not_host(number: int) -> str | None:
+        return guests._why_not({"node_rank": number, "serves": second})
+
+    def why_not_rank(number: int) -> str | None:
+        return guests._why_not({"rank": number, "serves": {"--model": "weights"}})
+
+    assert why_not_host(1) is None
+    assert [why_not_host(number) for number in (0, 2)] == ["--node-rank: 0 is taken", "--node-rank: 2 is taken"]
+    assert [number for number in range(5) if why_not_rank(number) is None] == [2, 3]
+    why = guests._why_not({"rank": 2, "serves": {"--model": "other"}})
+    assert why == "--model: other, and --node-rank 0 has weights"
+    guests._came |= dict.fromkeys([("host", 1), ("rank", 2)], cast("PeerLink", None))
+    assert why_not_host(1) == "--node-rank: 1 is taken"
+    assert why_not_rank(2) == "--node-rank: rank 2 is there, or belongs to no other host"
+    assert why_not_rank(3) is None
+
+
+def is_let_go(link: PeerLink) -> None:
+    with pytest.raises(OSError, match=r"closed|reset"):
+        link.receive_one(PATIENCE_S)
+
+
+def test_a_host_that_ends_before_all_have_come_may_come_again() -> None:
+    """So may its ranks. What is no host is let go."""
+    with HeldPort(HostPort("127.0.0.1", 0)) as port, ThreadPoolExecutor(1) as pool:
+        settings = NodeSettings(model="none", tensor_parallel_size=4, nnodes=2, master_port=port.address.port)
+        waiting = pool.submit(Guests(settings, "weights", replace(LIMITS, join=PATIENCE_S)).wait)
+        flags = shared_flags(settings)
+
+        def arrive(**said: Any) -> PeerLink:
+            return come(place_of(settings), said, PATIENCE_S, answer_s=PATIENCE_S)[0]
+
+        for _ in range(2):
+            arrive(node_rank=1, serves=flags).close()
+        host = arrive(node_rank=1, serves=flags)
+        with pytest.raises(StartupError, match="--node-rank: 1 is taken"):
+            arrive(node_rank=1, serves=flags)
+        with pytest.raises(StartupError, match="--model: other, and --node-rank 0 has weights"):
+            arrive(rank=2, serves={"--model": "other"})
+        for nonsense in (
+            *({}, {"rank": "x", "serves": {}}, {"node_rank": 1}, {"node_rank": 1, "serves": []}),
+            *({"rank": math.inf, "serves": {}}, {"node_rank": math.inf, "serves": flags}, {"rank": math.nan}),
+            *({"node_rank": True, "serves": flags}, {"node_rank": 1, "serves": flags | {"--dtype": [3]}}),
+        ):
+            with socket.create_connection((port.address.host, port.address.port)) as stranger:
+                PeerLink(stranger).send(**nonsense)
+                is_let_go(PeerLink(stranger))
+        for more in (b"{", b"{}\n"):
+            with socket.create_connection((port.address.host, port.address.port)) as chatty:
+                PeerLink(chatty).send(rank=2, serves={"--model": "weights"})
+                chatty.sendall(more)  # a rank has nothing to say yet
+                is_let_go(PeerLink(chatty))
+        ranks = [PeerLink(socket.create_connection((port.address.host, port.address.port))) for _ in range(2)]
+        for number, rank in enumerate(ranks, 2):
+            rank.send(rank=number, serves={"--model": "weights"})
+        came = waiting.result(PATIENCE_S)
+        assert sorted(came) == [("host", 1), ("rank", 2), ("rank", 3)]
+        for link in (host, *ranks, *came.values()):
+            link.close()
+
+
+def test_a_host_that_says_nothing_is_given_up_with_its_ranks_while_others_are_missing() -> None:
+    """It has vanished with its machine, and nobody closes its connections; another one takes its place."""
+    limits = Limits(loading_silence=0.5, join=PATIENCE_S)
+    with HeldPort(HostPort("127.0.0.1", 0)) as port, ThreadPoolExecutor(1) as pool:
+        settings = NodeSettings(model="none", tensor_parallel_size=4, nnodes=2, master_port=port.address.port)
+        waiting = pool.submit(Guests(settings, "weights", limits).wait)
+        hello = {"node_rank": 1, "serves": shared_flags(settings)}
+        vanished, _ = come(place_of(settings), hello, PATIENCE_S, answer_s=PATIENCE_S)
+        gone = PeerLink(socket.create_connection((port.address.host, port.address.port)))
+        gone.send(rank=3, serves={"--model": "weights"})
+        for link in (vanished, gone):
+            is_let_go(link)
+        links = [vanished, gone, come(place_of(settings), hello, PATIENCE_S, answer_s=PATIENCE_S)[0]]
+        for number in (2, 3):
+            links.append(PeerLink(socket.create_connection((port.address.host, port.address.port))))
+            links[-1].send(rank=number, serves={"--model": "weights"})
+        came = waiting.result(PATIENCE_S)
+        assert sorted(came) == [("host", 1), ("rank", 2), ("rank", 3)]
+        for link in (*links, *came.values()):
+            link.close()
+
+
+def test_a_host_without_the_cluster_secret_of_the_first_is_refused(tmp_path: Path) -> None:
+    """Where its file is may differ."""
+    without = NodeSettings(model="none", tensor_parallel_size=4, nnodes=2)
+    first, other = (without.model_copy(update={"cluster_secret_file": tmp_path / name}) for name in "ab")
+
+    def why_not(own: NodeSettings, guest: NodeSettings) -> str | None:
+        return Guests(own, "weights", LIMITS)._why_not({"node_rank": 1, "serves": shared_flags(guest)})
+
+    assert why_not(first, other) is None
+    assert why_not(first, without) == "--cluster-secret-file: none, and --node-rank 0 has one"
+    assert why_not(without, first) == "--cluster-secret-file: one, and --node-rank 0 has none"
+
+
+@pytest.mark.parametrize(("master_addr", "is_warned_of"), [("localhost", True), ("127.0.0.1", False)])
+def test_a_name_that_only_this_host_can_connect_to_is_warned_of(
+    master_addr: str, is_warned_of: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with HeldPort(HostPort(master_addr, 0)) as port:
+        settings = NodeSettings(
+            model="none",
+            tensor_parallel_size=4,
+            nnodes=2,
+            master_addr=master_addr,
+            master_port=port.address.port,
+        )
+        with pytest.raises(StartupError, match="--nnodes: node rank 1 of 2 has not come"):
+            Guests(settings, "weights", Limits(join=0.0)).wait()
+    assert ("--master-addr: on this host localhost is " in caplog.text) == is_warned_of
+
+
+def test_a_rank_that_breaks_off_before_it_is_told_where_ranks_meet_is_lost() -> None:
+    """In the middle of a line: nothing that follows would be what it seems."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        rank = PeerLink(socket.create_connection(listener.getsockname()))
+        link = PeerLink(listener.accept()[0])
+    rank._socket.sendall(b"{")
+    assert link.receive() == []
+    with pytest.raises(OSError, match="in the middle of a line"):
+        link.release()
+    rank.close()
+    link.close()
+
+
+@pytest.mark.parametrize(("command", "is_lost"), [("true", False), ("false", True)])
+def test_a_rank_that_has_ended_in_order_is_not_lost(
+    command: str, is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host may hear a moment later that the node ends."""
+
+    def end(code: int) -> NoReturn:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(logging, "shutdown", lambda: None)
+    settings = NodeSettings(model="none", tensor_parallel_size=4, nnodes=2, node_rank=1)
+    host = _Host(settings, fork([], lambda *_: None, LIMITS), LIMITS)
+    host.end(0)
+    with subprocess.Popen([command]) as process, socket.socket() as link:
+        pidfd = os.pidfd_open(process.pid)
+        select.select([pidfd], [], [])
+        rank = RankFork(3, process.pid, pidfd, link, -1, ready=True)
+        with pytest.raises(SystemExit) if is_lost else contextlib.nullcontext():
+            host._rank_lost(rank, Word("rank 3 has ended"))
+        os.close(pidfd)
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ({"beat": True}, ["node rank 1 has ended: the node ends"]),
+        ({"lost": "rank 3 has ended", "met": False}, ["node rank 1: rank 3 has ended: the node ends"]),
+        ({"ended": True}, []),
+    ],
+)
+def test_a_node_that_has_met_a_loss_by_itself_names_the_host(
+    said: dict[str, Any], told: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ends in order, before it has heard of the host."""
+    hosts, host = hosts_of_two()
+    hosts.stop("")
+    host.send(**said)
+    host.close()
+    hosts.end(PATIENCE_S)
+    assert [record.getMessage() for record in caplog.records] == told
+
+
+def hosts_of_two() -> tuple[OtherHosts, PeerLink]:
+    """What rank 0 has, and the second host's link, of which nobody is told yet."""
+    hosts = OtherHosts(NodeSettings(model="none", tensor_parallel_size=4, nnodes=2), LIMITS)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        host = PeerLink(socket.create_connection(listener.getsockname()))
+        hosts._links = {1: PeerLink(listener.accept()[0])}
+    return hosts, host
+
+
+def test_a_host_that_is_told_to_stop_as_the_node_ends_has_nothing_to_add() -> None:
+    """All hosts are told at once, and what serves is gone."""
+    hosts, host = hosts_of_two()
+    asked: list[bool] = []
+    hosts.serves(lambda: asked.append(True))
+    hosts.stop("")
+    host.send(stopping=True)
+    host.send(ended=True)
+    host.close()
+    hosts.end(PATIENCE_S)
+    assert asked == []
+
+
+@pytest.mark.parametrize("of", ["host", "rank"])
+def test_whatever_comes_of_what_was_heard_is_a_loss(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What reads on a thread says so before it ends."""
+    hosts, host = hosts_of_two()
+    lost: list[str] = []
+    hosts._on_lost = lambda word, ready: lost.append(word.text)
+    hosts._limits = replace(LIMITS, report=0.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        rank = RankStream(socket.create_connection(listener.getsockname()))
+        hosts._ranks = [_HostRank(2, RankStream(listener.accept()[0]))]
+    if of == "host":
+
+        def fail() -> None:
+            raise ArithmeticError
+
+        hosts._stop = fail
+        hosts._start("host-1", hosts._watch, 1, hosts._links[1])
+        host.send(stopping=True)
+    else:
+        monkeypatch.setattr(hosts._ranks[0].pool, "heard", lambda said: int(said["link"]))
+        hosts._start("rank-streams", hosts._read)
+        rank.say(link=math.inf)
+    hosts._threads[0].join(PATIENCE_S)
+    assert lost == ["node rank 1 has ended" if of == "host" else "rank 2 has ended"]
+    host.close()
+    rank.close()
+    hosts.end(0)
+
+
+def test_a_thread_that_does_not_end_is_not_waited_for_without_end() -> None:
+    hosts, host = hosts_of_two()
+    host.send(ended=True)
+    over = threading.Event()
+    hosts._start("stuck", lambda: over.wait(PATIENCE_S))
+    hosts.end(-1.9)
+    assert hosts._threads[0].is_alive()
+    over.set()
+    hosts._threads[0].join(PATIENCE_S)
+    host.close()
+
+
+def test_a_rank_that_has_met_the_end_of_another_is_to_blame_only_if_no_other_is() -> None:
+    hosts, host = hosts_of_two()
+    met, other, first = Word("rank 2 met it", met=True), Word("rank 1 met it", met=True), Word("rank 3 has ended")
+    hosts._lost(met)
+    assert hosts.word(0) == met
+    hosts._lost(other)
+    assert hosts.word(0) == met
+    with ThreadPoolExecutor(1) as pool:
+        word = pool.submit(hosts.word, PATIENCE_S)
+        hosts._lost(first)
+        assert word.result(PATIENCE_S) == first
+    hosts._lost(Word("rank 2 has ended"))
+    assert hosts.word(0) == first
+    hosts.end(-1.9)
+    host.close()
