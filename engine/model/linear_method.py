@@ -86,6 +86,10 @@ class LinearMethod(ABC):
         """The gated product, and `down` of it, as one function; None: nothing is gained by computing them together."""
         return None
 
+    def make_mlp_for_norm(self, activation: Activation, down: LinearMethod) -> Product | None:
+        """As `make_mlp`, where `rms_norm` is all that reads the results, and may finish them; None: as without."""
+        return None
+
     def pack(self, x: Tensor) -> list[Tensor]:
         """Let the products that were made use the layout that multiplies fastest, if there is one and its product of x
         agrees. Returns the weights that they no longer need, for the caller to free; `reference` must not

@@ -13,13 +13,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.qwen3 import modeling_qwen3
 
+from baton_kernels.gated_activation import Activation
+from baton_kernels.quantized_linear import with_scales_left
 from benchmarks.logits_models import MAX_MODEL_LEN, make
 from engine.model import fast
 from engine.model.attention import IMPLEMENTATION, Probe, probe
 from engine.model.fast import registry
+from engine.model.fast.decoder import LayerParts
 from engine.model.fast.forwards import logits_as_served
+from engine.model.fast.norm import Norm, RmsNorm
+from engine.model.fast.residual import _finish_in_norms
 from engine.model.fast.tally import FusedReport, Tally
 from engine.model.fast.target import Target
+from engine.model.linear_method import LinearMethod, Product, UnquantizedLinear
 
 torch.set_num_threads(1)
 
@@ -197,6 +203,42 @@ def test_a_rotation_that_does_more(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {why for _, why in report.pieces["qk_norm"].refused} == {"differs"}
     assert report.pieces["rope"].fused == 0
     check_same_as_own(model, probed, "qwen3")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_what_an_mlp_leaves_to_the_norm_after_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layer's: after the last one comes the final norm."""
+    left = []
+
+    def make_mlp_for_norm(self: UnquantizedLinear, activation: Activation, down: LinearMethod) -> Product:
+        gated, product = self.make_gated_product(activation), down.make_product()
+
+        def mlp(x: Tensor) -> Tensor:
+            out = product(gated(x))
+            scales = torch.full((out.numel() // out.shape[-1], 1), 0.5), torch.rand(out.shape[-1]) + 0.5
+            left.append(scales)
+            return with_scales_left(out / scales[0] / scales[1], scales)
+
+        return mlp
+
+    monkeypatch.setattr(UnquantizedLinear, "make_mlp_for_norm", make_mlp_for_norm)
+    model = built(family)
+    probed, report = fused(model)
+    assert report.taken_back is None
+    left.clear()
+    check_same_as_own(model, probed, family)
+    assert len(left) == 2 * len(model.model.layers)
+
+
+@pytest.mark.parametrize("is_sandwich", [False, True])
+def test_the_last_mlp_of_a_stage_leaves_nothing_if_no_norm_follows(is_sandwich: bool) -> None:
+    model = built("llama")
+    layers = list(model.model.layers)
+    target = Target(model, [], MAX_MODEL_LEN, mlps_for_norms={layer.mlp: abs for layer in layers})
+    norm = Norm(model.model.norm, RmsNorm(1e-6, 0.0, False))
+    parts = [LayerParts([norm] * (4 if is_sandwich else 2), len, len, False) for _ in layers]
+    _finish_in_norms(target, layers, parts, has_final_norm=False)
+    assert [own.mlp for own in parts] == [abs, abs if is_sandwich else len]
 
 
 # ---- what goes wrong altogether ----

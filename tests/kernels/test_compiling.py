@@ -24,7 +24,7 @@ def test_small_kernels_compile_for_hopper() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == 121
+    assert int(done.stdout) == 122
 
 
 def bf16(*shape: int) -> Tensor:
@@ -163,6 +163,8 @@ def launch_quantized() -> None:
     quantize_rows(bf16(32, 2048), "silu", fp8)
     quantized = ints(2, 4096, dtype=torch.int8).view(fp8), torch.zeros(2, 1)
     rms_norm(bf16(2, 4096), bf16(4096), 1e-5, bf16(2, 4096), 0.0, False, quantized)
+    scales = torch.zeros(2, 1), torch.zeros(4096)
+    rms_norm(bf16(2, 4096), bf16(4096), 1e-5, bf16(2, 4096), 0.0, False, quantized, scales)
 
 
 def launch_experts() -> None:

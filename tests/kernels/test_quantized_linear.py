@@ -10,13 +10,16 @@ from baton_kernels.gated_activation import gated_activation
 from baton_kernels.linear.tiling import MAX_TILES, Tiling
 from baton_kernels.quantized_linear import (
     QuantizedWeight,
+    activated_linear,
     dequantize,
     gated_linear,
     linear,
     pack_halves,
     packed_columns,
     reference,
+    scales_left,
     unpack_halves,
+    unscaled_activated_linear,
 )
 from baton_kernels.quantized_linear.four_bits_kernel import choose as choose_arranged
 from baton_kernels.quantized_linear.tiling import ARRANGED_ROWS, MAX_ROWS, choose, choose_four_bits
@@ -283,6 +286,21 @@ def test_products_take_rows_that_a_norm_has_quantized(monkeypatch: pytest.Monkey
     monkeypatch.setattr(quantize_rows_kernel, "quantize_rows", None)
     for n, product in zip((4, 20, 300), expected, strict=True):
         assert torch.equal(linear(rms_norm(x[:n], ones, 1e-5, quantize=FP8), weight), product)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [130, 256, 700])
+def test_a_product_whose_scales_a_norm_multiplies_by(num_rows: int) -> None:
+    from baton_kernels.rms_norm import rms_norm
+
+    weight = quantized(512, 1024, FP8, device="cuda")
+    gate_up = torch.randn(1, num_rows, 2048, device="cuda", dtype=torch.bfloat16)
+    residual, ones = torch.randn(1, num_rows, 512, device="cuda").bfloat16(), torch.ones(512, device="cuda").bfloat16()
+    product = unscaled_activated_linear(gate_up, "silu", weight, torch.ones((), device="cuda"))
+    assert (scales_left(product) is None) == (num_rows > MAX_ROWS)
+    expected = activated_linear(gate_up, "silu", weight)
+    found = [rms_norm(x, ones, 1e-5, residual=residual.clone()) for x in (product, expected)]
+    torch.testing.assert_close(*found, atol=3e-2, rtol=3e-2)
 
 
 def test_a_start_runs_every_kernel_for_few_rows() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton_kernels.quantized_linear import with_scales_left
 from baton_kernels.rms_norm import reference, rms_norm
 from tests.kernels.poison import poisoned
 
@@ -100,3 +101,29 @@ def test_kernel_at_the_sizes_of_serving(num_rows: int) -> None:
     residual = rows(num_rows, 8192, dtype=torch.bfloat16, device="cuda", seed=2)
     expected = reference.rms_norm(x, weight, 1e-5, residual.clone(), 0.0, False)
     torch.testing.assert_close(rms_norm(x, weight, 1e-5, residual=residual), expected)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("num_rows", [3, 200])
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_scales_that_a_product_left(device: str, dtype: torch.dtype, num_rows: int, residual: bool) -> None:
+    n = 96
+    x = rows(1, num_rows, n, dtype=dtype, device=device)
+    weight, after = (rows(*shape, dtype=dtype, device=device, seed=2) for shape in ((n,), x.shape))
+    scales = (rows(num_rows, 1, device=device, dtype=torch.float32, seed=3).abs() + 0.1, torch.rand(n).to(device) + 0.1)
+    total = x[0].float() * scales[0] * scales[1]
+    if residual:
+        total = (total + after[0].float()).to(dtype)
+    expected = reference.rms_norm(total.to(dtype)[None], weight, 1e-5, None, *RULES["Olmo2"])
+    for by_kernel in (False, True):
+        own = after.clone() if residual else None
+        if by_kernel:
+            from baton_kernels.rms_norm import kernel
+
+            with poisoned():
+                out = kernel.rms_norm(x, weight, 1e-5, own, *RULES["Olmo2"], scales=scales)
+        else:
+            out = rms_norm(with_scales_left(x, scales), weight, 1e-5, residual=own, round_once=True)
+        torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
+        if own is not None:
+            torch.testing.assert_close(own[0], total, atol=2e-2, rtol=2e-2)

@@ -50,6 +50,8 @@ def _fuse(
     target.products.append(whole)
     if together is not None:
         target.absorbed.add(down)
+    if method is not None and (for_norm := whole.make_mlp_for_norm(activation, method)) is not None:
+        target.mlps_for_norms[module] = for_norm
     return None
 
 

@@ -8,6 +8,7 @@ Two forms are known:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,8 +49,17 @@ def fuse_residuals(target: Target, tally: Tally) -> None:
         tally.refused, tally.fused = [*tally.refused, *[("others", "all layers or none")] * tally.fused], 0
         return
     final_norm = None if isinstance(final, StandIn) else Norm(final, target.norms[final])
+    _finish_in_norms(target, layers, found, final_norm is not None)
     target.decoder = Decoder(layers, attentions, found, final, final_norm)
     target.decoder.install(target.patches)
+
+
+def _finish_in_norms(target: Target, layers: list[nn.Module], found: list[LayerParts], has_final_norm: bool) -> None:
+    """Take the MLPs that leave something to the norm after them, where there is one."""
+    for index, (layer, parts) in enumerate(zip(layers, found, strict=True)):
+        mlp = target.mlps_for_norms.get(layer.get_submodule("mlp"))
+        if mlp is not None and (has_final_norm or parts.is_sandwich or index + 1 < len(layers)):
+            found[index] = replace(parts, mlp=mlp)
 
 
 def _chain(target: Target) -> tuple[list[nn.Module], list[nn.Module], nn.Module] | None:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from engine.model.fast.decoder import Decoder
 from engine.model.fast.norm import RmsNorm
 from engine.model.fast.patches import Patches
-from engine.model.linear_method import LinearMethod
+from engine.model.linear_method import LinearMethod, Product
 
 
 @dataclass(slots=True)
@@ -20,8 +20,9 @@ class Target:
     """The model, its attention modules in the order of the layers, and what earlier pieces found.
 
     norms: what each module that is an RMS norm computes. absorbed: linear layers whose product another module computes.
-    products: the linear methods of the products that were put in, which all have weights of their own. decoder: the
-    layers, if their residual is kept outside of them.
+    products: the linear methods of the products that were put in, which all have weights of their own. mlps_for_norms:
+    forwards of MLPs for where an RMS norm is all that reads the results. decoder: the layers, if their residual is kept
+    outside of them.
     """
 
     model: PreTrainedModel
@@ -31,6 +32,7 @@ class Target:
     norms: dict[nn.Module, RmsNorm] = field(default_factory=dict)
     absorbed: set[nn.Module] = field(default_factory=set)
     products: list[LinearMethod] = field(default_factory=list)
+    mlps_for_norms: dict[nn.Module, Product] = field(default_factory=dict)
     decoder: Decoder | None = None
 
     @property

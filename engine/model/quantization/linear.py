@@ -21,6 +21,7 @@ from baton_kernels.quantized_linear import (
     dequantize,
     gated_linear,
     linear,
+    unscaled_activated_linear,
 )
 from baton_kernels.quantized_linear.tiling import MAX_GATED_ROWS
 from engine.model.linear_method import LinearMethod, Product, UnquantizedLinear, concatenate_tensors
@@ -97,16 +98,32 @@ class QuantizedLinear(LinearMethod):
 
     def make_mlp(self, activation: Activation, down: LinearMethod) -> Product | None:
         """With many rows, the activation and the quantization of its results are one kernel."""
-        if not isinstance(down, QuantizedLinear) or not (self.weight.by_rows and down.weight.by_rows):
+        if not isinstance(down, QuantizedLinear) or not self._joins(down):
             return None
-        if not self.weight.values.is_cuda:
+        weight, bias = down.weight, down.bias
+        return self._mlp(activation, down, lambda gate_up: activated_linear(gate_up, activation, weight, bias))
+
+    def make_mlp_for_norm(self, activation: Activation, down: LinearMethod) -> Product | None:
+        """The norm multiplies the results of many rows by their scales."""
+        if not isinstance(down, QuantizedLinear) or not self._joins(down) or down.bias is not None:
             return None
+        weight = down.weight
+        if self.dtype != torch.bfloat16 or weight.values.dtype != torch.float8_e4m3fn:
+            return None
+        one = torch.ones((), device=weight.values.device)
+        return self._mlp(activation, down, lambda gate_up: unscaled_activated_linear(gate_up, activation, weight, one))
+
+    def _joins(self, down: QuantizedLinear) -> bool:
+        return self.weight.values.is_cuda and self.weight.by_rows and down.weight.by_rows
+
+    def _mlp(self, activation: Activation, down: QuantizedLinear, many_rows: Product) -> Product:
+        """many_rows: of what gate and up give for many rows of x."""
         weight, bias = down.weight, down.bias
         gate_up, gated = self.make_product(), self.make_gated_product(activation)
 
         def mlp(x: Tensor) -> Tensor:
             if x.numel() // x.shape[-1] > MAX_GATED_ROWS:
-                return activated_linear(gate_up(x), activation, weight, bias)
+                return many_rows(gate_up(x))
             return linear(gated(x), weight, bias)
 
         return mlp

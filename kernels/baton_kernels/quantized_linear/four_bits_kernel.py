@@ -33,6 +33,9 @@ from baton_kernels.quantized_linear.four_bits import STEP
 from baton_kernels.quantized_linear.tile_programs import Programs, TileTiling, finish, row_of, share, weight_descriptor
 from baton_kernels.quantized_linear.weights import FourBitWeight
 
+X_IN_PARTS = 128
+"""So many rows of x are copied in two parts: a program's first product begins earlier, and a layer takes 4 us less."""
+
 # The low halves of bytes times HUGE, less their zero times HUGE; and the high halves: 0x7f00 is 2 ** 127 in bf16.
 _DECODE_BF16 = gl.constexpr("""
 {
@@ -119,6 +122,7 @@ def _produce(
     ROWS: gl.constexpr,
     GROUPS: gl.constexpr,
     STAGES: gl.constexpr,
+    X_PARTS: gl.constexpr,
     GATED: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -128,15 +132,21 @@ def _produce(
         turn = step - first
         buffer = turn % STAGES
         mbarrier.wait(empty.index(buffer), ((turn // STAGES) & 1) ^ 1)
-        bar = full.index(buffer)
-        mbarrier.expect(bar, ROWS * 512 + GROUPS * 8192)
+        bar = full.index(buffer * X_PARTS)
+        mbarrier.expect(bar, ROWS * 512 // X_PARTS + GROUPS * 8192)
         for group in gl.static_range(GROUPS):
             eighth = (gl.program_id(1) * GROUPS + group) * (4 if GATED else 8)
             target = weight_buffers.index(buffer * GROUPS + group)
             tma.async_copy_global_to_shared(weight_desc, [eighth, 0, 0, step * 32], bar, target)
         if PDL and step == first:
             gdc_wait()
-        tma.async_copy_global_to_shared(x_desc, [step * 4, gl.program_id(0) * ROWS, 0], bar, x_buffers.index(buffer))
+        for part in gl.static_range(X_PARTS):
+            if part:
+                bar = full.index(buffer * X_PARTS + part)
+                mbarrier.expect(bar, ROWS * 512 // X_PARTS)
+            column = step * 4 + part * (4 // X_PARTS)
+            target = x_buffers.index(buffer * X_PARTS + part)
+            tma.async_copy_global_to_shared(x_desc, [column, gl.program_id(0) * ROWS, 0], bar, target)
 
 
 @gluon.jit
@@ -158,6 +168,7 @@ def _consume(
     GROUPS: gl.constexpr,
     ROWS: gl.constexpr,
     STAGES: gl.constexpr,
+    X_PARTS: gl.constexpr,
     SCALE_DTYPE: gl.constexpr,
     SPLIT: gl.constexpr,
     HAS_BIAS: gl.constexpr,
@@ -189,11 +200,11 @@ def _consume(
         low_scale, high_scale = next_low, next_high
         following = gl.minimum(step + 1, end - 1)
         if ROWS >= 32:
-            mbarrier.wait(full.index(buffer), (turn // STAGES) & 1)
+            mbarrier.wait(full.index(buffer * X_PARTS), (turn // STAGES) & 1)
         next_low = gl.load(scales + 2 * following * scale_stride)
         next_high = gl.load(scales + (2 * following + 1) * scale_stride)
         if ROWS < 32:
-            mbarrier.wait(full.index(buffer), (turn // STAGES) & 1)
+            mbarrier.wait(full.index(buffer * X_PARTS), (turn // STAGES) & 1)
         words = weights.index(buffer * GROUPS + GROUP).load(_WORDS)
         a, b, c, d, e, f, g, h = _numbers(words, low_scale, high_scale, DTYPE)
         low, high = _operand(a, b, c, d, LEFT), _operand(e, f, g, h, LEFT)
@@ -207,6 +218,8 @@ def _consume(
             sums += part * low_factor[:, None] + high_part * high_factor[:, None]
         else:
             sums += warpgroup_mma(low, x, nothing, use_acc=False) * low_factor[:, None]
+            if X_PARTS == 2:
+                mbarrier.wait(full.index(2 * buffer + 1), (turn // STAGES) & 1)
             sums += warpgroup_mma(high, high_x, nothing, use_acc=False) * high_factor[:, None]
         debug_barrier()  # one thread arrives for all
         mbarrier.arrive(empty.index(buffer), count=1)
@@ -235,6 +248,7 @@ def _four_bits_kernel(
     GROUPS: gl.constexpr,
     ROWS: gl.constexpr,
     STAGES: gl.constexpr,
+    X_PARTS: gl.constexpr,
     REGISTERS: gl.constexpr,
     SCALE_DTYPE: gl.constexpr,
     SPLIT: gl.constexpr,
@@ -242,17 +256,20 @@ def _four_bits_kernel(
     ACTIVATION: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """REGISTERS: of a thread of the second group of warps."""
+    """X_PARTS: in which the columns of a step arrive. REGISTERS: of a thread of the second group of warps."""
     GATED: gl.constexpr = ACTIVATION is not None
     EIGHTHS: gl.constexpr = 4 if GATED else 8
-    x_buffers = gl.allocate_shared_memory(out_ptr.dtype.element_ty, [STAGES, 4, ROWS, 64], x_desc.layout)
+    x_buffers = gl.allocate_shared_memory(
+        out_ptr.dtype.element_ty, [STAGES * X_PARTS, 4 // X_PARTS, ROWS, 64], x_desc.layout
+    )
     weight_buffers = gl.allocate_shared_memory(
         gl.int32, [STAGES * GROUPS, EIGHTHS, 8 // EIGHTHS, 8, 32], weight_desc.layout
     )
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES * X_PARTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
+        for part in gl.static_range(X_PARTS):
+            mbarrier.init(full.index(stage * X_PARTS + part), count=1)
         mbarrier.init(empty.index(stage), count=GROUPS)
     fence_async_shared()
     if GROUPS == 1:
@@ -261,11 +278,11 @@ def _four_bits_kernel(
                 (_consume, (
                     x_buffers, weight_buffers, full, empty, scale_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr,
                     num_steps, num_rows, out_features, scale_stride,
-                    0, GROUPS, ROWS, STAGES, SCALE_DTYPE, SPLIT, HAS_BIAS, ACTIVATION, PDL,
+                    0, GROUPS, ROWS, STAGES, X_PARTS, SCALE_DTYPE, SPLIT, HAS_BIAS, ACTIVATION, PDL,
                 )),
                 (_produce, (
                     x_desc, weight_desc, x_buffers, weight_buffers, full, empty, num_steps,
-                    ROWS, GROUPS, STAGES, GATED, PDL,
+                    ROWS, GROUPS, STAGES, X_PARTS, GATED, PDL,
                 )),
             ],
             [1],
@@ -277,16 +294,16 @@ def _four_bits_kernel(
                 (_consume, (
                     x_buffers, weight_buffers, full, empty, scale_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr,
                     num_steps, num_rows, out_features, scale_stride,
-                    0, GROUPS, ROWS, STAGES, SCALE_DTYPE, SPLIT, HAS_BIAS, ACTIVATION, PDL,
+                    0, GROUPS, ROWS, STAGES, X_PARTS, SCALE_DTYPE, SPLIT, HAS_BIAS, ACTIVATION, PDL,
                 )),
                 (_consume, (
                     x_buffers, weight_buffers, full, empty, scale_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr,
                     num_steps, num_rows, out_features, scale_stride,
-                    1, GROUPS, ROWS, STAGES, SCALE_DTYPE, SPLIT, HAS_BIAS, ACTIVATION, PDL,
+                    1, GROUPS, ROWS, STAGES, X_PARTS, SCALE_DTYPE, SPLIT, HAS_BIAS, ACTIVATION, PDL,
                 )),
                 (_produce, (
                     x_desc, weight_desc, x_buffers, weight_buffers, full, empty, num_steps,
-                    ROWS, GROUPS, STAGES, GATED, PDL,
+                    ROWS, GROUPS, STAGES, X_PARTS, GATED, PDL,
                 )),
             ],
             [4, 1],
@@ -321,15 +338,16 @@ def few_rows(x: Tensor, weight: FourBitWeight, bias: Tensor | None = None, activ
     num_rows, in_features = x.shape
     tiling = choose(num_rows, activation is not None)
     programs = Programs.of(num_rows, weight.out_features, in_features // STEP, activation, tiling, x.device, x.dtype)
+    x_parts = 2 if tiling.rows == X_IN_PARTS else 1
     x_desc = TensorDescriptor(
-        x, [in_features // 64, num_rows, 64], [64, x.stride(0), 1], [4, tiling.rows, 64],
+        x, [in_features // 64, num_rows, 64], [64, x.stride(0), 1], [4 // x_parts, tiling.rows, 64],
         gl.NVMMASharedLayout(128, 16, 3),
     )  # fmt: skip
     weight_desc = weight_descriptor(weight.words, activation is not None, 32)
     _four_bits_kernel[programs.grid](
         x_desc, weight_desc, weight.scales, programs.out if bias is None else bias, *programs.tensors,
         in_features // STEP, num_rows, programs.out.shape[1], weight.scales.stride(0),
-        tiling.groups, tiling.rows, tiling.stages, tiling.registers_of_second,
+        tiling.groups, tiling.rows, tiling.stages, x_parts, tiling.registers_of_second,
         gl.bfloat16 if weight.scale_dtype == torch.bfloat16 else gl.float16, programs.splits > 1, bias is not None,
         activation, num_warps=4, maxnreg=tiling.registers, **launch_options(x.device),
     )  # fmt: skip

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton_kernels.pdl import launch_options
+from baton_kernels.quantized_linear import QuantizedRows, Scales
 from baton_kernels.quantized_linear.quantize_rows_kernel import store_quantized
 from baton_kernels.quantized_linear.weights import LARGEST
 
@@ -31,6 +32,8 @@ def _rms_norm_kernel(
     out_ptr,
     quantized_ptr,
     scale_ptr,
+    row_scale_ptr,
+    column_scale_ptr,
     outer_stride,
     inner_stride,
     num_rows,
@@ -41,6 +44,7 @@ def _rms_norm_kernel(
     N_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     ROUND_ONCE: tl.constexpr,
     FLAT: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -52,11 +56,14 @@ def _rms_norm_kernel(
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, N_PADDED)[None, :]
     mask = (row < num_rows) & (column < N)
-    # No kernel writes the weight, so it is loaded before the wait. Each row loads it again, in the layout of the rows.
+    # No kernel writes the weight or a product's scales of columns, so they are loaded before the wait. Each row loads
+    # them again, in the layout of the rows.
     weight = (
         tl.load(tl.broadcast_to(weight_ptr + column, (ROWS, N_PADDED)), mask=mask, other=0.0).to(tl.float32)
         + weight_offset
     )
+    if HAS_SCALES:
+        scale = tl.load(tl.broadcast_to(column_scale_ptr + column, (ROWS, N_PADDED)), mask=mask, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
     offset = row.to(tl.int64) * N + column
@@ -65,6 +72,8 @@ def _rms_norm_kernel(
     else:
         x_offset = (row // num_inner).to(tl.int64) * outer_stride + (row % num_inner) * inner_stride + column
     x = tl.load(x_ptr + x_offset, mask=mask, other=0.0).to(tl.float32)
+    if HAS_SCALES:
+        x *= scale * tl.load(row_scale_ptr + row, mask=row < num_rows, other=0.0)
     if HAS_RESIDUAL:
         x += tl.load(residual_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         rounded = x.to(DTYPE)
@@ -87,9 +96,11 @@ def rms_norm(
     residual: Tensor | None,
     weight_offset: float,
     round_once: bool,
-    quantized: tuple[Tensor, Tensor] | None = None,
+    quantized: QuantizedRows | None = None,
+    scales: Scales | None = None,
 ) -> Tensor:
-    """quantized: where to write the result's rows as `quantize_rows` would make them, and their scales."""
+    """quantized: where to write the result's rows as `quantize_rows` would make them, and their scales. scales: what x
+    has yet to be multiplied by."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     n = x.shape[-1]
     num_rows = x.numel() // n
@@ -104,6 +115,7 @@ def rms_norm(
         weight,
         out,
         *(quantized or (out, out)),
+        *(scales or (out, out)),
         outer_stride,
         inner_stride,
         num_rows,
@@ -114,6 +126,7 @@ def rms_norm(
         padded,
         rows,
         residual is not None,
+        scales is not None,
         round_once,
         num_inner == 1,
         0 if quantized is None else LARGEST[quantized[0].dtype],
