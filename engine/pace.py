@@ -7,13 +7,18 @@
 If N+1 is launched as soon as N begins, requests that arrive while N runs cannot join it: they wait for the rest of N
 and all of N+1. If it is launched too late, the device idles for as long as a turn of the loop takes, since the end of N
 starts one. So if nothing is known, a step is launched at once, and the expected time of a step is a lower bound.
+
+A launch costs more if requests join the step, or if it has prompts. What each kind costs is known apart: else a few
+launches with newcomers would make all others early, and requests that come in between wait for one more step. One that
+comes when only a launch without newcomers is still in time joins nevertheless, and the device idles for the difference.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.step import Chunk
 
@@ -72,6 +77,13 @@ class StepSize:
 NO_PROMPTS = StepSize(0, 0)
 
 
+class LaunchKind(NamedTuple):
+    """What the cost of a launch depends on. newcomers: the step has sequences that the one before it had not."""
+
+    prompts: bool = False
+    newcomers: bool = False
+
+
 class Pace:
     """Tracks steps from launch to end. All times are in seconds, by the caller's clock.
 
@@ -86,20 +98,21 @@ class Pace:
         self._in_flight: deque[StepSize | None] = deque()  # None: its time is not to be learned
         self._decodes: deque[tuple[StepSize, float]] = deque(maxlen=NUM_REMEMBERED)
         self._mixed: deque[tuple[StepSize, float]] = deque(maxlen=NUM_REMEMBERED)
-        self._cost_s = {False: 0.0, True: 0.0}  # by whether the step has prompts
+        self._cost_s: defaultdict[LaunchKind, float] = defaultdict(float)
 
-    def launch_at(self, has_prompts: bool) -> float | None:
+    def launch_at(self, kind: LaunchKind) -> float | None:
         """When to launch the step after the oldest one in flight, if no request joins it before. None: at once."""
         if self.busy_since is None or (expected_s := self._expected_s()) is None:
             return None
-        wait_s = SHARE * expected_s - SLACK_S - COST_FACTOR * self._cost_s[has_prompts]
+        wait_s = SHARE * expected_s - SLACK_S - COST_FACTOR * self._cost_s[kind]
         return self.busy_since + wait_s if wait_s > 0 else None
 
-    def launched(self, size: StepSize, decided: float, now: float, idle: bool) -> None:
+    def launched(self, size: StepSize, decided: float, now: float, idle: bool, newcomers: bool = False) -> None:
         """Record a launch. decided: when its turn began. idle: the step before it, if there is one in flight, was done
         before this one was launched."""
-        kind = size.has_prompts
-        due, known_s = self.launch_at(kind), self._cost_s[kind]
+        kind = LaunchKind(size.has_prompts, newcomers)
+        # The launch for newcomers begins when they come, which may be after it was due.
+        due, known_s = None if newcomers else self.launch_at(kind), self._cost_s[kind]
         cost_s = now - (decided if due is None else min(decided, due))
         if due is not None and idle:  # the launch waited too long
             cost_s = max(cost_s, known_s) + SLACK_S

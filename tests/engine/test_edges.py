@@ -7,7 +7,7 @@ import pytest
 from baton.block_hash import chain
 from engine.block_manager import BlockManager
 from engine.block_tables import BlockTables
-from engine.pace import Pace, StepSize
+from engine.pace import LaunchKind, Pace, StepSize
 from engine.scheduler import Scheduler
 from tests.engine.counting import SIZES, make, run, sequence
 
@@ -53,6 +53,6 @@ def test_a_step_whose_end_nobody_saw_teaches_nothing() -> None:
     pace.retired(5.0)
     pace.retired(15.0)  # the second took 10 s
     pace.launched(size, 20.0, 20.0, idle=False)
-    due = pace.launch_at(False)
+    due = pace.launch_at(LaunchKind())
     assert due is not None
     assert due > 29.0

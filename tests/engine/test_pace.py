@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.engine import Engine
-from engine.pace import COST_FACTOR, NUM_REMEMBERED, SHARE, SLACK_S, Pace, StepSize
+from engine.pace import COST_FACTOR, NUM_REMEMBERED, SHARE, SLACK_S, LaunchKind, Pace, StepSize
 from engine.step import Chunk
 from tests.engine.counting import SIZES, Counting, sequence
 
 TEN = StepSize(10, 1000)
+PLAIN = LaunchKind()
 PROMPT = StepSize(11, 1000, 500, 250_000)
 
 
@@ -28,10 +29,10 @@ def paced(*took_s: float, cost_s: float = 0.0, size: StepSize = TEN) -> Pace:
     return pace
 
 
-def waits(pace: Pace, has_prompts: bool = False) -> float:
+def waits(pace: Pace, prompts: bool = False, newcomers: bool = False) -> float:
     """Seconds from the begin of the step in flight."""
     assert pace.busy_since is not None
-    due = pace.launch_at(has_prompts)
+    due = pace.launch_at(LaunchKind(prompts, newcomers))
     return 0.0 if due is None else due - pace.busy_since
 
 
@@ -45,16 +46,16 @@ def test_what_a_launch_costs_is_kept_free_and_some_more() -> None:
 
 
 def test_a_launch_that_costs_as_much_as_a_step_is_not_put_off() -> None:
-    assert paced(0.010, cost_s=0.008).launch_at(False) is None
+    assert paced(0.010, cost_s=0.008).launch_at(PLAIN) is None
 
 
 def test_nothing_is_put_off_without_a_step_in_flight_or_one_known() -> None:
     pace = Pace()
-    assert pace.launch_at(False) is None
+    assert pace.launch_at(PLAIN) is None
     pace.launched(TEN, 0.0, 0.0, idle=False)
-    assert pace.launch_at(False) is None
+    assert pace.launch_at(PLAIN) is None
     pace.retired(0.010)
-    assert pace.launch_at(False) is None
+    assert pace.launch_at(PLAIN) is None
     assert pace.busy_since is None
 
 
@@ -64,7 +65,7 @@ def test_of_a_step_behind_which_the_device_ran_dry_nobody_knows_the_end() -> Non
         now += 0.035
         pace.launched(TEN, now, now, idle=True)
         pace.retired(now + 0.001)
-    assert waits(pace, has_prompts=True) <= 0.010  # by what launches with prompts cost: none has
+    assert waits(pace, prompts=True) <= 0.010  # by what launches with prompts cost: none has
 
 
 def with_prompt(*took_s: float, size: StepSize = PROMPT) -> Pace:
@@ -109,7 +110,25 @@ def test_what_a_launch_costs_is_known_by_whether_it_has_prompts() -> None:
     pace = paced(0.010, 0.010)
     pace.launched(PROMPT, 100.0, 100.005, idle=False)
     assert abs(waits(pace) - (SHARE * 0.010 - SLACK_S)) < 1e-9
-    assert abs(waits(pace, has_prompts=True) - (SHARE * 0.010 - SLACK_S - COST_FACTOR * 0.005)) < 1e-9
+    assert abs(waits(pace, prompts=True) - (SHARE * 0.010 - SLACK_S - COST_FACTOR * 0.005)) < 1e-9
+
+
+def test_launches_with_newcomers_do_not_make_the_others_early() -> None:
+    pace = paced(0.010, 0.010)
+    plain = waits(pace)
+    pace.launched(TEN, 100.0, 100.003, idle=False, newcomers=True)
+    assert waits(pace) == plain
+    assert abs(waits(pace, newcomers=True) - (plain - COST_FACTOR * 0.003)) < 1e-9
+
+
+def test_a_newcomer_after_its_launch_was_due_teaches_what_the_launch_cost_alone() -> None:
+    """Nobody launched too late."""
+    pace = paced(0.010, 0.010)
+    pace.launched(TEN, 100.0, 100.003, idle=False, newcomers=True)
+    pace.retired(100.010)
+    pace.launched(TEN, 100.019, 100.021, idle=True, newcomers=True)
+    pace.retired(100.021)
+    assert waits(pace, newcomers=True) >= SHARE * 0.010 - SLACK_S - COST_FACTOR * 0.003 - 1e-9
 
 
 def test_a_step_that_was_shorter_than_expected_is_learned_from_at_once() -> None:
@@ -129,7 +148,7 @@ def test_a_wait_that_was_too_long_is_followed_by_shorter_ones() -> None:
     margin = before - waits(pace)
     for _ in range(200):
         began = pace.busy_since
-        due = pace.launch_at(False) or began
+        due = pace.launch_at(PLAIN) or began
         pace.launched(TEN, due, due, idle=False)
         pace.retired(began + 0.010)
     assert before - waits(pace) < margin / 10, "it is never forgotten"
@@ -182,7 +201,7 @@ def test_a_device_whose_steps_are_known_never_waits(steps: list[tuple[int, float
         if len(ends) == 2:
             now = max(now, ends.pop(0))
             pace.retired(now)
-        due = pace.launch_at(prompt)
+        due = pace.launch_at(LaunchKind(prompts=prompt))
         now = max(now, due or 0.0)
         cost_s = min(cost_s, worst[prompt]) if due is not None else cost_s
         worst[prompt] = max(worst[prompt] * 0.9, cost_s)
@@ -233,6 +252,25 @@ class Device:
         self.now += 0.010
         self.finish()
         self.engine.retire()
+
+
+def test_what_an_engine_adopts_is_new_in_one_step_only() -> None:
+    device, told = Device(), []
+    launched = device.engine._timing.pace.launched
+
+    def note(*given: Any) -> None:
+        told.append(given[-1])
+        launched(*given)
+
+    device.engine._timing.pace.launched = note  # type: ignore[assignment]
+    for adopts in (False, True, False):
+        if adopts:
+            seq = sequence(3, max_tokens=40)
+            seq.block_table = device.engine.allocate(3 // SIZES.block_size + 1)
+            device.engine.adopt(seq, {0: (7,)}, [])
+        device.launch()
+        device.retire()
+    assert told == [True, True, False], "the first of them started its prompt"
 
 
 def test_the_engine_tells_when_to_launch() -> None:
