@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from baton.address import HostPort
 from benchmarks.http_stream import Connection, Streamed
+from deploy.bench.load import short_collections
 from tools import tiny_tasks
 
 POOL_TOKENS = 8192
@@ -77,6 +78,10 @@ class Load:
         """Send new prompts at the times of a Poisson process, which depend on the seed but not on how long the answers
         take. Raises RequestFailed if one fails."""
         bodies = [self.body(next(self._numbers)) for _ in range(count)]
+        with short_collections():
+            return await self._arriving(bodies, per_s, seed)
+
+    async def _arriving(self, bodies: Sequence[Mapping[str, Any]], per_s: float, seed: int) -> list[Streamed]:
         random, idle, began, at = Random(seed), list[Connection](), time.perf_counter(), 0.0
         answers: dict[int, Streamed] = {}
 
@@ -87,10 +92,10 @@ class Load:
             idle.append(connection)
 
         async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as requests:
-            for index in range(count):
+            for index in range(len(bodies)):
                 at += random.expovariate(per_s)
                 requests.create_task(one(index, at, stack))
-        return [answers[index] for index in range(count)]
+        return [answers[index] for index in range(len(bodies))]
 
     async def send(self, path: str, bodies: Sequence[Mapping[str, Any]], concurrency: int) -> list[Streamed]:
         """Send all bodies, in order, on `concurrency` connections. Raises RequestFailed if one fails."""
@@ -102,7 +107,8 @@ class Load:
                 for index, body in waiting:  # shared: each stream takes the next
                     answers[index] = await connection.stream(path, body)
 
-        async with asyncio.TaskGroup() as streams:
-            for _ in range(min(concurrency, len(bodies))):
-                streams.create_task(stream())
+        with short_collections():
+            async with asyncio.TaskGroup() as streams:
+                for _ in range(min(concurrency, len(bodies))):
+                    streams.create_task(stream())
         return [answers[index] for index in range(len(bodies))]

@@ -64,10 +64,14 @@ class PromptBudget:
         )
 
     def _within_limit(self, start: int, wanted: int) -> int:
-        if self._fits(start, wanted):
-            return wanted
         taken = self._size.num_prompt_tokens
         sizes = self._config.padding.sizes(self._num_decodes)
+        if sizes:  # a larger step is launched op by op, which takes longer than is predicted
+            wanted = min(wanted, sizes[-1] - taken)
+        if wanted <= 0:
+            return 0
+        if self._fits(start, wanted):
+            return wanted
         if sizes:
             lengths = [size - taken for size in sizes if 0 < size - taken < wanted]
         else:

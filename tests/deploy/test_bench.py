@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import math
 import ssl
@@ -252,6 +253,19 @@ async def test_every_planned_request_has_an_outcome():
     told = figures(outcomes)
     assert (told["completed"], told["errors"]) == (0, {"http_500": 3})
     assert math.isnan(told["ttft_ms"]["p50"])
+
+
+async def test_no_garbage_collection_of_what_was_there_stops_a_run():
+    frozen: list[int] = []
+
+    async def send(_):
+        frozen.append(gc.get_freeze_count())
+        raise RequestFailed("http_500", "no")
+
+    before = gc.get_freeze_count()
+    await run_load([PlannedRequest(0.0, {})], send, lambda _: None)
+    assert frozen[0] > before + 10_000
+    assert gc.get_freeze_count() <= before
 
 
 def test_a_failed_request_is_not_within_limits():

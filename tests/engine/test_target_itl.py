@@ -205,6 +205,7 @@ def test_the_prediction_keeps_the_limit_or_the_chunk_is_the_least(
         total += length
         assert length == to_go or not budget.has_room
     assert 0 < total <= config.max_num_batched_tokens
+    assert not sizes or total <= sizes[-1], "no graph is so large"
 
 
 @settings(max_examples=20, deadline=None)
