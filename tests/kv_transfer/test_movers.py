@@ -343,7 +343,8 @@ class Device:
     def __init__(self, sender: KvSender, monkeypatch: pytest.MonkeyPatch) -> None:
         self.said: list[str] = []
         self.error = ""
-        self._target = Target(torch.zeros(sender.part_blocks * BLOCK_BYTES, dtype=torch.uint8))
+        memory = torch.zeros(sender.part_blocks * BLOCK_BYTES, dtype=torch.uint8)
+        self._target = Target(memory, announce=lambda header: self.said.append(f"say {PartHeader.parse(header).part}"))
         monkeypatch.setattr(sender._copies, "gather", self._gather)
         monkeypatch.setattr(sender.transport, "acquire_remote_slot", lambda *_: self._target)
         monkeypatch.setattr(sender.transport, "push", lambda _, tag, *__: self.said.append(f"push {untag(tag)[1]}"))
@@ -356,7 +357,7 @@ class Device:
         return False
 
 
-def test_copies_of_what_is_sent_together_begin_before_any_is_pushed(
+def test_copies_of_what_is_sent_together_begin_before_any_but_the_first_is_announced(
     hub_pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender, receiver = hub_pair
@@ -365,9 +366,18 @@ def test_copies_of_what_is_sent_together_begin_before_any_is_pushed(
     with sender.mover.batched():
         for part in (0, 1):
             assert sender.mover.send(receiver.name, 1, part, [part])
-    assert device.said == ["copy 0", "copy 1", "push 0", "push 1"]
+        assert sender.mover.send("another", 1, 2, [2])
+    assert device.said == ["copy 0", "say 0", "copy 1", "copy 2", "say 2", "say 1", "push 0", "push 1", "push 2"]
+
+
+def test_a_part_that_is_sent_alone_is_announced_and_pushed_at_once(
+    hub_pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receiver = hub_pair
+    assert isinstance(sender.mover, KvSender)
+    device = Device(sender.mover, monkeypatch)
     assert sender.mover.send(receiver.name, 1, 2, [2])
-    assert device.said[4:] == ["copy 2", "push 2"]
+    assert device.said == ["copy 2", "say 2", "push 2"]
 
 
 def test_a_lease_does_not_end_in_the_midst_of_a_landing(
