@@ -65,6 +65,14 @@ def test_prompts_beside_decodes_fill_tiles_of_matmuls() -> None:
     assert all((size + 32) % 128 == 0 for size in ladders(8192, 0, 1000)[32])
 
 
+def test_prompts_have_graphs_beside_many_decodes_too() -> None:
+    """Op by op, a step of 736 tokens beside 33 decodes takes twice as long."""
+    many = ladders(736, 0, 1024, max_num_seqs=256)
+    assert [*many] == [32, 64, 128]
+    assert all(sizes[-1] == 736 for sizes in many.values())
+    assert all((size + places) % 128 == 0 for places, sizes in many.items() for size in sizes[:-1])
+
+
 def test_with_a_target_more_steps_have_a_graph() -> None:
     fine = ladders(2048, 0, 1024, target_itl_s=0.01, max_num_seqs=256)
     assert set(ladders(2048, 0, 1024)[32]) < set(fine[32])
