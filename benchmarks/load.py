@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from baton.address import HostPort
 from benchmarks.http_stream import Connection, Streamed
-from deploy.bench.load import short_collections
+from deploy.bench.load import shorten_collections
 from tools import tiny_tasks
 
 POOL_TOKENS = 8192
@@ -78,10 +78,7 @@ class Load:
         """Send new prompts at the times of a Poisson process, which depend on the seed but not on how long the answers
         take. Raises RequestFailed if one fails."""
         bodies = [self.body(next(self._numbers)) for _ in range(count)]
-        with short_collections():
-            return await self._arriving(bodies, per_s, seed)
-
-    async def _arriving(self, bodies: Sequence[Mapping[str, Any]], per_s: float, seed: int) -> list[Streamed]:
+        shorten_collections()
         random, idle, began, at = Random(seed), list[Connection](), time.perf_counter(), 0.0
         answers: dict[int, Streamed] = {}
 
@@ -92,10 +89,10 @@ class Load:
             idle.append(connection)
 
         async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as requests:
-            for index in range(len(bodies)):
+            for index in range(count):
                 at += random.expovariate(per_s)
                 requests.create_task(one(index, at, stack))
-        return [answers[index] for index in range(len(bodies))]
+        return [answers[index] for index in range(count)]
 
     async def send(self, path: str, bodies: Sequence[Mapping[str, Any]], concurrency: int) -> list[Streamed]:
         """Send all bodies, in order, on `concurrency` connections. Raises RequestFailed if one fails."""
@@ -107,8 +104,8 @@ class Load:
                 for index, body in waiting:  # shared: each stream takes the next
                     answers[index] = await connection.stream(path, body)
 
-        with short_collections():
-            async with asyncio.TaskGroup() as streams:
-                for _ in range(min(concurrency, len(bodies))):
-                    streams.create_task(stream())
+        shorten_collections()
+        async with asyncio.TaskGroup() as streams:
+            for _ in range(min(concurrency, len(bodies))):
+                streams.create_task(stream())
         return [answers[index] for index in range(len(bodies))]

@@ -61,7 +61,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 
     class ByShare(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return shares.share_of(nodeid.partition("::")[0])
+            return shares.share_of(nodeid)
 
     config.option.loadscopereorder = False  # shares begin in the order of their first tests
     return ByShare(config, log)
@@ -71,7 +71,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Parallel workers begin with what takes longest, so that none is left alone with it."""
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: shares.rank_of(item.nodeid.partition("::")[0]))
+        items.sort(key=lambda item: shares.rank_of(item.nodeid))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -1,6 +1,7 @@
 """Which tests of `make test` go to the same parallel worker, and which begin first.
 
-A share is a file, whose fixtures then live in one process, or all files that use one of the clusters of `tests/e2e`.
+A share is a file, whose fixtures then live in one process, or all files that use one of the clusters of `tests/e2e`,
+or a single test.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ CLUSTERS = {
 }
 """Fixtures of the session, and the files of `tests/e2e` that use them."""
 
+ONE_BY_ONE = ("tests/node/test_gpu_ranks.py",)
+"""Files of which each test is a share: it starts nodes of its own, and waits for them longer than it computes."""
+
 LONGEST = (
     "tests/e2e/test_chaos.py",  # a minute, however fast the machine
     "fragile",  # freezes and restarts nodes: it waits more than it computes
@@ -30,15 +34,18 @@ LONGEST = (
 """Shares that take longest, in the order in which they begin."""
 
 
-def share_of(path: str) -> str:
-    """`path`: of a file of tests, as in its tests' ids."""
+def share_of(test: str) -> str:
+    """`test`: its id, or the path of its file in that."""
+    path = test.partition("::")[0]
+    if path in ONE_BY_ONE:
+        return test
     folder, _, name = path.rpartition("/")
     if folder == "tests/e2e":
         return next((cluster for cluster, names in CLUSTERS.items() if name in names), path)
     return path
 
 
-def rank_of(path: str) -> int:
-    """Where its tests come among all, which are otherwise in pytest's order."""
-    share = share_of(path)
+def rank_of(test: str) -> int:
+    """Where it comes among all, which are otherwise in pytest's order."""
+    share = share_of(test)
     return LONGEST.index(share) if share in LONGEST else len(LONGEST)

@@ -121,6 +121,13 @@ def test_tests_of_a_shared_cluster_run_in_one_worker(cluster: str) -> None:
     assert {shares.share_of(f"tests/e2e/{name}") for name in users} == {cluster}
 
 
+def test_tests_with_nodes_of_their_own_need_not_run_in_one_worker() -> None:
+    assert all((ROOT / path).is_file() for path in shares.ONE_BY_ONE)
+    one, other = (f"{shares.ONE_BY_ONE[0]}::test_{i}" for i in range(2))
+    assert shares.share_of(one) != shares.share_of(other)
+    assert shares.share_of("tests/node/test_ranks.py::test_0") == "tests/node/test_ranks.py"
+
+
 def test_what_takes_longest_begins_first() -> None:
     paths = [str(path.relative_to(ROOT)) for path in TESTS.rglob("test_*.py")]
     assert set(shares.LONGEST) <= {shares.share_of(path) for path in paths}

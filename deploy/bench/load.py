@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,25 +45,16 @@ class Outcome:
         return (self.arrivals[-1] - self.arrivals[0]) / (self.output_tokens - 1)
 
 
-@contextmanager
-def short_collections() -> Iterator[None]:
-    """Have Python's garbage collections leave out all objects that exist before. A collection of those that imports
-    have made stops the process for 20 ms and more: a gap in every stream that it measures."""
+def shorten_collections() -> None:
+    """Have Python's garbage collections leave out all objects that exist now, to be called before streams are measured:
+    a collection of what imports have made stops the process for 20 ms and more, a gap in every stream."""
     gc.collect()
     gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 async def run_load(planned: Sequence[PlannedRequest], send: Send, on_end: Callable[[Outcome], None]) -> list[Outcome]:
     """Outcomes in the order of `planned`, one of each request. `on_end` is called with each as it ends."""
-    with short_collections():
-        return await _run_load(planned, send, on_end)
-
-
-async def _run_load(planned: Sequence[PlannedRequest], send: Send, on_end: Callable[[Outcome], None]) -> list[Outcome]:
+    shorten_collections()
     began = time.perf_counter()
 
     async def one(request: PlannedRequest) -> Outcome:
