@@ -40,12 +40,12 @@ PROMPT_SIZES = (32, 64, 128, 256, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 20
 MIXED_ROWS = {
     32: (128, 384, 512, 640, 768, 896, 1056),
     64: (256, 512, 768, 1088),
-    128: (256, 512, 768, 1152),
+    128: (512, 1152),
 }
 """Tokens of steps with decodes and prompts, for each number of places for decodes; those with a whole budget of prompt
 tokens come on top, since most chunks of long prompts are that long. They fill whole tiles of matmuls: of an 8B model,
-640 rows take an H200 13.4 ms, 672 take it 15.5, 768 take it 16.0. Beside more decodes there are fewer sizes: what the
-padding costs is little against launching the step op by op, which delays more streams."""
+640 rows take an H200 13.4 ms, 672 take it 15.5, 768 take it 16.0. Beside more decodes there are fewer sizes: each graph
+keeps logits of all places, and what the padding costs is less than launching the step op by op."""
 FINE_MIXED_ROWS = {
     32: (64, 96, 128, 160, 192, 224, 256, 320, 384, 512, 640, 768, 896, 1056),
     64: (128, 160, 192, 256, 320, 384, 512, 768),
