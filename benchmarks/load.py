@@ -72,6 +72,7 @@ class Load:
 
     async def many(self, count: int, concurrency: int) -> list[Streamed]:
         """Send new prompts on `concurrency` connections."""
+        shorten_collections()
         return await self.send("/v1/completions", [self.body(next(self._numbers)) for _ in range(count)], concurrency)
 
     async def arriving(self, count: int, per_s: float, seed: int) -> list[Streamed]:
@@ -104,7 +105,6 @@ class Load:
                 for index, body in waiting:  # shared: each stream takes the next
                     answers[index] = await connection.stream(path, body)
 
-        shorten_collections()
         async with asyncio.TaskGroup() as streams:
             for _ in range(min(concurrency, len(bodies))):
                 streams.create_task(stream())

@@ -74,7 +74,7 @@ class Engine:
         self._in_flight: deque[InFlight] = deque()
         self._num_ahead = config.num_steps_ahead
         self._decided = 0.0  # when the turn of the last plan began
-        self._has_adopted = False  # since the last launch
+        self._adopted_since: float | None = None  # the first since the last launch
         self.sequences = LiveSequences(config, self.blocks, self.tables, self.scheduler, runner, self._in_flight)
         self._forks = Forks(config, self.blocks, self.scheduler, runner, self.sequences, tier)
         self.beam_search = BeamSearch(config, self.blocks, self.scheduler, self.sequences, self._forks)
@@ -128,7 +128,7 @@ class Engine:
         if self.num_waiting > self.waiting.num_deferred:
             return None
         prompts = bool(self._in_flight) and self._in_flight[-1].leaves_prompts
-        return self._timing.pace.launch_at(LaunchKind(prompts, self._has_adopted))
+        return self._timing.pace.launch_at(LaunchKind(prompts, self._adopted_since is not None))
 
     @property
     def device_busy_since(self) -> float | None:
@@ -180,7 +180,8 @@ class Engine:
         children = [seq.child(sample, output, num_shared) for sample, output in outputs.items()]
         self.sequences.seal(children[0], table, 0, num_full)
         self._forks.start(children, table, num_computed, spare_blocks)
-        self._has_adopted = True
+        if self._adopted_since is None:
+            self._adopted_since = self.clock()
         return children
 
     def allocate(self, n: int) -> list[int]:
@@ -234,8 +235,11 @@ class Engine:
             launch_s = self.clock() - began
             self.counters.launched(counted, computes=not self.only_launches)
             size = StepSize.of(plan.chunks)
-            newcomers, self._has_adopted = self._has_adopted or bool(plan.started), False
-            self._timing.pace.launched(size, self._decided, self.clock(), self._oldest_is_done, newcomers)
+            newcomers_since = self._decided if self._adopted_since is None and plan.started else self._adopted_since
+            self._adopted_since = None
+            self._timing.pace.launched(
+                size, self._decided, self.clock(), idle=self._oldest_is_done, newcomers_since=newcomers_since
+            )
             leaves_prompts = not all(chunk.num_logits for chunk in plan.chunks)
             self._in_flight.append(InFlight(plan.chunks, step, size, self._decided, launch_s, leaves_prompts))
         keeps_up = self._keep_up(bool(plan.chunks))

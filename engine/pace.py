@@ -8,9 +8,10 @@ If N+1 is launched as soon as N begins, requests that arrive while N runs cannot
 and all of N+1. If it is launched too late, the device idles for as long as a turn of the loop takes, since the end of N
 starts one. So if nothing is known, a step is launched at once, and the expected time of a step is a lower bound.
 
-A launch costs more if requests join the step, or if it has prompts. What each kind costs is known apart: else a few
-launches with newcomers would make all others early, and requests that come in between wait for one more step. One that
-comes when only a launch without newcomers is still in time joins nevertheless, and the device idles for the difference.
+A launch costs more if requests join the step, or if it has prompts. What each kind costs is tracked separately: else a
+few launches with newcomers would make all others early, and requests that come in between wait for one more step. One
+that comes when only a launch without newcomers is still in time joins nevertheless, and the device idles for the
+difference.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ NO_PROMPTS = StepSize(0, 0)
 
 
 class LaunchKind(NamedTuple):
-    """What the cost of a launch depends on. newcomers: the step has sequences that the one before it had not."""
+    """What the cost of a launch depends on. newcomers: sequences have been started or adopted since the last one."""
 
     prompts: bool = False
     newcomers: bool = False
@@ -104,15 +105,19 @@ class Pace:
         """When to launch the step after the oldest one in flight, if no request joins it before. None: at once."""
         if self.busy_since is None or (expected_s := self._expected_s()) is None:
             return None
-        wait_s = SHARE * expected_s - SLACK_S - COST_FACTOR * self._cost_s[kind]
+        cost_s = max(self._cost_s[kind], self._cost_s[LaunchKind(kind.prompts)])
+        wait_s = SHARE * expected_s - SLACK_S - COST_FACTOR * cost_s
         return self.busy_since + wait_s if wait_s > 0 else None
 
-    def launched(self, size: StepSize, decided: float, now: float, idle: bool, newcomers: bool = False) -> None:
+    def launched(
+        self, size: StepSize, decided: float, now: float, *, idle: bool, newcomers_since: float | None = None
+    ) -> None:
         """Record a launch. decided: when its turn began. idle: the step before it, if there is one in flight, was done
-        before this one was launched."""
-        kind = LaunchKind(size.has_prompts, newcomers)
-        # The launch for newcomers begins when they come, which may be after it was due.
-        due, known_s = None if newcomers else self.launch_at(kind), self._cost_s[kind]
+        before this one was launched. newcomers_since: when the first of them came; None: there are none."""
+        kind = LaunchKind(size.has_prompts, newcomers_since is not None)
+        due, known_s = self.launch_at(kind), self._cost_s[kind]
+        if due is not None and newcomers_since is not None and newcomers_since > due:
+            due = None  # the launch could not begin before they came
         cost_s = now - (decided if due is None else min(decided, due))
         if due is not None and idle:  # the launch waited too long
             cost_s = max(cost_s, known_s) + SLACK_S

@@ -64,14 +64,11 @@ class PromptBudget:
         )
 
     def _within_limit(self, start: int, wanted: int) -> int:
+        wanted = self._in_a_graph(start, wanted)
+        if wanted <= 0 or self._fits(start, wanted):
+            return max(wanted, 0)
         taken = self._size.num_prompt_tokens
         sizes = self._config.padding.sizes(self._num_decodes)
-        if sizes:  # a larger step is launched op by op, which takes longer than is predicted
-            wanted = min(wanted, sizes[-1] - taken)
-        if wanted <= 0:
-            return 0
-        if self._fits(start, wanted):
-            return wanted
         if sizes:
             lengths = [size - taken for size in sizes if 0 < size - taken < wanted]
         else:
@@ -81,6 +78,18 @@ class PromptBudget:
         if num_fitting:
             return lengths[num_fitting - 1]
         return 0 if taken else min(wanted, sizes[0] if sizes else LEAST_CHUNK)
+
+    def _in_a_graph(self, start: int, wanted: int) -> int:
+        """As many of the tokens as the largest graph has room for, if there is one, and launching a step op by op is
+        not known to keep the limit: it takes a host longer than a device may need for the step."""
+        assert self._limit_s is not None
+        padding, size = self._config.padding, self._size
+        largest = padding.largest(self._num_decodes)
+        num_prompts = size.num_seqs - self._num_decodes + 1
+        if not largest or not padding.takes(num_prompts, start + wanted):
+            return wanted
+        launch_s = self._step_time.launch_s
+        return wanted if launch_s and launch_s <= self._limit_s else min(wanted, largest - size.num_prompt_tokens)
 
     def _fits(self, start: int, length: int) -> bool:
         assert self._limit_s is not None

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 class StepPadding:
     """`ladders`: for each number of places for decodes, in order, the numbers of prompt tokens, in order, with which
     there is a graph; 0 places are for prompts without decodes. A step gets the graph with the fewest tokens that has
-    room for it. Without ladders nothing is padded."""
+    room for it. Without ladders nothing is padded. `most_prompts`, `most_context`: graphs are for so many prompts at
+    most, none of which is longer; None: for any."""
 
     ladders: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    most_prompts: int | None = None
+    most_context: int | None = None
 
     def fitting(self, num_decodes: int, num_prompt_tokens: int) -> tuple[int, int] | None:
         """Places for decodes and for prompt tokens of the smallest graph. None: there is none so large."""
@@ -22,6 +25,15 @@ class StepPadding:
             if places >= num_decodes and index < len(sizes):
                 found.append((places, sizes[index]))
         return min(found, key=sum, default=None)
+
+    def takes(self, num_prompts: int, context: int) -> bool:
+        """Whether graphs are for so many prompts, the longest of which has so many tokens by the end of the step."""
+        fits = self.most_context is None or context <= self.most_context
+        return fits and (self.most_prompts is None or num_prompts <= self.most_prompts)
+
+    def largest(self, num_decodes: int) -> int:
+        """Prompt tokens of the largest graph beside so many decodes. 0: there is none."""
+        return max((sizes[-1] for places, sizes in self.ladders if places >= num_decodes), default=0)
 
     def padded(self, num_decodes: int, num_prompt_tokens: int) -> int:
         """How many tokens the device computes besides those of the decodes."""

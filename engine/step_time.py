@@ -49,6 +49,13 @@ class StepTime:
         self._excess = 0.0  # mean share by which steps with prompts took longer than predicted
         self._shortfall = 0.0  # the same for those that took less
         self._most_prompt_tokens = 0.0  # in a recent step
+        self.launch_s = 0.0
+        """What launching a step with prompts op by op took the host lately, at most. 0: none was."""
+
+    def learn_launch(self, size: StepSize, took_s: float) -> None:
+        """Learn what the launch of a step took the host."""
+        if size.has_prompts and self._padding.fitting(size.num_seqs - 1, size.num_prompt_tokens) is None:
+            self.launch_s = max(took_s, self.launch_s + (took_s - self.launch_s) * 4 * FORGETTING)
 
     def learn(self, size: StepSize, took_s: float) -> None:
         """Learn from a step that has ended."""

@@ -38,6 +38,7 @@ class StepTiming:
         if not self._config.async_scheduling:
             took_s = now - retired.decided
         self._decodes = StepSize.of(chunk for chunk in retired.chunks if chunk.is_decode)
+        self.step_time.learn_launch(retired.size, retired.launch_s)
         if took_s is not None:  # a launch may have computed the step, on a CPU
             self.step_time.learn(retired.size, max(took_s, retired.launch_s))
         return device_s or 0.0

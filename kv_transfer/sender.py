@@ -58,7 +58,7 @@ class _Outgoing(NamedTuple):
 
 
 class _Placed(NamedTuple):
-    """A part whose stores into the peer's slot are launched. is_announced: the peer has heard of it."""
+    """A part whose stores into the peer's slot are launched. is_announced: `announce` was called."""
 
     out: _Outgoing
     target: Target

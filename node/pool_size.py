@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
 from engine.model.attention import Probe
+from engine.model.graphs import decode_capture_sizes, num_logits_rows
 from engine.model.memory import ProfiledMemory, kv_pool_bytes, num_kv_blocks, out_of_memory, profile
 from engine.model.parallel.pipeline import ONE_STAGE, Pipeline, Rehearsal
 from engine.model.runner import TorchModelRunner
@@ -15,7 +16,7 @@ from node.slots import slot_sizes
 
 _CPU_POOL_BYTES = GIB
 _GRAPHS_BYTES = GIB
-"""Kept free for CUDA graphs."""
+"""Kept free for CUDA graphs, or more: a quarter of it besides the logits that they keep."""
 
 
 def num_blocks(
@@ -27,26 +28,34 @@ def num_blocks(
     if settings.num_gpu_blocks_override is not None:
         return settings.num_gpu_blocks_override  # EngineConfig checks it
     block_bytes = probed.block_bytes(limits.block_size)
-    pool_bytes, more_by = _pool_bytes(settings, limits, block_bytes, memory)
+    logits_bytes = limits.vocab_size * model.dtype.itemsize
+    pool_bytes, more_by = _pool_bytes(settings, limits, block_bytes, logits_bytes, memory)
     return num_kv_blocks(pool_bytes, block_bytes, limits, more_by)
 
 
 def _pool_bytes(
-    settings: NodeSettings, limits: EngineConfig, block_bytes: int, memory: ProfiledMemory | None
+    settings: NodeSettings, limits: EngineConfig, block_bytes: int, logits_bytes: int, memory: ProfiledMemory | None
 ) -> tuple[int, str]:
-    """Bytes of the pool, and the flag that would enlarge it. On a CPU at most what the node could ever fill."""
+    """Bytes of the pool, and the flag that would enlarge it. On a CPU at most what the node could ever fill.
+    logits_bytes: of a row."""
     told = settings.kv_cache_memory_bytes
     if told is not None:
         return told, f"--kv-cache-memory-bytes ({told})"
     if memory is not None:
         share = settings.gpu_memory_utilization
-        graphs_bytes = _GRAPHS_BYTES if settings.captures_graphs else 0
+        graphs_bytes = graph_bytes(settings, limits, logits_bytes) if settings.captures_graphs else 0
         slots = slot_sizes(settings, block_bytes, on_gpu=True)
         num_slots = slots.num_slots + settings.num_outward_slots
         kept = graphs_bytes + num_slots * slots.part_blocks * block_bytes
         return kv_pool_bytes(memory, share, kept), f"--gpu-memory-utilization ({share:g})"
     fillable = limits.max_num_seqs * limits.most_blocks(limits.max_model_len)
     return min(_CPU_POOL_BYTES, fillable * block_bytes), "--kv-cache-memory-bytes (unset: at most 1 GiB)"
+
+
+def graph_bytes(settings: NodeSettings, limits: EngineConfig, logits_bytes: int) -> int:
+    """To be kept free for the CUDA graphs of a node with these limits and their padding."""
+    sizes = settings.cudagraph_capture_sizes or decode_capture_sizes(limits.max_num_seqs)
+    return max(_GRAPHS_BYTES, _GRAPHS_BYTES // 4 + num_logits_rows(sizes, limits.padding) * logits_bytes)
 
 
 def _profile(model: PreTrainedModel, probed: Probe, limits: EngineConfig, pipeline: Pipeline) -> ProfiledMemory:

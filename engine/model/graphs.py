@@ -19,7 +19,7 @@ from __future__ import annotations
 import bisect
 import gc
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -48,8 +48,8 @@ tokens come on top, since most chunks of long prompts are that long. They fill w
 keeps logits of all places, and what the padding costs is less than launching the step op by op."""
 FINE_MIXED_ROWS = {
     32: (64, 96, 128, 160, 192, 224, 256, 320, 384, 512, 640, 768, 896, 1056),
-    64: (128, 160, 192, 256, 320, 384, 512, 768),
-    128: (192, 256, 384, 512, 768),
+    64: (128, 160, 192, 256, 320, 384, 512, 768, 1088),
+    128: (192, 256, 384, 512, 768, 1152),
 }
 """The same with a target for a step's time, which is used up only if many sizes can be chosen from, and broken by a
 step that is launched op by op."""
@@ -72,7 +72,8 @@ def step_padding(config: EngineConfig, most_prompt_tokens: int, most_mixed_token
             sizes = {*(count - places for count in rows), budget}
             ladders[places] = sorted(size for size in sizes if size <= min(budget, most_mixed_tokens))
             enough = places
-    return StepPadding(tuple((places, tuple(sizes)) for places, sizes in ladders.items() if sizes))
+    found = tuple((places, tuple(sizes)) for places, sizes in ladders.items() if sizes)
+    return StepPadding(found, MAX_PROMPTS, MAX_PROMPT_CONTEXT)
 
 
 def single_prompt_sizes(budget: int, most: int) -> list[int]:
@@ -85,6 +86,11 @@ def decode_capture_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes of decodes to capture."""
     steps = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, 1024, 128)]
     return [size for size in steps if size < max_num_seqs] + [min(max_num_seqs, 1024)]
+
+
+def num_logits_rows(decode_sizes: Iterable[int], padding: StepPadding) -> int:
+    """Rows of logits that graphs keep, each its own, if steps give a sequence one token."""
+    return sum(decode_sizes) + sum((places + MAX_PROMPTS) * len(sizes) for places, sizes in padding.ladders)
 
 
 class StepGraphs:
@@ -130,7 +136,7 @@ class StepGraphs:
             return self._decodes.get(size)
         num_decodes = num_singles(chunks)
         prompts = chunks[num_decodes:]
-        if not 0 < len(prompts) <= MAX_PROMPTS or max(chunk.end for chunk in prompts) > MAX_PROMPT_CONTEXT:
+        if not prompts or not self._padding.takes(len(prompts), max(chunk.end for chunk in prompts)):
             return None
         num_tokens = sum(chunk.length for chunk in prompts)
         graph: StepGraph | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,10 +20,11 @@ from benchmarks.logits_models import MAX_MODEL_LEN, make
 from engine.model import fast
 from engine.model.attention import IMPLEMENTATION, Probe, probe
 from engine.model.fast import registry
-from engine.model.fast.decoder import LayerParts
+from engine.model.fast.decoder import Decoder, LayerParts
 from engine.model.fast.forwards import logits_as_served
+from engine.model.fast.mlp import fuse_gate_up
 from engine.model.fast.norm import Norm, RmsNorm
-from engine.model.fast.residual import _finish_in_norms
+from engine.model.fast.residual import _finished_in_norms
 from engine.model.fast.tally import FusedReport, Tally
 from engine.model.fast.target import Target
 from engine.model.linear_method import LinearMethod, Product, UnquantizedLinear
@@ -232,13 +234,53 @@ def test_what_an_mlp_leaves_to_the_norm_after_it(family: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("is_sandwich", [False, True])
 def test_the_last_mlp_of_a_stage_leaves_nothing_if_no_norm_follows(is_sandwich: bool) -> None:
+    model = built("gemma2" if is_sandwich else "llama")
+    probed, _ = fused(model)
+    target = Target(model, probed.layers, MAX_MODEL_LEN, mlps_for_norms={x.mlp: abs for x in model.model.layers})
+    decoder = decoder_of(target)
+    without_norm = _finished_in_norms(target, replace(decoder, final_norm=None))
+    assert [own.mlp is abs for own in _finished_in_norms(target, decoder).parts] == [True, True]
+    assert [own.mlp is abs for own in without_norm.parts] == [True, is_sandwich]
+
+
+def decoder_of(target: Target) -> Decoder:
+    """Of a model with two layers, as `fuse_residuals` makes it."""
+    layers = list(target.model.model.layers)
+    norms = [[module for module in layer.children() if "Norm" in type(module).__name__] for layer in layers]
+    kind = RmsNorm(1e-6, 1.0 if len(norms[0]) == 4 else 0.0, len(norms[0]) == 4)
+    parts = [
+        LayerParts([Norm(module, kind) for module in own], layer.self_attn.forward, layer.mlp.forward, False)
+        for layer, own in zip(layers, norms, strict=True)
+    ]
+    final = target.model.model.norm
+    return Decoder(layers, target.layers, parts, final, Norm(final, kind))
+
+
+def test_nothing_is_left_to_norms_that_do_not_get_the_very_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which has the scales: here a hook makes another one of it."""
+    monkeypatch.setattr(UnquantizedLinear, "make_mlp_for_norm", lambda *_: wrong_mlp)
     model = built("llama")
-    layers = list(model.model.layers)
-    target = Target(model, [], MAX_MODEL_LEN, mlps_for_norms={layer.mlp: abs for layer in layers})
-    norm = Norm(model.model.norm, RmsNorm(1e-6, 0.0, False))
-    parts = [LayerParts([norm] * (4 if is_sandwich else 2), len, len, False) for _ in layers]
-    _finish_in_norms(target, layers, parts, has_final_norm=False)
-    assert [own.mlp for own in parts] == [abs, abs if is_sandwich else len]
+    model.model.layers[0].register_forward_hook(lambda module, given, out: out.view(out.shape))
+    probed, report = fused(model)
+    assert (report.taken_back, report.pieces["residual_norm"].fused) == (None, 2)
+    check_same_as_own(model, probed, "llama")
+
+
+def wrong_mlp(x: Tensor) -> Tensor:
+    raise AssertionError("it was put in")
+
+
+def test_a_piece_that_is_left_out_leaves_no_mlps_for_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises(target: Target, tally: Tally) -> None:
+        fuse_gate_up(target, tally)
+        raise ZeroDivisionError("never seen")
+
+    monkeypatch.setitem(registry.PIECES, "gate_up", raises)
+    monkeypatch.setattr(UnquantizedLinear, "make_mlp_for_norm", lambda *_: wrong_mlp)
+    model = built("llama")
+    probed, report = fused(model)
+    assert report.pieces["gate_up"].fused == 0
+    check_same_as_own(model, probed, "llama")
 
 
 # ---- what goes wrong altogether ----

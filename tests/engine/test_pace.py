@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, cast
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -116,19 +117,36 @@ def test_what_a_launch_costs_is_known_by_whether_it_has_prompts() -> None:
 def test_launches_with_newcomers_do_not_make_the_others_early() -> None:
     pace = paced(0.010, 0.010)
     plain = waits(pace)
-    pace.launched(TEN, 100.0, 100.003, idle=False, newcomers=True)
+    pace.launched(TEN, 100.0, 100.003, idle=False, newcomers_since=100.0)
     assert waits(pace) == plain
     assert abs(waits(pace, newcomers=True) - (plain - COST_FACTOR * 0.003)) < 1e-9
 
 
-def test_a_newcomer_after_its_launch_was_due_teaches_what_the_launch_cost_alone() -> None:
-    """Nobody launched too late."""
+def test_a_launch_with_newcomers_costs_at_least_what_one_without_does() -> None:
+    pace = paced(0.010, 0.010, cost_s=0.002)
+    assert waits(pace, newcomers=True) == waits(pace)
+
+
+def launched_with_newcomers(came: float) -> float:
+    """How long the next launch with newcomers waits if such a launch was due at 0.00535 s of its step, began at 0.007,
+    and ended when the device had gone idle; they came at `came`."""
     pace = paced(0.010, 0.010)
-    pace.launched(TEN, 100.0, 100.003, idle=False, newcomers=True)
+    pace.launched(TEN, 100.0, 100.003, idle=False, newcomers_since=100.0)
     pace.retired(100.010)
-    pace.launched(TEN, 100.019, 100.021, idle=True, newcomers=True)
-    pace.retired(100.021)
-    assert waits(pace, newcomers=True) >= SHARE * 0.010 - SLACK_S - COST_FACTOR * 0.003 - 1e-9
+    pace.launched(TEN, 100.017, 100.0201, idle=True, newcomers_since=100.010 + came)
+    pace.retired(100.0201)
+    return waits(pace, newcomers=True)
+
+
+def test_newcomers_after_their_launch_was_due_teach_what_it_cost_alone() -> None:
+    """Nobody launched too late."""
+    due = SHARE * 0.010 - SLACK_S - COST_FACTOR * 0.003
+    assert 0.005 < due < 0.006
+    assert due - COST_FACTOR * 0.0002 < launched_with_newcomers(0.0065) < due
+
+
+def test_newcomers_in_time_for_their_launch_teach_that_it_was_too_late() -> None:
+    assert launched_with_newcomers(0.001) <= launched_with_newcomers(0.0065) - COST_FACTOR * 0.0015
 
 
 def test_a_step_that_was_shorter_than_expected_is_learned_from_at_once() -> None:
@@ -254,15 +272,15 @@ class Device:
         self.engine.retire()
 
 
-def test_what_an_engine_adopts_is_new_in_one_step_only() -> None:
+def test_what_an_engine_adopts_is_new_in_one_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
     device, told = Device(), []
     launched = device.engine._timing.pace.launched
 
-    def note(*given: Any) -> None:
-        told.append(given[-1])
-        launched(*given)
+    def note(*given: Any, newcomers_since: float | None, **named: Any) -> None:
+        told.append(newcomers_since)
+        launched(*given, newcomers_since=newcomers_since, **named)
 
-    device.engine._timing.pace.launched = note  # type: ignore[assignment]
+    monkeypatch.setattr(device.engine._timing.pace, "launched", note)
     for adopts in (False, True, False):
         if adopts:
             seq = sequence(3, max_tokens=40)
@@ -270,7 +288,7 @@ def test_what_an_engine_adopts_is_new_in_one_step_only() -> None:
             device.engine.adopt(seq, {0: (7,)}, [])
         device.launch()
         device.retire()
-    assert told == [True, True, False], "the first of them started its prompt"
+    assert told == [0.0, pytest.approx(0.010), None], "the first of them started its prompt"
 
 
 def test_the_engine_tells_when_to_launch() -> None:

@@ -25,6 +25,21 @@ def test_empty_places_of_decodes_count_as_tokens_of_prompts() -> None:
     assert UNPADDED.padded(3, 7) == 7
 
 
+def test_the_largest_graph_may_be_one_for_more_decodes() -> None:
+    assert PADDING.largest(0) == 512
+    assert StepPadding(((0, (64,)), (32, (96, 480)))).largest(0) == 480
+    assert PADDING.largest(33) == 384
+    assert PADDING.largest(129) == UNPADDED.largest(0) == 0
+
+
+def test_graphs_take_so_many_prompts_of_such_a_length() -> None:
+    padding = StepPadding(PADDING.ladders, most_prompts=8, most_context=1000)
+    assert padding.takes(8, 1000)
+    assert not padding.takes(9, 1000)
+    assert not padding.takes(8, 1001)
+    assert PADDING.takes(100, 10**6)
+
+
 def test_chunks_are_chosen_from_the_sizes_that_waste_least() -> None:
     assert PADDING.sizes(32) == (96, 480)
     assert PADDING.sizes(33) == (128, 384)

@@ -105,6 +105,30 @@ def test_where_the_device_pads_chunks_fill_its_sizes() -> None:
     assert 224 in lengths
 
 
+@pytest.mark.parametrize(
+    ("launch_s", "start", "length"),
+    [
+        (None, 0, 480),  # nobody knows what a launch op by op takes
+        (0.09, 0, 480),  # too long
+        (0.02, 0, 1500),
+        (None, 900, 1500),  # there is no graph for so long a prompt, however short the chunk
+    ],
+)
+def test_a_chunk_is_larger_than_every_graph_only_if_launching_it_keeps_the_limit(
+    launch_s: float | None, start: int, length: int
+) -> None:
+    padding = StepPadding(((32, (96, 160, 224, 480)),), most_context=2000)
+    step_time = StepTime(padding)
+    for tokens in (100, 1000, 2000, 2000):
+        size = StepSize(5, 400, tokens, tokens * tokens)
+        step_time.learn(size, takes(size))
+    if launch_s is not None:
+        step_time.learn_launch(StepSize(5, 400, 480, 480 * 480), 1.0)  # has a graph: says nothing of others
+        step_time.learn_launch(StepSize(5, 400, 2000, 2000 * 2000), launch_s)
+    config = make(**{**BIG, "padding": padding, "max_num_batched_tokens": 2048})[0].config
+    assert PromptBudget(config, step_time, StepSize(4, 400), 0.08).fitting(start, 1500) == length
+
+
 def test_a_second_prompt_has_what_the_first_one_leaves() -> None:
     timed = Timed()
     timed.decode(4)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from baton.layout import LayerKv
 from baton_kernels.paged_attention import PagedBatch
-from engine.model.attention import AttentionSite, attach, bind
+from engine.model.attention import AttentionCall, AttentionSite, attach, attend_within, bind
 from engine.model.fast.target import Target
 from engine.model.kv_pool import KvPool
 
@@ -15,12 +15,20 @@ NUM_TOKENS = 8
 BLOCK_SIZE = 16
 
 
-def run_model(target: Target, site: AttentionSite) -> None:
-    """Run one prompt; `site` handles its attention calls."""
+class Within:
+    """An `AttentionSite`: attention among the tokens of the forward."""
+
+    def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
+        return attend_within(call)
+
+
+def run_model(target: Target, site: AttentionSite) -> Tensor:
+    """Run one prompt; `site` handles its attention calls. Returns its logits, [NUM_TOKENS, vocab_size], fp32; of a
+    stage, what it has instead."""
     for module in target.layers:
         bind(module, site)
     try:
-        _forward(target, 0, NUM_TOKENS)
+        return _forward(target, 0, NUM_TOKENS)
     finally:
         for module in target.layers:
             bind(module, None)

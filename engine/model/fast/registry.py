@@ -90,11 +90,11 @@ def why_not_captured(model: PreTrainedModel) -> str | None:
 
 
 def _apply_one(name: str, piece: Piece, target: Target) -> Tally:
-    mark, tally = target.patches.mark(), Tally()
+    mark, tally = target.mark(), Tally()
     try:
         piece(target, tally)
     except Exception as error:
-        target.patches.back_to(mark)
+        target.back_to(mark)
         log.warning("piece %s left out: %s", name, error, exc_info=True)
         return Tally(refused=[("all", str(error))])
     for module, why in tally.refused:

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from baton_kernels.quantized_linear import with_scales_left
 from engine.model.fast.decoder import Decoder, Forward, LayerParts, Stream, layer_forward
+from engine.model.fast.forwards import Within, run_model
 from engine.model.fast.norm import Norm
 from engine.model.fast.tally import Tally
 from engine.model.fast.target import Target
@@ -49,17 +51,38 @@ def fuse_residuals(target: Target, tally: Tally) -> None:
         tally.refused, tally.fused = [*tally.refused, *[("others", "all layers or none")] * tally.fused], 0
         return
     final_norm = None if isinstance(final, StandIn) else Norm(final, target.norms[final])
-    _finish_in_norms(target, layers, found, final_norm is not None)
-    target.decoder = Decoder(layers, attentions, found, final, final_norm)
+    target.decoder = _finished_in_norms(target, Decoder(layers, attentions, found, final, final_norm))
     target.decoder.install(target.patches)
 
 
-def _finish_in_norms(target: Target, layers: list[nn.Module], found: list[LayerParts], has_final_norm: bool) -> None:
-    """Take the MLPs that leave something to the norm after them, where there is one."""
-    for index, (layer, parts) in enumerate(zip(layers, found, strict=True)):
+def _finished_in_norms(target: Target, decoder: Decoder) -> Decoder:
+    """The decoder with MLPs that leave scales to the norm after them, where there is one; as it was, if a forward shows
+    that not every norm gets the very tensor that has them."""
+    parts, trial = list(decoder.parts), list(decoder.parts)
+    for index, (layer, own) in enumerate(zip(decoder.layers, decoder.parts, strict=True)):
         mlp = target.mlps_for_norms.get(layer.get_submodule("mlp"))
-        if mlp is not None and (has_final_norm or parts.is_sandwich or index + 1 < len(layers)):
-            found[index] = replace(parts, mlp=mlp)
+        is_followed = decoder.final_norm is not None or own.is_sandwich or index + 1 < len(parts)
+        if mlp is not None and is_followed and not own.mlp_in_tuple:
+            parts[index], trial[index] = replace(own, mlp=mlp), replace(own, mlp=_leaving_scales(own.mlp))
+    if trial == decoder.parts:
+        return decoder
+    mark, logits = target.patches.mark(), list[Tensor]()
+    for tried in (decoder, replace(decoder, parts=trial)):
+        tried.install(target.patches)
+        logits.append(run_model(target, Within()))
+        target.patches.back_to(mark)
+    return replace(decoder, parts=parts) if close(logits[1], logits[0]) else decoder
+
+
+def _leaving_scales(mlp: Forward) -> Forward:
+    """A stand-in that leaves scales of any number of rows; its results are exact."""
+
+    def forward(x: Tensor) -> Tensor:
+        out: Tensor = mlp(x)
+        rows = torch.full((out.numel() // out.shape[-1], 1), 8.0, device=out.device)
+        return with_scales_left(out / 8, (rows, torch.ones(out.shape[-1], device=out.device)))
+
+    return forward
 
 
 def _chain(target: Target) -> tuple[list[nn.Module], list[nn.Module], nn.Module] | None:

@@ -13,9 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from engine.model.attention import AttentionCall, attend_within
 from engine.model.fast.decoder import Decoder, Forward
-from engine.model.fast.forwards import run_model
+from engine.model.fast.forwards import Within, run_model
 from engine.model.fast.norm import Norm
 from engine.model.fast.tally import Tally
 from engine.model.fast.target import Target
@@ -108,7 +107,7 @@ def _watch(
             parts = replace(parts, mlp=mlp.watched(parts.mlp))
         watched.append(parts)
     replace(decoder, parts=watched).install(target.patches)
-    run_model(target, _Within())
+    run_model(target, Within())
     target.patches.back_to(mark)
 
 
@@ -129,10 +128,3 @@ def _sum_in_norms(decoder: Decoder, attentions: list[_Candidate | None], mlps: l
 def _sum(norms: list[Norm], index: int, candidate: _Candidate | None) -> None:
     if candidate is not None and candidate.refusal is None:
         norms[index] = norms[index]._replace(sums=candidate.group)
-
-
-class _Within:
-    """Attention among the tokens of the forward."""
-
-    def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
-        return attend_within(call)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,15 @@ from engine.model.fast.decoder import Decoder
 from engine.model.fast.norm import RmsNorm
 from engine.model.fast.patches import Patches
 from engine.model.linear_method import LinearMethod, Product
+
+
+class Mark(NamedTuple):
+    """What a piece changes that may be left out again."""
+
+    patches: int
+    absorbed: set[nn.Module]
+    products: list[LinearMethod]
+    mlps_for_norms: dict[nn.Module, Product]
 
 
 @dataclass(slots=True)
@@ -34,6 +43,14 @@ class Target:
     products: list[LinearMethod] = field(default_factory=list)
     mlps_for_norms: dict[nn.Module, Product] = field(default_factory=dict)
     decoder: Decoder | None = None
+
+    def mark(self) -> Mark:
+        """A state to go back to."""
+        return Mark(self.patches.mark(), set(self.absorbed), list(self.products), dict(self.mlps_for_norms))
+
+    def back_to(self, mark: Mark) -> None:
+        self.patches.back_to(mark.patches)
+        self.absorbed, self.products, self.mlps_for_norms = mark.absorbed, mark.products, mark.mlps_for_norms
 
     @property
     def config(self) -> Any:

@@ -110,7 +110,9 @@ class QuantizedLinear(LinearMethod):
         weight = down.weight
         if self.dtype != torch.bfloat16 or weight.values.dtype != torch.float8_e4m3fn:
             return None
-        one = torch.ones((), device=weight.values.device)
+        if weight.out_features % 16 or weight.in_features % 16:
+            return None  # cuBLAS cannot
+        one = torch.ones((), dtype=torch.float32, device=weight.values.device)
         return self._mlp(activation, down, lambda gate_up: unscaled_activated_linear(gate_up, activation, weight, one))
 
     def _joins(self, down: QuantizedLinear) -> bool:

@@ -33,8 +33,9 @@ from baton_kernels.quantized_linear.four_bits import STEP
 from baton_kernels.quantized_linear.tile_programs import Programs, TileTiling, finish, row_of, share, weight_descriptor
 from baton_kernels.quantized_linear.weights import FourBitWeight
 
-X_IN_PARTS = 128
-"""So many rows of x are copied in two parts: a program's first product begins earlier, and a layer takes 4 us less."""
+ROWS_IN_PARTS = 128
+"""So many rows of x are copied in two parts: a program's first product begins earlier, and a layer of Llama 3.1 8B
+takes an H200 135 us instead of 139."""
 
 # The low halves of bytes times HUGE, less their zero times HUGE; and the high halves: 0x7f00 is 2 ** 127 in bf16.
 _DECODE_BF16 = gl.constexpr("""
@@ -256,7 +257,7 @@ def _four_bits_kernel(
     ACTIVATION: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """X_PARTS: in which the columns of a step arrive. REGISTERS: of a thread of the second group of warps."""
+    """X_PARTS: how many copies bring a step's columns of x. REGISTERS: of a thread of the second group of warps."""
     GATED: gl.constexpr = ACTIVATION is not None
     EIGHTHS: gl.constexpr = 4 if GATED else 8
     x_buffers = gl.allocate_shared_memory(
@@ -338,7 +339,7 @@ def few_rows(x: Tensor, weight: FourBitWeight, bias: Tensor | None = None, activ
     num_rows, in_features = x.shape
     tiling = choose(num_rows, activation is not None)
     programs = Programs.of(num_rows, weight.out_features, in_features // STEP, activation, tiling, x.device, x.dtype)
-    x_parts = 2 if tiling.rows == X_IN_PARTS else 1
+    x_parts = 2 if tiling.rows == ROWS_IN_PARTS else 1
     x_desc = TensorDescriptor(
         x, [in_features // 64, num_rows, 64], [64, x.stride(0), 1], [4 // x_parts, tiling.rows, 64],
         gl.NVMMASharedLayout(128, 16, 3),
