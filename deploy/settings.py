@@ -127,7 +127,7 @@ _OF_ONE_ROLE = {"pipeline_parallel_size"}
 _BETWEEN_MACHINES = {
     *("nnodes", "node_rank", "master_addr", "master_port"),
     *("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs"),
-    *("data_parallel_address", "data_parallel_rpc_port"),
+    *("data_parallel_address", "data_parallel_rpc_port", "distributed_timeout_seconds"),
 }
 """A cluster on one machine serves without TLS, also to `baton-up` itself, and its nodes meet at free ports."""
 

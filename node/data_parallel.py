@@ -29,15 +29,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LIMITS = Limits()
-
 
 def meet(
-    settings: NodeSettings, serves: Mapping[str, str], wake: Callable[[], None], limits: Limits = LIMITS
+    settings: NodeSettings, serves: Mapping[str, str], wake: Callable[[], None], limits: Limits | None = None
 ) -> PeerNodes:
     """Wait for all data parallel nodes. serves: by flag, what must be the same on all of them. wake: see PeerNodes.
     Raises StartupError."""
     rank, size = settings.data_parallel_rank or 0, settings.data_parallel_size
+    limits = limits or Limits(join=settings.distributed_timeout_seconds)
     at = HostPort(settings.data_parallel_address, settings.data_parallel_rpc_port)
     place = Place(at, "--data-parallel-address", "--data-parallel-rpc-port", "data parallel node")
     if rank:
@@ -60,7 +59,7 @@ def join_ranks(settings: NodeSettings, rank: int, store: HostPort, device: torch
     from engine.model.parallel.group import GlooRanks
 
     size, node = settings.data_parallel_size, settings.data_parallel_rank or 0
-    timeout = timedelta(seconds=LIMITS.join)
+    timeout = timedelta(seconds=settings.distributed_timeout_seconds)
     met = TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=timeout)
     everyone = GlooRanks(met, rank * size + node, settings.num_ranks * size, host=own_host(store))
     if device.type == "cpu":

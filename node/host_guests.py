@@ -33,6 +33,7 @@ _OWN_TO_A_HOST = frozenset(
         *("model", "revision", "served_model_name", "config", "log_level", "log_format", "cpu_threads"),
         *("admin_key_file", "profile_dir", "cluster_secret_file", "kv_events_config", "drain_timeout"),
         *("cluster_ssl_keyfile", "cluster_ssl_certfile", "cluster_ssl_ca_certs", "silence_timeout"),
+        "distributed_timeout_seconds",
     }
 )
 """Settings that may differ between hosts of a node: of addresses and files, and of what rank 0 alone does. Weights are

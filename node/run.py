@@ -59,6 +59,7 @@ def run_node(settings: NodeSettings, role: NodeRole, side: RoleSide, import_part
     """
     configure_logging(settings.log_levels(), settings.name(role), log_format=settings.log_format)
     raise_open_files()
+    _end_at_signals()
     try:
         code = _run(settings, side, import_parts)
     except StartupError as error:
@@ -70,6 +71,15 @@ def run_node(settings: NodeSettings, role: NodeRole, side: RoleSide, import_part
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _end_at_signals() -> None:
+    """While a container's first process loads: the kernel keeps signals from it that it has no handler for (man
+    pid_namespaces), and it would be killed when its grace period is over. Elsewhere a signal ends a process by
+    itself, also one that is inside a library."""
+    if os.getpid() == 1:
+        for number in stop_signals():
+            signal.signal(number, lambda number, _: os._exit(128 + number))
 
 
 def _run(settings: NodeSettings, side: RoleSide, import_parts: ImportParts) -> int:

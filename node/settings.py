@@ -133,6 +133,11 @@ class NodeSettings(ClusterSettings):
     master_port: int = Field(
         29501, ge=1, le=65535, description="port on that host at which they meet; nothing is authenticated there"
     )
+    distributed_timeout_seconds: float = Field(
+        300.0,
+        gt=0,
+        description="for how long the hosts of a node, or data parallel nodes, wait for each other at a start",
+    )
     enable_expert_parallel: bool = Field(
         False,
         description="of a mixture of experts, give each rank some experts as a whole, instead of a part of each",

@@ -24,6 +24,7 @@ VALUES: dict[str, Path] = {
     "tiny": CHART / "values-tiny.yaml",
     "gpu": CHART / "values-gpu.yaml",
     "everything": ROOT / "tests" / "deploy" / "values-everything.yaml",
+    "hosts": ROOT / "tests" / "deploy" / "values-hosts.yaml",
     "groups": ROOT / "tests" / "deploy" / "values-groups.yaml",
 }
 _STUBS = {"alerts.yml": "groups: []\n", "dashboard.json": "{}\n"}

@@ -18,6 +18,7 @@ _OF_PROCESSES: Mapping[str, Any] = {
     "cluster_ssl_keyfile": None,
     "cluster_ssl_certfile": None,
     "cluster_ssl_ca_certs": None,
+    "distributed_timeout_seconds": 300.0,
     "listen": "127.0.0.1:0",
     "master_addr": "127.0.0.1",
     "master_port": 29501,

@@ -45,6 +45,7 @@ ALL_NAMES = frozenset(
         "decode_dns",
         "decode_tensor_parallel_size",
         "device",
+        "distributed_timeout_seconds",
         "dns_interval",
         "drain_timeout",
         "dtype",

@@ -27,12 +27,13 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _START = 'hostname "$1"; mount --bind "$2" /etc/hosts; shift 2; exec "$@"'
 
 
-def why_not() -> str:
-    """Why there can be no namespaces on this machine; nothing if there can."""
-    lacking = [tool for tool in ("ip", "nft", "unshare", "nsenter") if shutil.which(tool) is None]
+def why_not(kind: str = "--net", *tools: str) -> str:
+    """Why there can be no namespaces of that kind on this machine; nothing if there can. tools: what they need; none
+    named: what a Network needs."""
+    lacking = [tool for tool in tools or ("ip", "nft", "unshare", "nsenter") if shutil.which(tool) is None]
     if os.geteuid() or lacking:
         return f"lacks {', '.join(lacking)}" if lacking else "is not root"
-    made = subprocess.run(["unshare", "--net", "true"], check=False, capture_output=True, text=True)
+    made = subprocess.run(["unshare", kind, "--fork", "true"], check=False, capture_output=True, text=True)
     return made.stderr.strip()
 
 
@@ -83,12 +84,21 @@ class Host:
         """End its process, if it has one; the exit code."""
         if self.process is None:
             return None
-        self.process.send_signal(number)
+        self.signal(number)
         try:
-            return self.process.wait(STOP_S)
+            return self.wait(STOP_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            return self.process.wait(STOP_S)
+            return self.wait(STOP_S)
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def wait(self, timeout_s: float) -> int:
+        """Its exit code. Raises TimeoutExpired."""
+        assert self.process is not None
+        return self.process.wait(timeout_s)
 
 
 @dataclass
@@ -170,14 +180,19 @@ class Network:
         yield "}"
 
 
-def arguments(container: Object, host: Host) -> tuple[list[str], dict[str, str]]:
-    """The command of a pod's container, and its environment, as Kubernetes and the image's entry point make it."""
+def arguments(
+    container: Object, host: Host, variables: Mapping[str, str] | None = None, files: Path | None = None
+) -> tuple[list[str], dict[str, str]]:
+    """The command of a pod's container, and its environment, as Kubernetes and the image's entry point make it.
+    variables: those that another controller adds. files: what has the secrets that are mounted below /etc/baton."""
     fields = {"metadata.name": host.name, "status.podIP": host.address}
     env = {
         entry["name"]: entry.get("value") or fields[entry["valueFrom"]["fieldRef"]["fieldPath"]]
         for entry in container.get("env", ())
-    }
+    } | dict(variables or {})
     filled = [re.sub(r"\$\((\w+)\)", lambda found: env[found[1]], text) for text in container["args"]]
+    if files is not None:
+        filled = [text.replace("=/etc/baton/", f"={files}/etc/baton/") for text in filled]
     entry = ["router"] if container["name"] == "router" else []
     return [sys.executable, "-m", "deploy.command", *entry, *filled], env
 

@@ -42,7 +42,9 @@ UNCHECKED_KINDS = {
 }
 NO_NODES = {"router", "picker"}
 CLUSTER_NAMES = ",".join(
-    f"DNS:{name}.serving.svc" for name in ("baton-prefill", "*.baton-prefill", "baton-decode", "*.baton-decode")
+    f"DNS:{name}.serving.svc"
+    for pool in ("baton-prefill", "baton-decode")
+    for name in (pool, f"{pool}-leaders", f"*.{pool}")
 )
 """What docs/kubernetes.md says that the certificate between routers and nodes must name."""
 every_set = pytest.mark.parametrize("name", VALUES)
@@ -65,8 +67,10 @@ def workloads(name: str) -> dict[str, Object]:
 
 
 def template_of(workload: Object) -> Object:
+    """Of its pods; of groups of several, of their leaders."""
     spec: Object = workload["spec"]
-    template: Object = spec["template"] if "template" in spec else spec["leaderWorkerTemplate"]["workerTemplate"]
+    group: Object = spec.get("leaderWorkerTemplate", {})
+    template: Object = spec.get("template") or group.get("leaderTemplate") or group["workerTemplate"]
     return template
 
 
@@ -75,6 +79,16 @@ def pods(name: str, *others: str) -> Iterator[tuple[str, Object, Object]]:
     for component, made in workloads(name).items():
         if component in ("router", "prefill", "decode", *others):
             pod = template_of(made)["spec"]
+            (container,) = pod["containers"]
+            yield component, pod, container
+
+
+def workers(name: str) -> Iterator[tuple[str, Object, Object]]:
+    """Likewise, those of groups of several pods that are not leaders."""
+    for component, made in workloads(name).items():
+        group = made["spec"].get("leaderWorkerTemplate", {})
+        if "leaderTemplate" in group:
+            pod = group["workerTemplate"]["spec"]
             (container,) = pod["containers"]
             yield component, pod, container
 
@@ -105,6 +119,7 @@ def test_what_is_rendered_is_of_the_chart_as_it_is(name: str) -> None:
         ("decode.nosuch=1", "nosuch"),
         ("clusterSecret.value=short", "clusterSecret.value"),
         ("router.args={policy=prefix}", "router.args"),
+        ("decode.env.BATON_DEVICE=cpu", "BATON_DEVICE"),
     ],
 )
 def test_helm_refuses_values_that_the_schema_does_not_allow(value: str, complaint: str) -> None:
@@ -171,8 +186,9 @@ def test_each_pool_of_nodes_has_a_headless_service_that_the_routers_look_up(name
     for component, made in nodes.items():
         (found,) = looked_up[component]
         own = made["spec"].get("serviceName", made["metadata"]["name"])  # what gives pods their names in DNS
-        service = services[own]
-        assert found.host == f"{own}.{NAMESPACE}.svc"
+        several = made["spec"].get("leaderWorkerTemplate", {}).get("size", 1) > 1
+        assert found.host == f"{own}{'-leaders' if several else ''}.{NAMESPACE}.svc"
+        service = services[found.host.partition(".")[0]]
         assert service["clusterIP"] == "None"
         assert not service["publishNotReadyAddresses"]
         assert found.port in {port["port"] for port in service["ports"]}
@@ -181,18 +197,23 @@ def test_each_pool_of_nodes_has_a_headless_service_that_the_routers_look_up(name
 def settings_of(name: str, component: str, folder: Path) -> Settings:
     """What the container's command makes of its arguments, with Kubernetes' variables and the mounted files."""
     pod, container = next((pod, container) for each, pod, container in pods(name) if each == component)
+    own = {"POD_NAME": f"baton-{component}-0", "POD_IP": "fd00::7" if name == "everything" else "10.0.0.7"}
+    declared = {variable["name"] for variable in container["env"]}
+    return settings_in(pod, container, {key: value for key, value in own.items() if key in declared}, folder)
+
+
+def settings_in(pod: Object, container: Object, variables: dict[str, str], folder: Path) -> Settings:
+    """variables: those that arguments may refer to."""
     for file in mounted(pod, container):
         put_file(folder, file)
     put_file(folder, "etc/baton/tls/tls.crt")
     put_file(folder, "etc/baton/tls/tls.key")
     for at, made in zip(("tls.key", "tls.crt", "ca.crt"), certificates(), strict=True):
         put_file(folder, f"etc/baton/cluster-tls/{at}", made)
-    values = {"POD_NAME": f"baton-{component}-0", "POD_IP": "fd00::7" if name == "everything" else "10.0.0.7"}
-    declared = {variable["name"] for variable in container["env"]}
-    arguments = container["args"] if component != "router" else ["router", *container["args"]]  # as its ENTRYPOINT
-    given = [re.sub(r"\$\((\w+)\)", lambda match: values[match[1]], text) for text in arguments]
-    assert {used for text in arguments for used in re.findall(r"\$\((\w+)\)", text)} <= declared
-    return parsed(given, folder)
+    arguments = (
+        container["args"] if container["name"] != "router" else ["router", *container["args"]]
+    )  # as its ENTRYPOINT
+    return parsed([re.sub(r"\$\((\w+)\)", lambda match: variables[match[1]], text) for text in arguments], folder)
 
 
 @cache
@@ -225,7 +246,8 @@ def test_the_commands_know_their_flags_and_listen_on_the_ports_that_are_declared
             grace = settings.drain_timeout + container["lifecycle"]["preStop"]["sleep"]["seconds"]
         else:
             assert isinstance(settings, NodeSettings)
-            assert declared == {"grpc": settings.listen.port, "metrics": settings.metrics_listen.port}
+            master = {"master": settings.master_port} if settings.nnodes > 1 else {}
+            assert declared == {"grpc": settings.listen.port, "metrics": settings.metrics_listen.port, **master}
             assert not settings.listen.is_wildcard  # others reach a node at the address it listens on
             grace = settings.drain_timeout + 2 * GRACE_S + THREAD_STOP_S
         assert pod["terminationGracePeriodSeconds"] > grace
@@ -258,7 +280,7 @@ def test_probes_ask_for_pages_that_there_are_and_none_kills_a_busy_pod(name: str
 def test_pods_run_without_rights(name: str) -> None:
     account = next(made for made in of_kind(name, "ServiceAccount") if made["metadata"]["name"] == "baton")
     assert account["automountServiceAccountToken"] is False
-    for component, pod, container in pods(name):
+    for component, pod, container in (*pods(name), *workers(name)):
         assert pod["serviceAccountName"] == account["metadata"]["name"]
         assert pod["automountServiceAccountToken"] is False
         assert pod["securityContext"]["runAsNonRoot"]
@@ -275,7 +297,7 @@ def test_pods_run_without_rights(name: str) -> None:
 def test_every_secret_that_is_mounted_is_there_or_named_by_the_values(name: str) -> None:
     made = {each["metadata"]["name"]: set(each["stringData"]) for each in of_kind(name, "Secret")}
     values = yaml.safe_load(VALUES[name].read_text())
-    for _, pod, _ in pods(name, "picker"):
+    for _, pod, _ in (*pods(name, "picker"), *workers(name)):
         for secret in (volume["secret"] for volume in pod["volumes"] if "secret" in volume):
             if secret["secretName"] in made:
                 assert {item["key"] for item in secret["items"]} <= made[secret["secretName"]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,6 @@ from tests.deploy.test_chart import (
     workloads,
 )
 from tools.metrics_page import router_registry
-from tools.render_chart import CHART
 
 PICKER_READS = {
     "vllm:num_requests_waiting",
@@ -75,19 +73,15 @@ def test_keda_scales_groups_by_their_own_kind() -> None:
     assert workloads("groups")["prefill"]["spec"]["replicas"] == 3
 
 
-@needs_helm
-@pytest.mark.parametrize("kind", ["StatefulSet", "LeaderWorkerSet"])
-def test_a_node_of_several_pods_is_refused_with_the_reason(kind: str) -> None:
-    sets = f"decode.kind={kind},decode.size=2"
-    ran = subprocess.run(
-        [str(HELM), "template", "baton", str(CHART), "--set", sets],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert ran.returncode != 0
-    assert "decode.size is 2 and must be 1: a node of baton runs on one machine" in ran.stderr
+# ---- variables of nodes ----
+
+
+def test_variables_are_those_of_nodes_alone() -> None:
+    given = {"name": "NCCL_SOCKET_IFNAME", "value": "eth0"}
+    assert {component: given in made["env"] for component, _, made in pods("everything")} == {
+        "router": False,
+        "decode": True,
+    }
 
 
 # ---- TLS between routers and nodes ----
@@ -99,7 +93,7 @@ def named(host: str) -> bool:
     return any(re.fullmatch(re.escape(name).replace(r"\*", "[^.]+"), host) for name in names)
 
 
-@pytest.mark.parametrize("name", ["everything", "groups"])
+@pytest.mark.parametrize("name", ["everything", "groups", "hosts"])
 def test_with_tls_all_show_one_certificate_and_are_reached_by_names_in_it(name: str, tmp_path: Path) -> None:
     router = settings_of(name, "router", tmp_path)
     assert isinstance(router, RouterSettings)
@@ -125,7 +119,7 @@ def test_without_it_nodes_are_reached_at_their_addresses(name: str, tmp_path: Pa
     assert node.advertise is None
 
 
-@pytest.mark.parametrize("name", ["everything", "groups"])
+@pytest.mark.parametrize("name", ["everything", "groups", "hosts"])
 def test_probes_need_no_certificate(name: str) -> None:
     for component, _, container in pods(name):
         asked = [probe for key, probe in container.items() if key.endswith("Probe")]

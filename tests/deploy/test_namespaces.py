@@ -22,7 +22,6 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-VALUES = "tiny"
 HTTP, NODE, METRICS = 8000, 9000, 9100
 REFUSED_S = 0.5
 """Packets that a policy drops are never answered."""
@@ -30,14 +29,15 @@ REFUSED_S = 0.5
 
 @dataclass
 class Pods:
-    """The chart's objects at work. `ready`: the nodes that a headless service's name stands for."""
+    """The chart's objects at work, of a set of values. `ready`: the nodes that a headless service's name stands for."""
 
     network: Network
+    values: str = "tiny"
     ready: dict[str, list[Host]] = field(default_factory=lambda: {"prefill": [], "decode": []})
 
     def start(self, component: str, number: int) -> Host:
         """A pod. `serve` makes it known."""
-        template = template_of(workloads(VALUES)[component])
+        template = template_of(workloads(self.values)[component])
         (container,) = template["spec"]["containers"]
         host = self.network.add(f"baton-{component}-{number}", NAMESPACE, template["metadata"]["labels"])
         host.start(*arguments(container, host))
@@ -56,9 +56,9 @@ class Pods:
     def enforce(self) -> None:
         ports = {
             component: {p["name"]: p["containerPort"] for p in template_of(made)["spec"]["containers"][0]["ports"]}
-            for component, made in workloads(VALUES).items()
+            for component, made in workloads(self.values).items()
         }
-        self.network.enforce(of_kind(VALUES, "NetworkPolicy"), ports)
+        self.network.enforce(of_kind(self.values, "NetworkPolicy"), ports)
 
 
 def why_not_there(host: Host, url: str) -> str | None:

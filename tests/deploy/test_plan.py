@@ -250,6 +250,7 @@ def test_every_setting_of_node_and_router_can_be_given() -> None:
     own |= {"ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs"}
     own |= {"data_parallel_rank", "data_parallel_address", "data_parallel_rpc_port"}
     own |= {"nnodes", "node_rank", "master_addr", "master_port"}  # baton-up's nodes are on this machine
+    own |= {"distributed_timeout_seconds"}
     own |= {"pipeline_parallel_size"}  # of prefill nodes only: --prefill-pipeline-parallel-size
     assert (
         NodeSettings.model_fields.keys() | RouterSettings.model_fields.keys()

@@ -72,6 +72,17 @@ async def test_answers_are_those_of_transformers_and_hosts_stop_together(
         assert not any("has ended" in host.log_tail() for host in hosts)
 
 
+def test_hosts_wait_for_each_other_as_long_as_they_are_told_to(tmp_path: Path) -> None:
+    flags = ("--tensor-parallel-size=2", "--nnodes=2", "--distributed-timeout-seconds=0.5")
+    with Cluster(tmp_path) as cluster, free_port() as one, free_port() as other:
+        first = cluster.node("decode", "first", *flags, "--node-rank=0", f"--master-port={one.address.port}")
+        second = cluster.node("decode", "second", *flags, "--node-rank=1", f"--master-port={other.address.port}")
+        assert [host.wait_exit() for host in (first, second)] == [1, 1]
+        assert "--nnodes: node rank 1 of 2 has not come" in first.log_tail()
+        assert "--master-addr: not all nodes have come" in second.log_tail()
+        assert all("for 0.5 s" in host.log_tail() for host in (first, second))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("lost", [0, 1])
 async def test_a_host_that_is_lost_ends_the_node_and_no_request(tmp_path: Path, lost: int) -> None:

@@ -187,6 +187,12 @@ def test_who_is_missing_is_named(scene: Scene) -> None:
         scene.meet(1, 3, limits=Limits(join=0.3)).result(PATIENCE_S)
 
 
+def test_nodes_wait_for_each_other_as_long_as_the_flag_says(scene: Scene) -> None:
+    settings = scene.settings(0, 2).model_copy(update={"distributed_timeout_seconds": 0.2})
+    with pytest.raises(StartupError, match=r"^--data-parallel-size: rank 1 of 2 has not come for 0.2 s"):
+        meet(settings, SERVES, lambda: None)
+
+
 def test_a_port_that_is_taken_is_named(scene: Scene) -> None:
     with (
         socket.create_server((HOST, 0)) as taken,

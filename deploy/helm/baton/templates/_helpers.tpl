@@ -1,10 +1,15 @@
-{{/* Names end in at most 17 characters of ours ("-prefill-headless"), and pods in "-" and a number of a StatefulSet. */}}
+{{/* Names end in at most 16 characters of ours ("-prefill-leaders"), and pods in "-" and a number of a StatefulSet. */}}
 {{- define "baton.fullname" -}}
 {{- if contains "baton" .Release.Name -}}
 {{- .Release.Name | trunc 36 | trimSuffix "-" -}}
 {{- else -}}
 {{- printf "%s-baton" (.Release.Name | trunc 30 | trimSuffix "-") -}}
 {{- end -}}
+{{- end -}}
+
+{{/* What routers look up to find the nodes of a pool; takes what baton.node takes. */}}
+{{- define "baton.nodesService" -}}
+{{ include "baton.fullname" .root }}-{{ .role }}{{ if gt (int .pool.size) 1 }}-leaders{{ end }}
 {{- end -}}
 
 {{- define "baton.selector" -}}

@@ -3,12 +3,29 @@ them; args: the flags of both. */}}
 {{- define "baton.node" }}
 {{- $name := include "baton.fullname" .root }}
 {{- $who := dict "root" .root "component" .role }}
-{{- if gt (int .pool.size) 1 }}
-{{- $why := "a node of baton runs on one machine, so that it cannot be spread over several pods yet" }}
-{{- fail (printf "%s.size is %d and must be 1: %s. %s.replicas gives more nodes." .role (int .pool.size) $why .role) }}
-{{- end }}
+{{- $groups := gt (int .pool.size) 1 }}
+{{- include "baton.checkHosts" . }}
 ---
-# Headless: DNS answers with the address of each pod that is ready, which routers look up.
+# Headless: DNS answers with the address of each node that is ready, which routers look up.
+apiVersion: v1
+kind: Service
+metadata:
+  name: {{ include "baton.nodesService" . }}
+  labels: {{- include "baton.labels" $who | nindent 4 }}
+spec:
+  clusterIP: None
+  publishNotReadyAddresses: false
+  selector:
+    {{- include "baton.selector" $who | nindent 4 }}
+    {{- if $groups }}
+    leaderworkerset.sigs.k8s.io/worker-index: "0" # leaders
+    {{- end }}
+  ports:
+    - { name: grpc, port: 9000, targetPort: grpc }
+    - { name: metrics, port: 9100, targetPort: metrics }
+{{- if $groups }}
+---
+# Headless too: the names by which the pods of a group find each other, before any is ready.
 apiVersion: v1
 kind: Service
 metadata:
@@ -16,11 +33,11 @@ metadata:
   labels: {{- include "baton.labels" $who | nindent 4 }}
 spec:
   clusterIP: None
-  publishNotReadyAddresses: false
+  publishNotReadyAddresses: true
   selector: {{- include "baton.selector" $who | nindent 4 }}
   ports:
-    - { name: grpc, port: 9000, targetPort: grpc }
-    - { name: metrics, port: 9100, targetPort: metrics }
+    - { name: master, port: 29501, targetPort: 29501 }
+{{- end }}
 ---
 {{- if eq .pool.kind "StatefulSet" }}
 apiVersion: apps/v1
@@ -50,7 +67,12 @@ metadata:
 spec:
   selector:
     matchLabels: {{- include "baton.selector" $who | nindent 6 }}
-  {{- toYaml .pool.podDisruptionBudget | nindent 2 }}
+  {{- /* Of pods: a budget of how many may be away never costs more nodes than that; of how many stay, each has all of its pods. */}}
+  {{- $budget := deepCopy .pool.podDisruptionBudget }}
+  {{- with $budget.minAvailable }}
+  {{- if not (kindIs "string" .) }}{{ $_ := set $budget "minAvailable" (mul . $.pool.size) }}{{ end }}
+  {{- end }}
+  {{- toYaml $budget | nindent 2 }}
 {{- if .pool.autoscaling.enabled }}
 {{ include "baton.scaledObject" . }}
 {{- end }}
