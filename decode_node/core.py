@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from baton.audit import KvSlot
 from baton.errors import BatonError, NodeUnavailable, RequestCancelled
-from baton.messages import Abort, AttemptId, Commit, Migrate, NodeRole, Prefill, Refuse, Release, Reserve
+from baton.handoff_messages import Commit, Refuse, Release, Reserve
+from baton.messages import Abort, AttemptId, Migrate, Prefill
+from baton.node_info import NodeRole
 from decode_node.leases import Extras
 from decode_node.migrations import Migrations
 from decode_node.reservations import Reservations

@@ -13,7 +13,8 @@ from google.protobuf.message import DecodeError
 from baton import wire
 from baton.cluster_secret import HANDOFF, NotTrusted, admit
 from baton.errors import BatonError, InvalidRequest
-from baton.messages import Auth, Hello
+from baton.handoff_messages import Hello
+from baton.messages import Auth
 from baton.streams import ENDED, EOF, HELLO_S, STOPPED
 from baton.trust import Trust
 from node.events import ClosePeer, PeerClosed, PeerOpened, ToPrefill

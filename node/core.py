@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from baton.audit import KvAudit, KvSlot
 from baton.errors import BatonError, InternalError, NodeUnavailable, Overloaded, RequestCancelled
-from baton.messages import Abort, AttemptId, End, Load, Migrate, NodeRole, Prefill
+from baton.messages import Abort, AttemptId, End, Load, Migrate, Prefill
+from baton.node_info import NodeRole
 from engine.engine import Engine
 from engine.holdings import Holding
 from engine.scheduler import Plan

@@ -13,7 +13,8 @@ from baton import wire
 from baton.channels import open_channel
 from baton.cluster_secret import HANDOFF, prove
 from baton.errors import BatonError, InvalidRequest, NodeUnavailable
-from baton.messages import Auth, DecodeTarget, Hello, PrefillToDecode, Reserve
+from baton.handoff_messages import Hello, PrefillToDecode, Reserve
+from baton.messages import Auth, DecodeTarget
 from baton.streams import EOF, HELLO_S, STOPPED, rpc_reason
 from baton.trust import Trust
 from baton.v1 import node_pb2_grpc

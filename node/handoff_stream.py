@@ -20,7 +20,9 @@ from typing import Any, Protocol
 
 from baton import PROTOCOL_VERSION, wire
 from baton.errors import BatonError, InvalidRequest, NodeUnavailable, TransferError
-from baton.messages import AttemptId, Auth, CommitReply, Heartbeat, Hello, Refuse, Release, Reserve, Route
+from baton.handoff_messages import CommitReply, Heartbeat, Hello, Refuse, Release, Reserve
+from baton.messages import AttemptId, Auth
+from baton.node_info import Route
 from baton.streams import HEARTBEAT_S, Stream, first_end, read_all
 from node.events import Event, FromPeer
 

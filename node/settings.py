@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from baton.address import HostPort
-from baton.messages import NodeRole
+from baton.node_info import NodeRole
 from baton.settings import ListenAddress, Sizes
 from baton.trust import ClusterSettings
 from node.eplb_config import EplbConfig

@@ -17,8 +17,9 @@ from baton import PROTOCOL_VERSION
 from baton.address import HostPort
 from baton.audit import KvAudit
 from baton.channels import SERVER_OPTIONS, bind
+from baton.handoff_messages import Hello
 from baton.malformed import RefuseMalformed
-from baton.messages import Hello, NodeInfo, TransportEndpoint
+from baton.node_info import NodeInfo, TransportEndpoint
 from baton.streams import HEARTBEAT_S
 from baton.telemetry import AdminGate, MetricsServer, NodeMetrics, new_registry
 from baton.trust import Trust

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from baton.audit import KvSlot
 from baton.errors import BatonError, InvalidRequest, PeerLost
-from baton.messages import Abort, AttemptId, Migrate, NodeRole, Prefill, Stayed
+from baton.messages import Abort, AttemptId, Migrate, Prefill, Stayed
+from baton.node_info import NodeRole
 from engine.engine import Engine
 from engine.holdings import Holding
 from engine.sequence import Sequence

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from baton.messages import Hello
+from baton.handoff_messages import Hello
 from baton.trust import Trust
 from baton.v1 import node_pb2, node_pb2_grpc
 from node.decode_links import DecodeLinks

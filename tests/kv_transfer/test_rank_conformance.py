@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton.layout import KvLayout
-from baton.messages import Route
+from baton.node_info import Route
 from kv_transfer.parts import Piece, untag
 from kv_transfer.ranks import rank_name
 from kv_transfer.receiver import PartFailed, PartLanded, PartRefused, PartUnused

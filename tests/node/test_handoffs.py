@@ -11,23 +11,10 @@ import pytest
 
 from baton import PROTOCOL_VERSION, wire
 from baton.errors import RequestCancelled
+from baton.handoff_messages import Commit, CommitReply, Credit, Grant, Heartbeat, Hello, Refuse, Release, Reserve
 from baton.layout import KvSlice
-from baton.messages import (
-    AttemptId,
-    Commit,
-    CommitReply,
-    Credit,
-    DecodeTarget,
-    Grant,
-    Heartbeat,
-    Hello,
-    NodeRole,
-    Refuse,
-    Release,
-    Reserve,
-    Sample,
-    TransportEndpoint,
-)
+from baton.messages import AttemptId, DecodeTarget, Sample
+from baton.node_info import NodeRole, TransportEndpoint
 from baton.sampling import SamplingParams
 from baton.trust import Trust
 from baton.v1 import node_pb2_grpc

@@ -13,7 +13,8 @@ from typing import Any
 
 from baton.audit import KvUse
 from baton.layout import KvSlice
-from baton.messages import AttemptId, GenerationDefaults, NodeInfo, NodeRole, Route
+from baton.messages import AttemptId
+from baton.node_info import GenerationDefaults, NodeInfo, NodeRole, Route
 from baton_kernels.block_copy import Move
 from decode_node.core import DecodeCore
 from engine.config import EngineConfig

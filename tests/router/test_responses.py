@@ -14,7 +14,7 @@ from openai.types.responses import Response
 from pydantic import SecretStr
 
 from baton.errors import Overloaded
-from baton.messages import NodeRole
+from baton.node_info import NodeRole
 from router.http.body import validate
 from router.http.responses_api.schemas import ResponsesRequest
 from tests.router.conftest import Router, says

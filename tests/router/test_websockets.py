@@ -15,7 +15,7 @@ from pydantic import SecretStr
 from starlette.types import Receive, Scope, Send
 
 from baton.errors import Overloaded
-from baton.messages import NodeRole
+from baton.node_info import NodeRole
 from router.http.limits import Bodies, WebSockets
 from tests.router.conftest import Router, says
 from tests.router.fake_node import PATIENCE_S, Answer, FakeCluster
