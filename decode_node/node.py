@@ -23,19 +23,9 @@ def make_parts(settings: NodeSettings, wake: Callable[[], None], ranks: Ranks | 
 
 def make_role(base: Base) -> RoleParts:
     """The role on its base: its movers and its core."""
-    built, settings = base.built, base.settings
     receiver = ReceiverRanks(base.movers(KvReceiver, base.links))
-    outward = base.make_links(settings.num_outward_slots)
+    outward = base.make_links(base.settings.num_outward_slots)
     sender = SenderRanks(base.movers(KvSender, outward))
     addresses = [link.transport.info() for link in outward]
-    core = DecodeCore(
-        built.engine,
-        receiver,
-        sender,
-        incarnation=base.incarnation,
-        max_waiting=settings.max_waiting,
-        max_deadline_s=settings.request_timeout,
-        grammars=base.grammars,
-        processors=base.processors,
-    )
+    core = DecodeCore(base.built.engine, receiver, sender, base.role_options)
     return RoleParts(core, receiver, (sender, addresses), count_damaged=lambda: receiver.num_damaged_pieces)

@@ -25,17 +25,13 @@ def make_parts(settings: NodeSettings, wake: Callable[[], None], ranks: Ranks | 
 
 def make_role(base: Base) -> RoleParts:
     """The role on its base: its mover and its core."""
-    built, settings = base.built, base.settings
+    built = base.built
     sender = SenderRanks(base.movers(KvSender, base.links))
     core = PrefillCore(
         built.engine,
         sender,
-        incarnation=base.incarnation,
-        max_waiting=settings.max_waiting,
-        max_deadline_s=settings.request_timeout,
+        base.role_options,
         layer_groups=min(built.layer_groups, built.layout.num_layers),
         whole_tokens=WHOLE_TOKENS if built.graph_sizes else 0,
-        grammars=base.grammars,
-        processors=base.processors,
     )
     return RoleParts(core, sender)
