@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 from decode_node.core import DecodeCore
 from kv_transfer.ranks import ReceiverRanks, SenderRanks
@@ -10,15 +10,6 @@ from kv_transfer.receiver import KvReceiver
 from kv_transfer.sender import KvSender
 from node.base import Base
 from node.parts import RoleParts, assemble
-from node.ranks import Ranks
-from node.settings import NodeSettings
-from node.shell import NodeParts
-
-
-def make_parts(settings: NodeSettings, wake: Callable[[], None], ranks: Ranks | None = None) -> NodeParts:
-    """Load the model and build the role on it. ranks: the node's further ranks. Raises ValueError, OSError or a
-    BatonError, each readable for users."""
-    return assemble(settings, wake, make_role, ranks)
 
 
 def make_role(base: Base) -> RoleParts:
@@ -29,3 +20,7 @@ def make_role(base: Base) -> RoleParts:
     addresses = [link.transport.info() for link in outward]
     core = DecodeCore(base.built.engine, receiver, sender, base.role_options)
     return RoleParts(core, receiver, (sender, addresses), count_damaged=lambda: receiver.num_damaged_pieces)
+
+
+make_parts = partial(assemble, make_role)
+"""Implements `node.run.MakeParts`."""

@@ -59,9 +59,9 @@ class RoleParts:
 
 
 def assemble(
+    make_role: Callable[[Base], RoleParts],
     settings: NodeSettings,
     wake: Callable[[], None],
-    make_role: Callable[[Base], RoleParts],
     ranks: Ranks | None = None,
 ) -> NodeParts:
     """Load the model and build the role on it. `wake` is called, on any thread, when the core should have a turn.
