@@ -24,19 +24,8 @@ from pydantic import Field
 
 from baton import wire
 from baton.log_levels import LogLevels
-from baton.messages import (
-    Abort,
-    Adopted,
-    End,
-    HandedOff,
-    Migrate,
-    NodeRole,
-    Prefill,
-    SampleEnd,
-    Started,
-    Tokens,
-    Update,
-)
+from baton.messages import Abort, Adopted, End, HandedOff, Migrate, Prefill, SampleEnd, Started, Tokens, Update
+from baton.node_info import NodeRole
 from baton.sampling import FinishReason
 from baton.settings import Settings, parse
 from baton.telemetry import configure_logging

@@ -29,11 +29,8 @@ from baton.messages import (
     AttemptId,
     Auth,
     End,
-    GenerationDefaults,
     HandedOff,
     Load,
-    NodeInfo,
-    NodeRole,
     Prefill,
     SampleEnd,
     Started,
@@ -42,6 +39,7 @@ from baton.messages import (
     Tokens,
     Update,
 )
+from baton.node_info import GenerationDefaults, NodeInfo, NodeRole
 from baton.sampling import FinishReason
 from baton.v1 import node_pb2, node_pb2_grpc
 from baton.wire.sessions import write_update

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from baton.audit import KvSlot
 from baton.errors import BatonError, NodeUnavailable, RequestCancelled
-from baton.messages import Abort, AttemptId, Commit, Migrate, NodeRole, Prefill, Refuse, Release, Reserve
+from baton.handoff_messages import Commit, Refuse, Release, Reserve
+from baton.messages import Abort, AttemptId, Migrate, Prefill
+from baton.node_info import NodeRole
 from decode_node.leases import Extras
 from decode_node.migrations import Migrations
 from decode_node.reservations import Reservations
@@ -28,46 +30,24 @@ from engine.step import StepResult
 from kv_transfer.ranks import ReceiverRanks, SenderRanks, peer_of
 from kv_transfer.receiver import PartFailed, PartLanded, PartRefused, PartUnused, PeerDisconnected
 from kv_transfer.sender import PartSent
-from node.core import RoleCore
+from node.core import RoleCore, RoleOptions
 from node.events import ClosePeer, FromPeer, OfTarget, PeerClosed, PeerEvent, PeerOpened
 from node.intake import beams_of, make_sequence
-from node.logits_processors import LogitsProcessors
 from node.parts_out import PartsOut
-
-if TYPE_CHECKING:
-    from node.grammars import Grammars  # imports numpy, which a simulated node does without
 
 
 class DecodeCore(RoleCore):
-    """Owns engine, receiver and sender, each of which has slots and a transport of its own. `max_waiting` bounds each
-    queue."""
+    """Owns engine, receiver and sender, each of which has slots and a transport of its own. `max_waiting` bounds both
+    prompts and reservations that wait."""
 
     role: ClassVar[NodeRole] = NodeRole.DECODE
 
-    def __init__(
-        self,
-        engine: Engine,
-        receiver: ReceiverRanks,
-        sender: SenderRanks,
-        *,
-        incarnation: str,
-        max_waiting: int = 4096,
-        max_deadline_s: float = 3600.0,
-        grammars: Grammars | None = None,
-        processors: LogitsProcessors | None = None,
-    ) -> None:
-        super().__init__(
-            engine,
-            incarnation=incarnation,
-            max_waiting=max_waiting,
-            max_deadline_s=max_deadline_s,
-            grammars=grammars,
-            processors=processors,
-        )
+    def __init__(self, engine: Engine, receiver: ReceiverRanks, sender: SenderRanks, options: RoleOptions) -> None:
+        super().__init__(engine, options)
         self.receiver = receiver
         self.sender = sender
         self._reservations = Reservations(
-            engine, receiver, self._outbox, max_waiting=max_waiting, max_deadline_s=max_deadline_s
+            engine, receiver, self._outbox, max_waiting=options.max_waiting, max_deadline_s=options.max_deadline_s
         )
         self._running = RunningRequests(engine, self._outbox, self._fences)
         self._migrations = Migrations(engine, PartsOut(engine, sender, 1, 0), self._outbox, self._running)

@@ -13,16 +13,15 @@ from google.protobuf.message import DecodeError
 from baton import wire
 from baton.cluster_secret import HANDOFF, NotTrusted, admit
 from baton.errors import BatonError, InvalidRequest
-from baton.messages import Auth, Hello
+from baton.handoff_messages import Hello
+from baton.messages import Auth
 from baton.streams import ENDED, EOF, HELLO_S, STOPPED
-from baton.trust import Trust
 from node.events import ClosePeer, PeerClosed, PeerOpened, ToPrefill
 from node.handoff_stream import (
     CONNECT_S,
     DECODE_CODEC,
+    HandoffEnd,
     HandoffStream,
-    PeerTransport,
-    Post,
     check_hello,
     check_target,
     connect,
@@ -39,24 +38,10 @@ class HandoffServer:
     """Serves one stream for each prefill incarnation. Asyncio thread only.
 
     A second stream of an incarnation replaces the first, which the peer has given up although this node did not notice.
-    `hello` describes this node, `limits` are on messages to it.
     """
 
-    def __init__(
-        self,
-        hello: Hello,
-        transport: PeerTransport,
-        post: Post,
-        trust: Trust,
-        limits: wire.Limits,
-        silence_s: float,
-    ) -> None:
-        self._hello = hello
-        self._transport = transport
-        self._post = post
-        self._trust = trust
-        self._limits = limits
-        self._silence_s = silence_s
+    def __init__(self, ours: HandoffEnd) -> None:
+        self._ours = ours
         self._streams: dict[str, HandoffStream] = {}
         self._opened: dict[str, int] = {}  # peer -> number of the PeerOpened of its stream
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # one stream of a peer at a time
@@ -113,29 +98,33 @@ class HandoffServer:
             message = await context.read()
             return wire.read_prefill_message(message) if message is not EOF else None
 
-        return await admit(self._trust.secret, HANDOFF, self._hello.incarnation, "the prefill node", say, hear)
+        return await admit(
+            self._ours.trust.secret, HANDOFF, self._ours.hello.incarnation, "the prefill node", say, hear
+        )
 
     async def _talk(self, context: Context, theirs: Hello) -> None:
         peer, reason = theirs.incarnation, "cancelled"
-        stream = self._streams[peer] = HandoffStream(peer, DECODE_CODEC, self._limits)
+        stream = self._streams[peer] = HandoffStream(peer, DECODE_CODEC, self._ours.limits)
         try:
             error = await self._connect(theirs)
             if error is None:
-                part_blocks = min(self._hello.part_blocks, theirs.part_blocks)
-                self._opened[peer] = self._post(PeerOpened(peer, part_blocks, theirs.layout, theirs.node_id))
+                part_blocks = min(self._ours.hello.part_blocks, theirs.part_blocks)
+                self._opened[peer] = self._ours.post(PeerOpened(peer, part_blocks, theirs.layout, theirs.node_id))
                 log.info("handoff open peer=%s node=%s", peer, theirs.node_id)
-            answer = dataclasses.replace(self._hello, error=error)
+            answer = dataclasses.replace(self._ours.hello, error=error)
             await context.write(wire.write_decode_message(answer))
             if error is not None:
                 reason = describe(error)
                 return
-            patience_s = CONNECT_S + self._silence_s
-            reason = await stream.carry(context.read, context.write, self._post, self._silence_s, first_s=patience_s)
+            patience_s = CONNECT_S + self._ours.silence_s
+            reason = await stream.carry(
+                context.read, context.write, self._ours.post, self._ours.silence_s, first_s=patience_s
+            )
         finally:
-            self._transport.disconnect(peer)
+            self._ours.transport.disconnect(peer)
             del self._streams[peer]
             if self._opened.pop(peer, None):
-                self._post(PeerClosed(peer, reason))
+                self._ours.post(PeerClosed(peer, reason))
             log.info("handoff over peer=%s node=%s reason=%s", peer, theirs.node_id, reason)
         if reason != ENDED:
             await context.abort(grpc.StatusCode.ABORTED, reason)
@@ -143,9 +132,9 @@ class HandoffServer:
     async def _connect(self, theirs: Hello) -> BatonError | None:
         """Check the peer and connect the transport to it; returns the error that refuses it, if any."""
         try:
-            check_target(self._hello, theirs)
-            check_hello(self._hello, theirs)
-            await connect(self._transport, theirs.incarnation, routes_to(self._hello, theirs))
+            check_target(self._ours.hello, theirs)
+            check_hello(self._ours.hello, theirs)
+            await connect(self._ours.transport, theirs.incarnation, routes_to(self._ours.hello, theirs))
         except BatonError as error:
             return error
         return None

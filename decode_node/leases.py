@@ -6,7 +6,8 @@ import enum
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from baton.messages import Adopted, Commit, Reserve
+from baton.handoff_messages import Commit, Reserve
+from baton.messages import Adopted
 from baton.priority import due_s
 from engine.beams import BeamGroup
 from engine.logits_processor import LogitsProcessorChain

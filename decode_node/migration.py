@@ -6,7 +6,8 @@ import enum
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from baton.messages import Commit, HandedOff, Reserve, Sample
+from baton.handoff_messages import Commit, Reserve
+from baton.messages import HandedOff, Sample
 from baton.table_shape import TableShape
 from engine.config import EngineConfig
 from engine.sequence import Sequence, SequenceState

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 from decode_node.core import DecodeCore
 from kv_transfer.ranks import ReceiverRanks, SenderRanks
@@ -10,32 +10,17 @@ from kv_transfer.receiver import KvReceiver
 from kv_transfer.sender import KvSender
 from node.base import Base
 from node.parts import RoleParts, assemble
-from node.ranks import Ranks
-from node.settings import NodeSettings
-from node.shell import NodeParts
-
-
-def make_parts(settings: NodeSettings, wake: Callable[[], None], ranks: Ranks | None = None) -> NodeParts:
-    """Load the model and build the role on it. ranks: the node's further ranks. Raises ValueError, OSError or a
-    BatonError, each readable for users."""
-    return assemble(settings, wake, make_role, ranks)
 
 
 def make_role(base: Base) -> RoleParts:
     """The role on its base: its movers and its core."""
-    built, settings = base.built, base.settings
     receiver = ReceiverRanks(base.movers(KvReceiver, base.links))
-    outward = base.make_links(settings.num_outward_slots)
+    outward = base.make_links(base.settings.num_outward_slots)
     sender = SenderRanks(base.movers(KvSender, outward))
     addresses = [link.transport.info() for link in outward]
-    core = DecodeCore(
-        built.engine,
-        receiver,
-        sender,
-        incarnation=base.incarnation,
-        max_waiting=settings.max_waiting,
-        max_deadline_s=settings.request_timeout,
-        grammars=base.grammars,
-        processors=base.processors,
-    )
+    core = DecodeCore(base.built.engine, receiver, sender, base.role_options)
     return RoleParts(core, receiver, (sender, addresses), count_damaged=lambda: receiver.num_damaged_pieces)
+
+
+make_parts = partial(assemble, make_role)
+"""Implements `node.run.MakeParts`."""

@@ -25,8 +25,9 @@ from baton.errors import (
     TransferError,
     TransferTimeout,
 )
+from baton.handoff_messages import Commit, CommitReply, Credit, Grant, Landed, Refuse, Release, Reserve
 from baton.layout import KvLayout
-from baton.messages import AttemptId, Commit, CommitReply, Credit, End, Grant, Landed, Refuse, Release, Reserve
+from baton.messages import AttemptId, End
 from baton.waiting_queue import WaitingQueue
 from decode_node.leases import Extras, Lease, LeaseState, Waiting
 from engine.engine import Engine

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import grpc
 
-from baton.messages import Hello
-from baton.trust import Trust
 from baton.v1 import node_pb2, node_pb2_grpc
 from decode_node.handoffs import HandoffServer
 from node.decode_links import DecodeLinks
 from node.events import Event, FromPeer, OfTarget, PeerClosed, PeerOpened
-from node.handoff_stream import Post
+from node.handoff_stream import HandoffEnd
 from node.loop import Turn
 from node.sessions import Context, Sessions
 from node.shell import NodeParts, RoleSide
@@ -46,27 +44,20 @@ class HandoffStreams:
             await streams.close()
 
 
-def serve(
-    server: grpc.aio.Server,
-    sessions: Sessions,
-    hello: Hello,
-    parts: NodeParts,
-    post: Post,
-    trust: Trust,
-    silence_s: float,
-) -> HandoffStreams:
+def serve(server: grpc.aio.Server, sessions: Sessions, parts: NodeParts, ours: HandoffEnd) -> HandoffStreams:
     """Register the service and return the streams from and to other nodes."""
-    handoffs = HandoffServer(hello, parts.transport, post, trust, sessions.limits, silence_s)
+    handoffs = HandoffServer(ours)
     node_pb2_grpc.add_DecodeNodeServicer_to_server(DecodeNode(sessions, handoffs), server)  # type: ignore[no-untyped-call]
 
     def post_of_target(event: Event) -> int:
         assert isinstance(event, PeerOpened | PeerClosed | FromPeer)
-        return post(OfTarget(event))
+        return ours.post(OfTarget(event))
 
-    assert parts.outward is not None
-    to_others = dataclasses.replace(hello, endpoints=parts.outward.endpoints)
-    links = DecodeLinks(to_others, parts.outward.transport, post_of_target, trust, sessions.limits, silence_s)
-    return HandoffStreams(handoffs, links)
+    outward = parts.outward
+    assert outward is not None
+    hello = replace(ours.hello, endpoints=outward.endpoints)
+    to_others = replace(ours, hello=hello, transport=outward.transport, post=post_of_target)
+    return HandoffStreams(handoffs, DecodeLinks(to_others))
 
 
 DECODE_SIDE = RoleSide("baton.v1.DecodeNode", serve)

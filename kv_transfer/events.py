@@ -77,3 +77,21 @@ class EventQueue:
         if ended:
             assert self._listener is not None
             self._listener(ended)
+
+
+class EventSource:
+    """The part of a `Transport` that is about its events; a subclass puts them into `_events`, or has its threads do
+    so."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._events = EventQueue(wake)
+
+    @property
+    def wake(self) -> Callable[[], None]:
+        return self._events.wake
+
+    def subscribe(self, listener: Listener) -> None:
+        self._events.subscribe(listener)
+
+    def poll(self) -> list[TransportEvent]:
+        return self._events.poll()

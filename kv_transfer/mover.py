@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from baton.audit import KvSlot
@@ -18,6 +19,16 @@ from kv_transfer.transport import Transport
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PartFailed:
+    """The part was not sent, or not received; `reason` is for people."""
+
+    peer: str
+    lease: int
+    part: int
+    reason: str
 
 
 class Sent:

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 from baton.audit import KvSlot
 from baton.layout import KvLayout
-from baton.messages import Route
+from baton.node_info import Route
 from kv_transfer.copies import Mark
 from kv_transfer.mover import KvMover
 from kv_transfer.parts import PartPlanner, Piece

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from baton.errors import TransferError
 from baton.layout import KvLayout, KvSlice, LayerKv
 from kv_transfer.copies import Mark, Move
-from kv_transfer.mover import KvMover
+from kv_transfer.mover import KvMover, PartFailed
 from kv_transfer.parts import CHECKSUM_BYTES, PartHeader, tag_of
 from kv_transfer.remote import RemotePool
-from kv_transfer.sender import PartFailed
 from kv_transfer.slots import SlotOwner, Slots
 from kv_transfer.transport import Arrived, Failed, OperationEvent, PeerDisconnected, Sent, Transport, TransportEvent
 

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple, Protocol
 
 from baton.errors import TransferError
 from kv_transfer.copies import Mark, Move
-from kv_transfer.events import EventQueue
+from kv_transfer.events import EventSource
 from kv_transfer.native import DONE, Native, Target
 from kv_transfer.parts import MAX_PIECES, PartHeader
 from kv_transfer.slices import Rows
 from kv_transfer.slots import Slots
-from kv_transfer.transport import CONNECT_S, Arrived, Failed, Listener, PeerDisconnected, Sent, TransportEvent
+from kv_transfer.transport import CONNECT_S, Arrived, Failed, PeerDisconnected, Sent, TransportEvent
 
 _OPEN_S = 90.0
 _WARM_UP_S = 300.0
@@ -137,21 +137,14 @@ class RemoteCopies:
         self._wire.say(do=what, link=self._link, slot=slot, ids=list(ids), rows=_flat(rows), **more)
 
 
-class RemoteTransport:
+class RemoteTransport(EventSource):
     """Implements `Transport`."""
 
     def __init__(self, wire: Wire, link: int, address: bytes, wake: Callable[[], None]) -> None:
+        super().__init__(wake)
         self._wire, self._link, self._address = wire, link, address
-        self._events = EventQueue(wake)
         self._closing = threading.Lock()
         self._is_closed = False
-
-    @property
-    def wake(self) -> Callable[[], None]:
-        return self._events.wake
-
-    def subscribe(self, listener: Listener) -> None:
-        self._events.subscribe(listener)
 
     def info(self) -> bytes:
         return self._address
@@ -170,9 +163,6 @@ class RemoteTransport:
 
     def expect(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
         self._wire.say(do="expect", link=self._link, peer=peer, tag=tag, slot=slot, num_bytes=num_bytes)
-
-    def poll(self) -> list[TransportEvent]:
-        return self._events.poll()
 
     def disconnect(self, peer: str) -> None:
         self._wire.say(do="disconnect", link=self._link, peer=peer)

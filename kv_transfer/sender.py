@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from baton.errors import TransferError
 from baton.layout import KvLayout, KvSlice, LayerKv
-from kv_transfer.mover import KvMover
+from kv_transfer.mover import KvMover, PartFailed
 from kv_transfer.native import DONE, Native, Target
 from kv_transfer.parts import PartHeader, tag_of
 from kv_transfer.remote import RemotePool
@@ -33,14 +33,6 @@ class PartSent:
     lease: int
     part: int
     flight_s: float = field(default=0.0, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class PartFailed:
-    peer: str
-    lease: int
-    part: int
-    reason: str
 
 
 SenderEvent = PartSent | PartFailed | PeerDisconnected

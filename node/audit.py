@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from baton.audit import OK, KvAudit, KvSlot
-from baton.messages import NodeRole
+from baton.node_info import NodeRole
 from engine.block_manager import BlockManager
 from engine.holdings import Holding, list_blocks
 

@@ -10,6 +10,7 @@ from baton.layout import KvLayout
 from kv_transfer.mover import KvMover
 from kv_transfer.slots import Slots
 from kv_transfer.transport import Transport
+from node.core import RoleOptions
 from node.describe import ServedModel
 from node.logits_processors import LogitsProcessors
 from node.peer_nodes import PeerNodes
@@ -52,6 +53,17 @@ class Base:
     grammars: Grammars | None
     processors: LogitsProcessors
     peers: PeerNodes | None = None
+
+    @property
+    def role_options(self) -> RoleOptions:
+        """For the role's core."""
+        return RoleOptions(
+            incarnation=self.incarnation,
+            max_waiting=self.settings.max_waiting,
+            max_deadline_s=self.settings.request_timeout,
+            grammars=self.grammars,
+            processors=self.processors,
+        )
 
     def movers(self, make: MakeMover[M], links: Sequence[Link]) -> list[M]:
         """One for each rank, over these links."""

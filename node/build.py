@@ -18,7 +18,7 @@ from torch import Tensor
 
 import baton
 from baton.layout import KvLayout
-from baton.messages import GenerationDefaults
+from baton.node_info import GenerationDefaults
 from engine.checkpoint import EMBEDDED, has_tokenizer
 from engine.config import EngineConfig
 from engine.engine import Engine

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from baton.audit import KvAudit, KvSlot
 from baton.errors import BatonError, InternalError, NodeUnavailable, Overloaded, RequestCancelled
-from baton.messages import Abort, AttemptId, End, Load, Migrate, NodeRole, Prefill
+from baton.messages import Abort, AttemptId, End, Load, Migrate, Prefill
+from baton.node_info import NodeRole
 from engine.engine import Engine
 from engine.holdings import Holding
 from engine.scheduler import Plan
@@ -46,33 +48,38 @@ if TYPE_CHECKING:
     from node.grammars import Grammars  # imports numpy, which a simulated node does without
 
 
+@dataclass(frozen=True, slots=True)
+class RoleOptions:
+    """What both roles take besides the engine and what moves KV.
+
+    At most `max_waiting` requests are in a queue; none gets more than `max_deadline_s`. `grammars`: compiles what
+    answers must match; without it, requests with structured outputs are refused. `processors`: likewise, for logits
+    processors.
+    """
+
+    incarnation: str
+    max_waiting: int = 4096
+    max_deadline_s: float = 3600.0
+    grammars: Grammars | None = None
+    processors: LogitsProcessors | None = None
+
+
 class RoleCore(ABC):
     """Implements `node.events.Role`. Owned by the engine's thread, and owner of the engine.
 
-    At most `max_waiting` prompts queue; no request gets more than `max_deadline_s`. The cost of a turn depends on what
-    its events and steps touched, not on the number of requests. `grammars`: compiles what answers must match; without
-    it, requests with structured outputs are refused. `processors`: likewise, for logits processors.
+    The cost of a turn depends on what its events and steps touched, not on the number of requests.
     """
 
     role: ClassVar[NodeRole]
 
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        incarnation: str,
-        max_waiting: int,
-        max_deadline_s: float,
-        grammars: Grammars | None = None,
-        processors: LogitsProcessors | None = None,
-    ) -> None:
+    def __init__(self, engine: Engine, options: RoleOptions) -> None:
         self.engine = engine
-        self._processors = processors or LogitsProcessors({})
-        self._matchers = Matchers(grammars)
-        self._incarnation = incarnation
-        self._max_waiting = max_waiting
-        self._max_deadline_s = max_deadline_s
-        self._fences = Fences(max_deadline_s)
+        self._processors = options.processors or LogitsProcessors({})
+        self._matchers = Matchers(options.grammars)
+        self._incarnation = options.incarnation
+        self._max_waiting = options.max_waiting
+        self._max_deadline_s = options.max_deadline_s
+        self._fences = Fences(options.max_deadline_s)
         self._outbox = Outbox()
         self._stopping = False
         self._plan = Plan()

@@ -13,16 +13,15 @@ from baton import wire
 from baton.channels import open_channel
 from baton.cluster_secret import HANDOFF, prove
 from baton.errors import BatonError, InvalidRequest, NodeUnavailable
-from baton.messages import Auth, DecodeTarget, Hello, PrefillToDecode, Reserve
+from baton.handoff_messages import Hello, PrefillToDecode, Reserve
+from baton.messages import Auth, DecodeTarget
 from baton.streams import EOF, HELLO_S, STOPPED, rpc_reason
-from baton.trust import Trust
 from baton.v1 import node_pb2_grpc
 from node.events import ClosePeer, PeerClosed, PeerOpened, ToDecode
 from node.handoff_stream import (
     PREFILL_CODEC,
+    HandoffEnd,
     HandoffStream,
-    PeerTransport,
-    Post,
     check_hello,
     connect,
     describe,
@@ -40,27 +39,11 @@ class DecodeLinks:
 
     Messages queue in order while a stream is being opened. Each stream's end is reported to the role once, as
     PeerClosed; messages that the role sent before it handled that are dropped, and only a Reserve opens a new stream.
-    `hello` describes this node, `limits` are on messages to it.
     """
 
-    def __init__(
-        self,
-        hello: Hello,
-        transport: PeerTransport,
-        post: Post,
-        trust: Trust,
-        limits: wire.Limits,
-        silence_s: float,
-        *,
-        idle_s: float = IDLE_S,
-    ) -> None:
-        self._hello = hello
-        self._transport = transport
-        self._post = post
-        self._trust = trust
-        self._limits = limits
+    def __init__(self, ours: HandoffEnd, *, idle_s: float = IDLE_S) -> None:
+        self._ours = ours
         self._idle_s = idle_s
-        self._silence_s = silence_s
         self._links: dict[str, HandoffStream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed: dict[str, int] = {}  # peer -> number of its PeerClosed, until the role has handled it
@@ -92,7 +75,7 @@ class DecodeLinks:
             link.send(message)
 
     def _open(self, target: DecodeTarget) -> HandoffStream:
-        link = self._links[target.incarnation] = HandoffStream(target.incarnation, PREFILL_CODEC, self._limits)
+        link = self._links[target.incarnation] = HandoffStream(target.incarnation, PREFILL_CODEC, self._ours.limits)
         task = asyncio.create_task(self._run(link, target))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -103,41 +86,41 @@ class DecodeLinks:
         try:
             reason = await self._talk(link, target)
         finally:
-            self._transport.disconnect(link.peer)
+            self._ours.transport.disconnect(link.peer)
             del self._links[link.peer]
-            self._closed[link.peer] = self._post(PeerClosed(link.peer, reason))
+            self._closed[link.peer] = self._ours.post(PeerClosed(link.peer, reason))
             log.info("handoff over peer=%s address=%s reason=%s", link.peer, target.address, reason)
 
     async def _talk(self, link: HandoffStream, target: DecodeTarget) -> str:
         """Open the stream and run it to its end; returns why it ended or could not be opened."""
-        async with open_channel(target.address, self._trust.tls) as channel:
+        async with open_channel(target.address, self._ours.trust.tls) as channel:
             call = node_pb2_grpc.DecodeNodeStub(channel).Handoff()  # type: ignore[no-untyped-call]
             try:
                 async with asyncio.timeout(HELLO_S):
                     theirs = await self._introduce(call, target)
-                    routes = routes_to(self._hello, theirs)
-                    await connect(self._transport, link.peer, routes)
+                    routes = routes_to(self._ours.hello, theirs)
+                    await connect(self._ours.transport, link.peer, routes)
             except TimeoutError:
                 return f"no answer from {target.address} within {HELLO_S:g} s"
             except grpc.aio.AioRpcError as error:
                 return rpc_reason(error)
             except BatonError as error:
                 return describe(error)
-            link.limits = dataclasses.replace(self._limits, num_pairs=len(routes))
-            part_blocks = min(self._hello.part_blocks, theirs.part_blocks)
-            self._post(PeerOpened(link.peer, part_blocks, theirs.layout, theirs.node_id))
+            link.limits = dataclasses.replace(self._ours.limits, num_pairs=len(routes))
+            part_blocks = min(self._ours.hello.part_blocks, theirs.part_blocks)
+            self._ours.post(PeerOpened(link.peer, part_blocks, theirs.layout, theirs.node_id))
             log.info("handoff open peer=%s node=%s address=%s", link.peer, theirs.node_id, target.address)
-            return await link.carry(call.read, call.write, self._post, self._silence_s, self._idle_s)
+            return await link.carry(call.read, call.write, self._ours.post, self._ours.silence_s, self._idle_s)
 
     async def _introduce(self, call: Any, target: DecodeTarget) -> Hello:
         """Exchange Hellos. Raises a BatonError if either side refuses the other."""
         hello = Hello(
-            incarnation=self._hello.incarnation,
-            node_id=self._hello.node_id,
-            layout=self._hello.layout,
-            endpoints=self._hello.endpoints,
+            incarnation=self._ours.hello.incarnation,
+            node_id=self._ours.hello.node_id,
+            layout=self._ours.hello.layout,
+            endpoints=self._ours.hello.endpoints,
             target_incarnation=target.incarnation,
-            part_blocks=self._hello.part_blocks,
+            part_blocks=self._ours.hello.part_blocks,
         )
 
         async def say(message: Auth | Hello) -> None:
@@ -147,15 +130,15 @@ class DecodeLinks:
             answer = await call.read()
             return wire.read_decode_message(answer) if answer is not EOF else None
 
-        if self._trust.secret is not None:
-            await prove(self._trust.secret, HANDOFF, hello.incarnation, say, hear)
+        if self._ours.trust.secret is not None:
+            await prove(self._ours.trust.secret, HANDOFF, hello.incarnation, say, hear)
         await say(hello)
         theirs = await hear()
         if not isinstance(theirs, Hello):
             raise InvalidRequest("the decode node did not answer with Hello")
         if theirs.error is not None:
             raise theirs.error
-        check_hello(self._hello, theirs)
+        check_hello(self._ours.hello, theirs)
         if theirs.incarnation != target.incarnation:
             raise NodeUnavailable(f"{target.address} is incarnation {theirs.incarnation}, not {target.incarnation}")
         return theirs

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import baton
 from baton.layout import KvLayout
-from baton.messages import GenerationDefaults, NodeInfo, NodeRole, TransportEndpoint
+from baton.node_info import GenerationDefaults, NodeInfo, NodeRole, TransportEndpoint
 from baton.structured_output import StructuredBackend
 from engine.engine import Engine
 from node.loop import Counts

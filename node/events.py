@@ -15,8 +15,9 @@ from typing import Protocol
 
 from baton.audit import KvAudit
 from baton.block_hash import BlockHash
+from baton.handoff_messages import DecodeToPrefill, PrefillToDecode
 from baton.layout import KvLayout
-from baton.messages import Abort, DecodeTarget, DecodeToPrefill, Load, Migrate, Prefill, PrefillToDecode, Update
+from baton.messages import Abort, DecodeTarget, Load, Migrate, Prefill, Update
 
 # ---- in ----
 

@@ -20,8 +20,11 @@ from typing import Any, Protocol
 
 from baton import PROTOCOL_VERSION, wire
 from baton.errors import BatonError, InvalidRequest, NodeUnavailable, TransferError
-from baton.messages import AttemptId, Auth, CommitReply, Heartbeat, Hello, Refuse, Release, Reserve, Route
+from baton.handoff_messages import CommitReply, Heartbeat, Hello, Refuse, Release, Reserve
+from baton.messages import AttemptId, Auth
+from baton.node_info import Route
 from baton.streams import HEARTBEAT_S, Stream, first_end, read_all
+from baton.trust import Trust
 from node.events import Event, FromPeer
 
 log = logging.getLogger(__name__)
@@ -45,6 +48,19 @@ class PeerTransport(Protocol):
 
 
 Post = Callable[[Event], int]
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffEnd:
+    """This node's end of its handoff streams. `hello` describes it; `post` takes events for the role; `limits` are on
+    messages to it; a peer that is silent for `silence_s` is given up."""
+
+    hello: Hello
+    transport: PeerTransport
+    post: Post
+    trust: Trust
+    limits: wire.Limits
+    silence_s: float
 
 
 @dataclass(frozen=True, slots=True)

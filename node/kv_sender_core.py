@@ -12,8 +12,9 @@ from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
 from baton.errors import BatonError, PeerLost, TransferError
+from baton.handoff_messages import CommitReply, Credit, Grant, Landed, Refuse, Release, Reserve
 from baton.layout import KvLayout
-from baton.messages import AttemptId, CommitReply, Credit, Grant, Landed, Refuse, Release, Reserve
+from baton.messages import AttemptId
 from engine.engine import Engine
 from engine.sequence import Sequence
 from node.events import ClosePeer

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from baton.messages import AttemptId, DecodeTarget, Grant
+from baton.handoff_messages import Grant
+from baton.messages import AttemptId, DecodeTarget
 from baton.table_shape import TableShape
 from engine.sequence import Sequence
 from kv_transfer.parts import Piece

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from baton.messages import AttemptId, DecodeTarget, DecodeToPrefill, PrefillToDecode, Update, UpdateKind
+from baton.handoff_messages import DecodeToPrefill, PrefillToDecode
+from baton.messages import AttemptId, DecodeTarget, Update, UpdateKind
 from node.events import CloseSession, Output, ToDecode, ToPrefill, ToRouter
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from baton.incarnation import new_incarnation
 from baton.layout import KvSlice
-from baton.messages import TransportEndpoint
+from baton.node_info import TransportEndpoint
 from kv_transfer.parts import slot_bytes_for
 from kv_transfer.remote import RemotePool
 from node.base import Base, Link
@@ -59,9 +59,9 @@ class RoleParts:
 
 
 def assemble(
+    make_role: Callable[[Base], RoleParts],
     settings: NodeSettings,
     wake: Callable[[], None],
-    make_role: Callable[[Base], RoleParts],
     ranks: Ranks | None = None,
 ) -> NodeParts:
     """Load the model and build the role on it. `wake` is called, on any thread, when the core should have a turn.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+from baton.handoff_messages import Grant
 from baton.layout import KvLayout
-from baton.messages import Grant
 from engine.block_manager import NULL_BLOCK
 from engine.engine import Engine
 from engine.sequence import Sequence

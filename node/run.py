@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import uvloop
 
 from baton.errors import BatonError
-from baton.messages import NodeRole
+from baton.node_info import NodeRole
 from baton.open_files import raise_open_files
 from baton.signals import stop_signals
 from baton.telemetry import configure_logging

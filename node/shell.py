@@ -17,8 +17,9 @@ from baton import PROTOCOL_VERSION
 from baton.address import HostPort
 from baton.audit import KvAudit
 from baton.channels import SERVER_OPTIONS, bind
+from baton.handoff_messages import Hello
 from baton.malformed import RefuseMalformed
-from baton.messages import Hello, NodeInfo, TransportEndpoint
+from baton.node_info import NodeInfo, TransportEndpoint
 from baton.streams import HEARTBEAT_S
 from baton.telemetry import AdminGate, MetricsServer, NodeMetrics, new_registry
 from baton.trust import Trust
@@ -28,7 +29,7 @@ from node.audit import verdict
 from node.books import Books
 from node.errors import StartupError
 from node.events import Draining, Role
-from node.handoff_stream import PeerTransport, Post
+from node.handoff_stream import HandoffEnd, PeerTransport
 from node.loop import Counts, NodeLoop, Turn
 from node.peer_nodes import PeerNodes
 from node.profiling import Profiling, Watch
@@ -103,11 +104,10 @@ class NodeParts:
 
 @dataclass(frozen=True, slots=True)
 class RoleSide:
-    """What a role adds to the shell. `serve` registers its gRPC service, named `service`, and returns its streams;
-    the last argument is the seconds after which a silent peer is given up."""
+    """What a role adds to the shell. `serve` registers its gRPC service, named `service`, and returns its streams."""
 
     service: str
-    serve: Callable[[grpc.aio.Server, Sessions, Hello, NodeParts, Post, Trust, float], Peers]
+    serve: Callable[[grpc.aio.Server, Sessions, NodeParts, HandoffEnd], Peers]
 
 
 def make_hello(info: NodeInfo, part_blocks: int) -> Hello:
@@ -164,15 +164,15 @@ class Node:
             self._metrics.watch_experts(self._parts.expert_imbalance, self._parts.expert_rank_imbalance)
         limits = Limits.of(info, self._settings.request_timeout)
         self._sessions = Sessions(info.incarnation, self._loop.post, self._metrics, limits, trust)
-        self._peers = self._side.serve(
-            self._server,
-            self._sessions,
-            make_hello(info, self._parts.part_blocks),
-            self._parts,
-            self._loop.post,
-            trust,
-            self._settings.silence_timeout,
+        ours = HandoffEnd(
+            hello=make_hello(info, self._parts.part_blocks),
+            transport=self._parts.transport,
+            post=self._loop.post,
+            trust=trust,
+            limits=limits,
+            silence_s=self._settings.silence_timeout,
         )
+        self._peers = self._side.serve(self._server, self._sessions, self._parts, ours)
         status = NodeStatus(info, self._parts.tokenizer, self._books, self._gate)
         node_pb2_grpc.add_NodeStatusServicer_to_server(status, self._server)  # type: ignore[no-untyped-call]
         self._health = Health(self._server, ["baton.v1.NodeStatus", self._side.service])

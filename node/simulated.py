@@ -15,7 +15,7 @@ from typing import Any
 
 from baton.incarnation import new_incarnation
 from baton.layout import KvLayout
-from baton.messages import GenerationDefaults
+from baton.node_info import GenerationDefaults
 from engine.checkpoint import local_folder, read_config
 from engine.config import EngineConfig
 from engine.engine import Engine

@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection
 from baton import wire
 from baton.audit import OK, KvAudit
 from baton.errors import BatonError
-from baton.messages import NodeInfo
+from baton.node_info import NodeInfo
 from baton.telemetry import AdminGate, Page
 from baton.v1 import common_pb2, node_pb2, node_pb2_grpc
 from node.books import Books

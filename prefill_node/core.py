@@ -8,27 +8,24 @@ on.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from baton.audit import KvSlot
 from baton.errors import BatonError, InvalidRequest, PeerLost
-from baton.messages import Abort, AttemptId, Migrate, NodeRole, Prefill, Stayed
+from baton.messages import Abort, AttemptId, Migrate, Prefill, Stayed
+from baton.node_info import NodeRole
 from engine.engine import Engine
 from engine.holdings import Holding
 from engine.sequence import Sequence
 from engine.step import StepResult
 from kv_transfer.ranks import SenderRanks, peer_of
 from kv_transfer.sender import PartFailed, PartSent, PeerDisconnected
-from node.core import RoleCore
+from node.core import RoleCore, RoleOptions
 from node.events import FromPeer, PeerClosed, PeerEvent, PeerOpened
 from node.intake import make_sequence, without_last_token
-from node.logits_processors import LogitsProcessors
 from node.parts_out import PartsOut
 from prefill_node.handoff import needs_decode_node
 from prefill_node.outgoing import Outgoing
-
-if TYPE_CHECKING:
-    from node.grammars import Grammars  # imports numpy, which a simulated node does without
 
 
 class PrefillCore(RoleCore):
@@ -40,23 +37,12 @@ class PrefillCore(RoleCore):
         self,
         engine: Engine,
         sender: SenderRanks,
+        options: RoleOptions,
         *,
-        incarnation: str,
-        max_waiting: int = 4096,
-        max_deadline_s: float = 3600.0,
         layer_groups: int = 1,
         whole_tokens: int = 0,
-        grammars: Grammars | None = None,
-        processors: LogitsProcessors | None = None,
     ) -> None:
-        super().__init__(
-            engine,
-            incarnation=incarnation,
-            max_waiting=max_waiting,
-            max_deadline_s=max_deadline_s,
-            grammars=grammars,
-            processors=processors,
-        )
+        super().__init__(engine, options)
         self.sender = sender
         self._outgoing = Outgoing(engine, PartsOut(engine, sender, layer_groups, whole_tokens), self._outbox)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from baton.messages import Commit, Grant, HandedOff, Prefill, Sample, SampleEnd, Tokens
+from baton.handoff_messages import Commit, Grant
+from baton.messages import HandedOff, Prefill, Sample, SampleEnd, Tokens
 from baton.node_times import PromptTimes
 from engine.step import SampledToken
 from node.kv_sending import KvSending

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NoReturn
 
-from baton.messages import NodeRole
+from baton.node_info import NodeRole
 from baton.settings import parse
 from node.run import MakeParts, run_node
 from prefill_node.server import PREFILL_SIDE

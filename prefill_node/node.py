@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 from kv_transfer.ranks import SenderRanks
 from kv_transfer.sender import KvSender
 from node.base import Base
 from node.parts import RoleParts, assemble
-from node.ranks import Ranks
-from node.settings import NodeSettings
-from node.shell import NodeParts
 from prefill_node.core import PrefillCore
 
 WHOLE_TOKENS = 512
 """A last chunk of at most so many tokens travels in one go: 64 MiB of an 8B model's KV take 0.2 ms over NVLink."""
 
 
-def make_parts(settings: NodeSettings, wake: Callable[[], None], ranks: Ranks | None = None) -> NodeParts:
-    """Load the model and build the role on it. ranks: the node's further ranks. Raises ValueError, OSError or a
-    BatonError, each readable for users."""
-    return assemble(settings, wake, make_role, ranks)
-
-
 def make_role(base: Base) -> RoleParts:
     """The role on its base: its mover and its core."""
-    built, settings = base.built, base.settings
+    built = base.built
     sender = SenderRanks(base.movers(KvSender, base.links))
     core = PrefillCore(
         built.engine,
         sender,
-        incarnation=base.incarnation,
-        max_waiting=settings.max_waiting,
-        max_deadline_s=settings.request_timeout,
+        base.role_options,
         layer_groups=min(built.layer_groups, built.layout.num_layers),
         whole_tokens=WHOLE_TOKENS if built.graph_sizes else 0,
-        grammars=base.grammars,
-        processors=base.processors,
     )
     return RoleParts(core, sender)
+
+
+make_parts = partial(assemble, make_role)
+"""Implements `node.run.MakeParts`."""

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from baton.deadlines import Deadlines
 from baton.errors import BatonError, DeadlineExceeded, PeerLost
-from baton.messages import AttemptId, End, HandedOff, Prefill, Reserve, Started
+from baton.handoff_messages import Reserve
+from baton.messages import AttemptId, End, HandedOff, Prefill, Started
 from engine.engine import Engine
 from engine.holdings import Holding
 from engine.sequence import Sequence

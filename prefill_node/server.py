@@ -6,11 +6,9 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from baton.messages import Hello
-from baton.trust import Trust
 from baton.v1 import node_pb2, node_pb2_grpc
 from node.decode_links import DecodeLinks
-from node.handoff_stream import Post
+from node.handoff_stream import HandoffEnd
 from node.sessions import Context, Sessions
 from node.shell import NodeParts, RoleSide
 
@@ -23,18 +21,10 @@ class PrefillNode(node_pb2_grpc.PrefillNodeServicer):
         await self._sessions.serve(context)
 
 
-def serve(
-    server: grpc.aio.Server,
-    sessions: Sessions,
-    hello: Hello,
-    parts: NodeParts,
-    post: Post,
-    trust: Trust,
-    silence_s: float,
-) -> DecodeLinks:
+def serve(server: grpc.aio.Server, sessions: Sessions, parts: NodeParts, ours: HandoffEnd) -> DecodeLinks:
     """Register the service and return the streams to decode nodes."""
     node_pb2_grpc.add_PrefillNodeServicer_to_server(PrefillNode(sessions), server)  # type: ignore[no-untyped-call]
-    return DecodeLinks(hello, parts.transport, post, trust, sessions.limits, silence_s)
+    return DecodeLinks(ours)
 
 
 PREFILL_SIDE = RoleSide("baton.v1.PrefillNode", serve)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.address import HostPort
-from baton.messages import NodeRole
+from baton.node_info import NodeRole
 from router.discovery.membership import Membership
 from router.discovery.source import Member
 from router.dispatcher import Dispatcher

@@ -14,7 +14,8 @@ from random import Random
 
 from baton.errors import InvalidRequest, NodeUnavailable, RequestCancelled
 from baton.incarnation import fate
-from baton.messages import KvEvents, Load, NodeInfo, Update
+from baton.messages import KvEvents, Load, Update
+from baton.node_info import NodeInfo
 from router.actions import Action, Outbox
 from router.attempts import Attempts
 from router.held_events import HeldEvents

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.errors import BatonError
-from baton.messages import Abort, AttemptId, KvEvents, Load, Migrate, NodeInfo, NodeRole, Prefill, Update
+from baton.messages import Abort, AttemptId, KvEvents, Load, Migrate, Prefill, Update
+from baton.node_info import NodeInfo, NodeRole
 from baton.telemetry.pools import PoolState
 from baton.telemetry.timeline import Timeline
 from router.actions import Emit, ToNode

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from baton.messages import NodeRole
+from baton.node_info import NodeRole
 from baton.open_files import max_open_files
 from baton.telemetry.otlp import NoOpenTelemetry, SpanSender
 from router.answer_reader import Parsers

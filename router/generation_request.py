@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.errors import InvalidRequest
-from baton.messages import GenerationDefaults
+from baton.node_info import GenerationDefaults
 from baton.priority import check_priority
 from baton.sampling import (
     MAX_ALLOWED_TOKEN_IDS,

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from baton import xgrammar_compiler
 from baton.errors import InvalidRequest, NodeUnavailable
-from baton.messages import GenerationDefaults, NodeInfo
+from baton.node_info import GenerationDefaults, NodeInfo
 from baton.structured_output import StructuredBackend
 from router.chat import ChatTemplate
 from router.tokenizer import Tokenizer, check_digest

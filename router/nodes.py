@@ -19,7 +19,8 @@ from baton.address import HostPort
 from baton.channels import open_channel
 from baton.cluster_secret import SESSION, prove
 from baton.errors import BatonError, NodeUnavailable
-from baton.messages import Abort, Auth, Load, Migrate, NodeInfo, NodeRole, Prefill, Subscribe, Subscribed
+from baton.messages import Abort, Auth, Load, Migrate, Prefill, Subscribe, Subscribed
+from baton.node_info import NodeInfo, NodeRole
 from baton.silence import until_silent
 from baton.trust import Trust
 from baton.v1 import node_pb2, node_pb2_grpc

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from random import Random
 
 from baton.errors import LayoutMismatch, NodeUnavailable
-from baton.messages import Load, NodeInfo, NodeRole
+from baton.messages import Load
+from baton.node_info import NodeInfo, NodeRole
 from router.circuit_breakers import CircuitBreakers, Pair
 from router.placement import Placement
 from router.policies import Candidate, Options, Policy

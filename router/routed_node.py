@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from baton.messages import Load, NodeInfo, NodeRole
+from baton.messages import Load
+from baton.node_info import NodeInfo, NodeRole
 from baton.table_shape import TableShape
 from baton.telemetry.pools import PoolState
 from router.policies import Candidate

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from baton.errors import NodeUnavailable
-from baton.messages import NodeInfo
+from baton.node_info import NodeInfo
 
 _ID_CHARS = 12
 

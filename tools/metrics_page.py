@@ -7,7 +7,8 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Metric
 
-from baton.messages import AttemptId, End, Load, NodeRole, Prefill, Sample, Started, Tokens, Update
+from baton.messages import AttemptId, End, Load, Prefill, Sample, Started, Tokens, Update
+from baton.node_info import NodeRole
 from baton.node_times import PromptTimes
 from baton.sampling import SamplingParams
 from baton.telemetry import ROUTER, NodeMetrics, RouterMetrics, new_registry

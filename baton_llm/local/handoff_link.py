@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from baton.messages import Reserve
+from baton.handoff_messages import Reserve
 from baton_llm.local.node import LocalNode
 from node.events import ClosePeer, FromPeer, PeerClosed, PeerOpened, ToDecode, ToPrefill
 from node.handoff_stream import CONNECT_S, check_hello, routes_to

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from baton.block_hash import chain
-from baton.messages import NodeRole, Update
+from baton.messages import Update
+from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
 from baton.streams import HEARTBEAT_S
 from benchmarks.simulation.clock import VirtualClock

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from baton.messages import Load, NodeInfo, NodeRole
+from baton.messages import Load
+from baton.node_info import NodeInfo, NodeRole
 from baton.settings import parse
 from benchmarks.simulation.clock import VirtualClock
 from benchmarks.simulation.transport import FleetTransport

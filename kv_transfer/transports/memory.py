@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from baton.errors import TransferError
-from kv_transfer.events import EventQueue
+from kv_transfer.events import EventSource
 from kv_transfer.native import DONE, Native, Target
 from kv_transfer.staging import Staging
 from kv_transfer.transport import (
@@ -28,7 +28,6 @@ from kv_transfer.transport import (
     MAX_HEADER_BYTES,
     Arrived,
     Failed,
-    Listener,
     PeerDisconnected,
     Sent,
     TransportEvent,
@@ -171,15 +170,15 @@ class MemoryHub:
                     self._waiting[kind].append(other)
 
 
-class MemoryTransport:
+class MemoryTransport(EventSource):
     """A `Transport` over a hub. `wake` is called, without the hub's lock, when `poll` has something."""
 
     def __init__(self, hub: MemoryHub, name: str, staging: Staging, wake: Callable[[], None]) -> None:
+        super().__init__(wake)
         self.hub = hub
         self.name = name
         self.staging = staging
         self.links: dict[str, str] = {}  # peer -> address
-        self._events = EventQueue(wake)
         self.address = self.hub._join(self)
 
     def info(self) -> bytes:
@@ -214,16 +213,6 @@ class MemoryTransport:
     def expect(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
         with self.hub._turn():
             self._start("receive", _Operation(self, peer, tag, slot, num_bytes, self.address))
-
-    @property
-    def wake(self) -> Callable[[], None]:
-        return self._events.wake
-
-    def subscribe(self, listener: Listener) -> None:
-        self._events.subscribe(listener)
-
-    def poll(self) -> list[TransportEvent]:
-        return self._events.poll()
 
     def disconnect(self, peer: str) -> None:
         with self.hub._turn():

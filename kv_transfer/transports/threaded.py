@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 from baton.errors import TransferError
-from kv_transfer.events import EventQueue
+from kv_transfer.events import EventQueue, EventSource
 from kv_transfer.native import DONE, Native, Target
-from kv_transfer.transport import MAX_HEADER_BYTES, Listener, TransportEvent
+from kv_transfer.transport import MAX_HEADER_BYTES, TransportEvent
 from kv_transfer.transports.mailbox import Mailbox
 
 log = logging.getLogger(__name__)
@@ -135,22 +135,12 @@ class TransportThread:
             self._events.deliver()
 
 
-class ThreadedTransport:
+class ThreadedTransport(EventSource):
     """All of a `Transport` except `connect`. A subclass makes its thread, which emits into `_events`, and calls
     `_begin`."""
 
     _thread: TransportThread
     _info: bytes
-
-    def __init__(self, wake: Callable[[], None]) -> None:
-        self._events = EventQueue(wake)
-
-    @property
-    def wake(self) -> Callable[[], None]:
-        return self._events.wake
-
-    def subscribe(self, listener: Listener) -> None:
-        self._events.subscribe(listener)
 
     def info(self) -> bytes:
         return self._info
@@ -165,9 +155,6 @@ class ThreadedTransport:
 
     def expect(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
         self._thread.call(partial(self._thread.expect, peer, tag, slot, num_bytes))
-
-    def poll(self) -> list[TransportEvent]:
-        return self._events.poll()
 
     def disconnect(self, peer: str) -> None:
         self._thread.call(partial(self._thread.disconnect, peer))

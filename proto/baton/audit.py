@@ -13,7 +13,8 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 
-from baton.messages import AttemptId, NodeRole
+from baton.messages import AttemptId
+from baton.node_info import NodeRole
 
 OK = "ok"
 _ENTRIES_PER_PIECE = 100

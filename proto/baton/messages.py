@@ -1,12 +1,11 @@
-"""The messages that routers, prefill nodes and decode nodes exchange, as used by the state machines.
+"""The messages that routers and nodes exchange in a session, as used by the state machines.
 
+    both ways           Auth
     router -> node      Subscribe, Prefill, Abort, Migrate
     node -> router      Subscribed, Load, KvEvents,
                         Update(work, Started | PromptLogprobs | Tokens | SampleEnd | HandedOff | Adopted | Stayed | End)
-    prefill -> decode   Reserve, Commit, Release
-    decode -> prefill   Grant, Credit, Refuse, CommitReply, Landed
 
-A decode node that hands a running request over to another one sends what a prefill node would.
+What nodes exchange among themselves is in `baton.handoff_messages`, what a node says of itself in `baton.node_info`.
 
 All are frozen and hold plain values; `wire` converts them to protobuf and back. `docs/protocol.md` follows a request
 through these messages.
@@ -14,18 +13,15 @@ through these messages.
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from baton import PROTOCOL_VERSION
 from baton.block_hash import BlockHash
 from baton.errors import BatonError
-from baton.layout import KvLayout
 from baton.node_times import DecodeTimes, PromptTimes
 from baton.prompt_logprobs import PromptLogprobs
 from baton.sampling import FinishReason, SamplingParams
-from baton.structured_output import StructuredBackend
 
 
 class AttemptId(NamedTuple):
@@ -265,209 +261,3 @@ class KvEvents:
     stored: tuple[BlockHash, ...] = ()
     removed: tuple[BlockHash, ...] = ()
     snapshot: bool = False
-
-
-# ---- prefill -> decode ----
-
-
-@dataclass(frozen=True, slots=True)
-class Reserve:
-    """Request room for `num_tokens` computed tokens and one more step, for `num_samples` forks.
-
-    Waits in the decode node's queue until granted, refused, released, aborted, or `deadline_s` after receipt. Blocks
-    from `grouped_from_block` on are sent in `layer_groups` groups of layers, those before as whole blocks.
-
-    `age_s`: time since the request came to the router, see `baton.priority`.
-
-    `move`: that of the Migrate, if a decode node hands over a request that it goes on with. Then the last
-    `num_spare_tokens` of the tokens are not computed yet, and the Commit may come before all of them are; their blocks
-    are sent, whatever is in them, and have no hashes.
-    """
-
-    attempt_id: AttemptId
-    target_incarnation: str
-    num_tokens: int
-    block_hashes: tuple[BlockHash, ...]
-    num_samples: int
-    deadline_s: float
-    max_total_tokens: int
-    grouped_from_block: int = 0
-    layer_groups: int = 1
-    priority: int = 0
-    move: int = 0
-    num_spare_tokens: int = 0
-    age_s: float = 0.0
-
-    @property
-    def num_least_tokens(self) -> int:
-        """How many of the tokens will be computed for certain."""
-        return self.num_tokens - self.num_spare_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """Hand the request to the decode node. `samples` are the unfinished ones; their outputs are equally long, and the
-    last token has no KV yet. `age_s`: time since the prompt's last chunk was computed. Idempotent by lease."""
-
-    lease: int
-    attempt_id: AttemptId
-    target_incarnation: str
-    prompt_tokens: tuple[int, ...]
-    samples: tuple[Sample, ...]
-    sampling: SamplingParams
-    deadline_s: float
-    cache_salt: str = ""
-    age_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """The lease (0: the waiting Reserve of `attempt_id`) is no longer needed. Granted parts are still drained."""
-
-    lease: int
-    attempt_id: AttemptId
-
-
-PrefillToDecode = Reserve | Commit | Release
-
-
-# ---- decode -> prefill ----
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """Room is reserved. Of `ceil(num_tokens / block_size)` blocks the decode node already has the first
-    `num_held_blocks`; the rest is sent in `num_parts` parts, as planned by `kv_transfer.parts.PartPlanner`.
-    `checksums`: each part must carry checksums. `num_held_in_groups`: the same for each further KV group of the layout.
-    What is behind the window of a group counts as held, since it is not needed."""
-
-    attempt_id: AttemptId
-    lease: int
-    num_held_blocks: int
-    num_parts: int
-    credits: int
-    checksums: bool = False
-    num_held_in_groups: tuple[int, ...] = ()
-
-    @property
-    def held(self) -> tuple[int, ...]:
-        """For each group, how many columns of the block table need not travel."""
-        return self.num_held_blocks, *self.num_held_in_groups
-
-
-@dataclass(frozen=True, slots=True)
-class Credit:
-    """Parts `[0, credits)` of the lease may be sent: their receives are posted. `credits` never decreases."""
-
-    lease: int
-    credits: int
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    attempt_id: AttemptId
-    error: BatonError
-
-
-@dataclass(frozen=True, slots=True)
-class CommitReply:
-    """`error` None: the decode node now owns the request, and will send Adopted once all parts have arrived."""
-
-    lease: int
-    attempt_id: AttemptId
-    error: BatonError | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Landed:
-    """All parts of a committed lease are here; sent for migrations only. Until then the node that the request leaves
-    must not stop: parts that have left it may still be under way."""
-
-    lease: int
-    attempt_id: AttemptId
-
-
-DecodeToPrefill = Grant | Credit | Refuse | CommitReply | Landed
-
-
-# ---- node descriptions ----
-
-
-class NodeRole(enum.Enum):
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
-@dataclass(frozen=True, slots=True)
-class TransportEndpoint:
-    """Where one rank receives KV bytes. `address` is opaque and carries its own checksum."""
-
-    rank: int
-    transport: str
-    address: bytes
-
-
-class Route(NamedTuple):
-    """A pair of ranks, one of this node and one of a peer, and the address where the peer's receives KV bytes."""
-
-    rank: int
-    peer_rank: int
-    address: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationDefaults:
-    """The values of generation_config.json that are used. None: the file does not set it."""
-
-    eos_token_ids: tuple[int, ...] = ()
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    max_new_tokens: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class NodeInfo:
-    """A node's description, with all that a router needs, since it has no model folder of its own."""
-
-    role: NodeRole
-    incarnation: str
-    node_id: str
-    address: str
-    served_model_name: str
-    max_model_len: int
-    max_num_seqs: int
-    num_blocks: int
-    layout: KvLayout
-    endpoints: tuple[TransportEndpoint, ...]
-    tokenizer_digest: str
-    chat_template: str
-    special_tokens: dict[str, str]
-    generation_defaults: GenerationDefaults
-    vocab_size: int
-    protocol_version: int = PROTOCOL_VERSION
-    version: str = ""
-    structured_outputs_backend: StructuredBackend = StructuredBackend.GUIDANCE
-    metrics_address: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """First message of a handoff stream in both directions. `part_blocks`: how many blocks fit into a part; the smaller
-    of the two nodes' numbers applies. `error` refuses the peer."""
-
-    incarnation: str
-    node_id: str
-    layout: KvLayout
-    endpoints: tuple[TransportEndpoint, ...]
-    target_incarnation: str = ""
-    part_blocks: int = 0
-    error: BatonError | None = None
-    protocol_version: int = PROTOCOL_VERSION
-
-
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """Sent in both directions on an otherwise idle handoff stream."""

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Awaitable, Callable, Iterable
 
 from baton.address import HostPort
-from baton.messages import NodeRole
+from baton.node_info import NodeRole
 from router.discovery.source import Found, Member
 
 log = logging.getLogger(__name__)

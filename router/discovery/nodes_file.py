@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from baton.address import HostPort
-from baton.messages import NodeRole
+from baton.node_info import NodeRole
 from router.discovery.source import Found, Member
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.address import HostPort
-from baton.messages import NodeRole
+from baton.node_info import NodeRole
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 
 from baton.address import HostPort
 from baton.errors import InvalidRequest
-from baton.messages import NodeRole
+from baton.node_info import NodeRole
 from router.api_keys import ApiKeys
 from router.cluster import Cluster
 from router.discovery.source import Member

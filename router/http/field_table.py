@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from baton.messages import GenerationDefaults
+from baton.node_info import GenerationDefaults
 from baton.sampling import SamplingParams
 
 _OF_MODEL = frozenset(field.name for field in dataclasses.fields(GenerationDefaults))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from baton.messages import NodeRole
+from baton.node_info import NodeRole
 from router.node_report import NodeLoad, NodeReport, Unpaired
 from router.nodes import LinkState
 

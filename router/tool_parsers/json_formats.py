@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from router.tool_parsers.call_form import CallForm
 from router.tool_parsers.reader import ReadingParser
+from router.tool_parsers.sections import SectionParser
 from router.tool_parsers.source import Reading
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]")
@@ -81,36 +82,24 @@ class MistralParser(ReadingParser):
         yield from self.read_arguments(name, call_id)
 
 
-class KimiK2Parser(ReadingParser):
+class KimiK2Parser(SectionParser):
     """`<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>`, several within
     `<|tool_calls_section_begin|>` and `<|tool_calls_section_end|>`. The model's ids count its calls, and its template
     expects them back."""
 
-    _SECTION: ClassVar[str] = "<|tool_calls_section_begin|>"
-    _CALL: ClassVar[str] = "<|tool_call_begin|>"
-    marks = (_SECTION, _CALL)
-    keeps_special_tokens = True
+    marks = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>")
+    ends = ("<|tool_call_end|>", "<|tool_calls_section_end|>")
 
-    def read_call(self, found: str) -> Reading[None]:
+    def read_name_and_arguments(self) -> Reading[bool]:
         source = self.source
-        yield from source.literal(found)
-        if found == self._SECTION:
-            yield from source.blanks()
-            if not (yield from source.literal(self._CALL)):
-                return
         yield from source.blanks()
         call_id = yield from source.text_of(_CALL_ID, _MAX_NAME_CHARS)
         yield from source.blanks()
         name = call_id.removeprefix("functions.").rpartition(":")[0]
         if name not in self.tools or not (yield from source.literal("<|tool_call_argument_begin|>")):
-            return
+            return False
         yield from source.blanks()
-        if not (yield from self.read_arguments(name, call_id)):
-            return
-        for end in ("<|tool_call_end|>", "<|tool_calls_section_end|>"):
-            yield from source.blanks()
-            if (yield from source.literal(end)):
-                source.begin()
+        return (yield from self.read_arguments(name, call_id))
 
 
 class _ListParser(ReadingParser):

@@ -6,9 +6,11 @@ import dataclasses
 from hypothesis import strategies as st
 
 from baton import errors, messages
+from baton import handoff_messages as handoff
 from baton.kv_groups import group_layers
 from baton.layout import KvLayout, LayerKv
 from baton.logits_processors import LogitsProcessor
+from baton.node_info import GenerationDefaults, NodeInfo, NodeRole, TransportEndpoint
 from baton.priority import MAX_PRIORITY, MIN_PRIORITY
 from baton.prompt_logprobs import PromptLogprobs
 from baton.sampling import FinishReason, SamplingParams
@@ -164,13 +166,13 @@ def layouts(draw: st.DrawFn) -> KvLayout:
 
 
 layout = layouts()
-endpoints = st.lists(st.builds(messages.TransportEndpoint, uint32, text, st.binary(max_size=40)), max_size=3).map(tuple)
-hello = st.builds(messages.Hello, name, text, layout, endpoints, text, uint32, maybe_error, uint32)
+endpoints = st.lists(st.builds(TransportEndpoint, uint32, text, st.binary(max_size=40)), max_size=3).map(tuple)
+hello = st.builds(handoff.Hello, name, text, layout, endpoints, text, uint32, maybe_error, uint32)
 prefill_message = st.one_of(
     hello,
-    st.just(messages.Heartbeat()),
+    st.just(handoff.Heartbeat()),
     st.builds(
-        messages.Reserve,
+        handoff.Reserve,
         attempt_id,
         text,
         st.integers(4, 2**23),
@@ -182,34 +184,34 @@ prefill_message = st.one_of(
         move=st.integers(0, 2**20 - 1),
         age_s=seconds,
     ),
-    st.builds(messages.Commit, lease, attempt_id, text, some_tokens, samples(1), sampling(2), seconds, text, seconds),
-    st.builds(messages.Commit, lease, attempt_id, text, some_tokens, samples(0), beam_search, seconds, text, seconds),
-    st.builds(messages.Release, st.just(0) | lease, attempt_id),
+    st.builds(handoff.Commit, lease, attempt_id, text, some_tokens, samples(1), sampling(2), seconds, text, seconds),
+    st.builds(handoff.Commit, lease, attempt_id, text, some_tokens, samples(0), beam_search, seconds, text, seconds),
+    st.builds(handoff.Release, st.just(0) | lease, attempt_id),
 )
 
 
 @st.composite
-def grant(draw: st.DrawFn) -> messages.Grant:
+def grant(draw: st.DrawFn) -> handoff.Grant:
     parts = draw(num_parts)
     others = draw(st.lists(int31, max_size=3).map(tuple))
-    return messages.Grant(draw(attempt_id), draw(lease), draw(int31), parts, draw(st.integers(0, parts)), False, others)
+    return handoff.Grant(draw(attempt_id), draw(lease), draw(int31), parts, draw(st.integers(0, parts)), False, others)
 
 
 decode_message = st.one_of(
     hello,
-    st.just(messages.Heartbeat()),
+    st.just(handoff.Heartbeat()),
     grant(),
-    st.builds(messages.Credit, lease, num_parts),
-    st.builds(messages.Refuse, attempt_id, errors_),
-    st.builds(messages.Landed, lease, attempt_id),
-    st.builds(messages.CommitReply, lease, attempt_id, maybe_error),
+    st.builds(handoff.Credit, lease, num_parts),
+    st.builds(handoff.Refuse, attempt_id, errors_),
+    st.builds(handoff.Landed, lease, attempt_id),
+    st.builds(handoff.CommitReply, lease, attempt_id, maybe_error),
 )
 
 maybe_float = st.none() | st.floats(-10, 10)
 maybe_int = st.none() | int31
 node_info = st.builds(
-    messages.NodeInfo,
-    role=st.sampled_from(messages.NodeRole),
+    NodeInfo,
+    role=st.sampled_from(NodeRole),
     incarnation=name,
     node_id=name,
     address=name,
@@ -223,7 +225,7 @@ node_info = st.builds(
     chat_template=text,
     special_tokens=st.dictionaries(text, text, max_size=3),
     generation_defaults=st.builds(
-        messages.GenerationDefaults,
+        GenerationDefaults,
         eos_token_ids=st.lists(int31, max_size=3).map(tuple),
         temperature=maybe_float,
         top_p=maybe_float,

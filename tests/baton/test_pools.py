@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from baton.messages import NodeRole
+from baton.node_info import NodeRole
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
 from baton.telemetry.pools import PoolState, bottleneck
 from tools.metrics_page import node_registry, router_registry

@@ -5,7 +5,8 @@ from hypothesis import given, settings
 
 from baton import wire
 from baton.errors import InvalidRequest, LayoutMismatch, NodeUnavailable
-from baton.messages import AttemptId, DecodeTarget, End, Migrate, Prefill, Refuse, Reserve, Sample, SampleEnd, Update
+from baton.handoff_messages import Refuse, Reserve
+from baton.messages import AttemptId, DecodeTarget, End, Migrate, Prefill, Sample, SampleEnd, Update
 from baton.sampling import FinishReason, SamplingParams
 from baton.v1 import common_pb2, node_pb2
 from tests.baton import strategies

@@ -12,19 +12,14 @@ from google.protobuf.message import DecodeError
 
 from baton import wire
 from baton.errors import InvalidRequest, NodeUnavailable
+from baton.handoff_messages import Commit, CommitReply, Credit, Grant, Release, Reserve
 from baton.messages import (
     AttemptId,
-    Commit,
-    CommitReply,
-    Credit,
     DecodeTarget,
     End,
-    Grant,
     HandedOff,
     KvEvents,
     Prefill,
-    Release,
-    Reserve,
     Sample,
     TokenLogprobs,
     Tokens,

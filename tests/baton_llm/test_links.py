@@ -7,20 +7,9 @@ from typing import Any
 
 import pytest
 
-from baton.messages import (
-    AttemptId,
-    CommitReply,
-    DecodeTarget,
-    End,
-    Hello,
-    KvEvents,
-    Load,
-    NodeRole,
-    Release,
-    Reserve,
-    TransportEndpoint,
-    Update,
-)
+from baton.handoff_messages import CommitReply, Hello, Release, Reserve
+from baton.messages import AttemptId, DecodeTarget, End, KvEvents, Load, Update
+from baton.node_info import NodeRole, TransportEndpoint
 from baton_llm.local.handoff_link import HandoffLink
 from baton_llm.local.router_link import RouterLink
 from node.events import (

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from baton.errors import NodeUnavailable
-from baton.messages import NodeRole
+from baton.node_info import NodeRole
 from baton_llm import LLM, AsyncLLM, InvalidRequest, PromptsFailed, SamplingParams
 from baton_llm.prompts import Prompt
 from tests.router.conftest import Router, says

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from baton.messages import NodeRole
+from baton.node_info import NodeRole
 from tools.metrics_page import node_registry, router_registry
 
 ROOT = Path(__file__).resolve().parents[2]

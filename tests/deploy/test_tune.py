@@ -12,7 +12,8 @@ from prometheus_client import generate_latest
 from rich.console import Console
 
 from baton.address import HostPort
-from baton.messages import Load, NodeRole
+from baton.messages import Load
+from baton.node_info import NodeRole
 from baton.telemetry import ROUTER, AdminGate, MetricsServer, NodeMetrics, RouterMetrics, new_registry
 from baton.telemetry.pools import PoolState
 from deploy.tune import main, report, rules, sources

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.messages import NodeRole
+from baton.node_info import NodeRole
 from tests.router.conftest import Router, client, nodes, router  # noqa: F401  (fixtures)
 from tests.router.fake_node import FakeCluster
 from tools.metrics_page import PATH, node_registry, render, tables

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.messages import GenerationDefaults
+from baton.node_info import GenerationDefaults
 from engine.model.errors import ModelNotFound, UnsupportedModel
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint

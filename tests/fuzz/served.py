@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from baton.messages import NodeRole
+from baton.node_info import NodeRole
 from tests.router.conftest import Router, says
 from tests.router.fake_node import FakeCluster
 from tests.router.http_shapes import CHAT

@@ -19,21 +19,9 @@ import pytest
 from google.protobuf.message import Message
 
 from baton import wire
-from baton.messages import (
-    Abort,
-    AttemptId,
-    Commit,
-    DecodeTarget,
-    Hello,
-    Migrate,
-    NodeRole,
-    Prefill,
-    Release,
-    Reserve,
-    Sample,
-    Subscribe,
-    TransportEndpoint,
-)
+from baton.handoff_messages import Commit, Hello, Release, Reserve
+from baton.messages import Abort, AttemptId, DecodeTarget, Migrate, Prefill, Sample, Subscribe
+from baton.node_info import NodeRole, TransportEndpoint
 from baton.sampling import SamplingParams
 from baton.v1 import node_pb2, node_pb2_grpc
 from decode_node.server import DECODE_SIDE

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from baton.layout import KvLayout
-from baton.messages import Route
+from baton.node_info import Route
 from kv_transfer.native import DONE, Native
 from kv_transfer.parts import PartHeader, Piece, slot_bytes_for
 from kv_transfer.ranks import ReceiverRanks, SenderRanks

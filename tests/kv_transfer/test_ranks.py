@@ -14,7 +14,7 @@ from torch import Tensor
 
 from baton.errors import TransferError
 from baton.layout import KvLayout, KvSlice, LayerKv, as_quantized
-from baton.messages import Route
+from baton.node_info import Route
 from baton_kernels.fp8_kv import dequantize, elements_of, quantize
 from kv_transfer.parts import PartPlanner, slot_bytes_for
 from kv_transfer.ranks import ReceiverRanks, SenderRanks, peer_of, rank_name

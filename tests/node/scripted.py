@@ -20,18 +20,8 @@ from baton.channels import open_channel
 from baton.cluster_secret import SESSION, ClusterSecret, prove
 from baton.errors import TransferError
 from baton.layout import KvLayout, LayerKv
-from baton.messages import (
-    AttemptId,
-    GenerationDefaults,
-    Load,
-    NodeInfo,
-    NodeRole,
-    Prefill,
-    Route,
-    Sample,
-    Subscribe,
-    TransportEndpoint,
-)
+from baton.messages import AttemptId, Load, Prefill, Sample, Subscribe
+from baton.node_info import GenerationDefaults, NodeInfo, NodeRole, Route, TransportEndpoint
 from baton.sampling import SamplingParams
 from baton.v1 import node_pb2_grpc
 from engine.block_manager import BlockManager

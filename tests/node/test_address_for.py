@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 
 from baton.errors import TransferError
+from baton.handoff_messages import Hello
 from baton.layout import KvSlice
-from baton.messages import Hello, Route, TransportEndpoint
+from baton.node_info import Route, TransportEndpoint
 from node.handoff_stream import routes_to
 from tests.node.scripted import LAYOUT
 

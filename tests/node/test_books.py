@@ -14,7 +14,7 @@ import pytest
 
 from baton.audit import KvAudit, KvBlock
 from baton.errors import DeadlineExceeded, NodeUnavailable
-from baton.messages import NodeRole
+from baton.node_info import NodeRole
 from node.books import REST, Books
 from node.status import _host, _message_pieces
 

@@ -11,32 +11,19 @@ import pytest
 
 from baton import PROTOCOL_VERSION, wire
 from baton.errors import RequestCancelled
+from baton.handoff_messages import Commit, CommitReply, Credit, Grant, Heartbeat, Hello, Refuse, Release, Reserve
 from baton.layout import KvSlice
-from baton.messages import (
-    AttemptId,
-    Commit,
-    CommitReply,
-    Credit,
-    DecodeTarget,
-    Grant,
-    Heartbeat,
-    Hello,
-    NodeRole,
-    Refuse,
-    Release,
-    Reserve,
-    Sample,
-    TransportEndpoint,
-)
+from baton.messages import AttemptId, DecodeTarget, Sample
+from baton.node_info import NodeRole, TransportEndpoint
 from baton.sampling import SamplingParams
 from baton.trust import Trust
 from baton.v1 import node_pb2_grpc
 from baton.wire import Limits
 from decode_node.handoffs import HandoffServer
 from decode_node.server import DECODE_SIDE, DecodeNode
-from node.decode_links import DecodeLinks
+from node.decode_links import IDLE_S, DecodeLinks
 from node.events import ClosePeer, FromPeer, OfTarget, PeerClosed, PeerOpened, ToDecode, ToPrefill
-from node.handoff_stream import connect
+from node.handoff_stream import HandoffEnd, connect
 from node.loop import Turn
 from node.shell import RoleSide, make_hello
 from prefill_node.server import PREFILL_SIDE
@@ -65,13 +52,11 @@ async def pair(prefill=PREFILL_SIDE, decode=DECODE_SIDE, **decode_fields):
         yield p, d
 
 
-def with_links(**fields) -> RoleSide:
+def with_links(idle_s: float = IDLE_S, **fields) -> RoleSide:
     """A prefill side whose links have other patience."""
     return RoleSide(
         PREFILL_SIDE.service,
-        lambda server, sessions, hello, parts, post, trust, silence_s: DecodeLinks(
-            hello, parts.transport, post, trust, sessions.limits, **{"silence_s": silence_s} | fields
-        ),
+        lambda server, sessions, parts, ours: DecodeLinks(dataclasses.replace(ours, **fields), idle_s=idle_s),
     )
 
 
@@ -225,7 +210,14 @@ async def test_what_was_said_before_the_end_was_heard_is_dropped_and_a_new_reser
     async with pair() as (p, d):
         posted: list = []
         links = DecodeLinks(
-            make_hello(p.info, 4), p.transport, lambda e: posted.append(e) or len(posted), Trust(), Limits(), WAIT_S
+            HandoffEnd(
+                hello=make_hello(p.info, 4),
+                transport=p.transport,
+                post=lambda e: posted.append(e) or len(posted),
+                trust=Trust(),
+                limits=Limits(),
+                silence_s=WAIT_S,
+            )
         )
 
         def turn(num_handled, *outputs):
@@ -330,8 +322,8 @@ async def test_a_stream_opens_with_hello_and_has_but_one():
 
 
 async def test_a_silent_peer_is_given_up():
-    def serve(server, sessions, hello, parts, post, trust, _):
-        handoffs = HandoffServer(hello, parts.transport, post, trust, sessions.limits, silence_s=0.2)
+    def serve(server, sessions, parts, ours):
+        handoffs = HandoffServer(dataclasses.replace(ours, silence_s=0.2))
         node_pb2_grpc.add_DecodeNodeServicer_to_server(DecodeNode(sessions, handoffs), server)
         return handoffs
 

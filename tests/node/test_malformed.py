@@ -12,7 +12,9 @@ import pytest
 
 from baton import PROTOCOL_VERSION, wire
 from baton.errors import InvalidRequest, TransferError
-from baton.messages import Abort, AttemptId, Commit, End, Grant, NodeRole, Refuse, Release, Reserve, Sample, Update
+from baton.handoff_messages import Commit, Grant, Refuse, Release, Reserve
+from baton.messages import Abort, AttemptId, End, Sample, Update
+from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
 from baton.v1 import common_pb2, node_pb2
 from decode_node.server import DECODE_SIDE

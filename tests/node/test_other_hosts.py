@@ -30,7 +30,7 @@ from node.rank_forks import Limits, RankFork, Word, fork
 from node.rank_stream import RankStream
 from node.settings import NodeSettings
 from tests.node.host_scene import LIMITS
-from tests.node.test_ranks import PATIENCE_S
+from tests.node.scenes import PATIENCE_S
 
 
 def test_hosts_and_ranks_come_once() -> None:

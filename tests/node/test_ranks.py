@@ -6,35 +6,20 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster import ROOT, wait_until
-from tests.fork_server import ForkedProcess, fork_server
 from tests.node.rank_scene import LIMITS
+from tests.node.scenes import PATIENCE_S, SceneProcess, all_closed, wait_ended
 
-PATIENCE_S = 60.0
 
-
-class Scene:
+class Scene(SceneProcess):
     """One run of `tests.node.rank_scene`."""
 
     def __init__(self, folder: Path, case: str) -> None:
-        self._out, self._err = folder / f"{case}.out", folder / f"{case}.err"
-        roots = (ROOT, ROOT / "proto", ROOT / "kernels")
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, roots)), "OMP_NUM_THREADS": "1"}
-        with self._out.open("wb") as out, self._err.open("wb") as err:
-            arguments = ("tests.node.rank_scene", [case])
-            self.process: ForkedProcess = fork_server().start(*arguments, env=env, cwd=ROOT, stdout=out, stderr=err)
-
-    @property
-    def out(self) -> list[str]:
-        return self._out.read_text().splitlines()
-
-    @property
-    def err(self) -> str:
-        return self._err.read_text()
+        super().__init__("tests.node.rank_scene", [case], folder / case)
 
     @property
     def ranks(self) -> list[int]:
@@ -44,24 +29,8 @@ class Scene:
     def wait(self) -> int:
         """Its exit code; its ranks have ended as well."""
         code = self.process.wait(PATIENCE_S)
-        wait_until(lambda: f"{left} run" if (left := [pid for pid in self.ranks if runs(pid)]) else None, PATIENCE_S)
+        wait_ended(self.ranks)
         return code
-
-    def wait_said(self, line: str) -> None:
-        wait_until(lambda: None if line in self.out else f"it says {self.out} {self.err}", PATIENCE_S)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait(PATIENCE_S)
-
-
-def runs(pid: int) -> bool:
-    """Also if it is stopped. Not, if nobody has taken note of its end."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
 
 
 ENDS = {
@@ -81,24 +50,14 @@ ENDS = {
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scene]]:
     """All at once: what takes long is waiting."""
-    folder = tmp_path_factory.mktemp("ranks")
-    started = {case: Scene(folder, case) for case in [*ENDS, "stays-close"]}
-    yield started
-    for scene in started.values():
-        scene.close()
+    with all_closed(partial(Scene, tmp_path_factory.mktemp("ranks"))) as start:
+        yield {case: start(case) for case in [*ENDS, "stays-close"]}
 
 
 @pytest.fixture
 def scene(tmp_path: Path) -> Iterator[Callable[[str], Scene]]:
-    started = []
-
-    def start(case: str) -> Scene:
-        started.append(Scene(tmp_path, case))
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.close()
+    with all_closed(partial(Scene, tmp_path)) as start:
+        yield start
 
 
 @pytest.mark.parametrize("case", ENDS)

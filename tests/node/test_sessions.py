@@ -7,19 +7,8 @@ import pytest
 
 from baton import PROTOCOL_VERSION
 from baton.errors import InvalidRequest, RequestCancelled
-from baton.messages import (
-    Abort,
-    AttemptId,
-    End,
-    KvEvents,
-    Load,
-    NodeRole,
-    Prefill,
-    Subscribe,
-    Subscribed,
-    Tokens,
-    Update,
-)
+from baton.messages import Abort, AttemptId, End, KvEvents, Load, Prefill, Subscribe, Subscribed, Tokens, Update
+from baton.node_info import NodeRole
 from baton.streams import Stream
 from baton.telemetry import NodeMetrics, new_registry
 from baton.trust import Trust

@@ -6,40 +6,25 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from baton.address import HostPort
 from deploy.ports import HeldPort
-from tests.e2e.cluster import ROOT, wait_until
-from tests.fork_server import ForkedProcess, fork_server
 from tests.node.host_scene import LIMITS
-from tests.node.test_ranks import PATIENCE_S, runs
+from tests.node.scenes import PATIENCE_S, SceneProcess, all_closed, wait_ended
 
 SILENT = f"has been silent for {LIMITS.silence:g} s"
 
 
-class Host:
+class Host(SceneProcess):
     """One process of `tests.node.host_scene`."""
 
     def __init__(self, folder: Path, node_rank: int, port: int, case: str, flags: tuple[str, ...]) -> None:
-        self._out, self._err = (folder / f"{case}-{port}-{node_rank}.{what}" for what in ("out", "err"))
-        roots = (ROOT, ROOT / "proto", ROOT / "kernels")
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, roots)), "OMP_NUM_THREADS": "1"}
         arguments = [str(node_rank), str(port), case, *flags]
-        with self._out.open("wb") as out, self._err.open("wb") as err:
-            self.process: ForkedProcess = fork_server().start(
-                "tests.node.host_scene", arguments, env=env, cwd=ROOT, stdout=out, stderr=err
-            )
-
-    @property
-    def out(self) -> list[str]:
-        return self._out.read_text().splitlines()
-
-    @property
-    def err(self) -> str:
-        return self._err.read_text()
+        super().__init__("tests.node.host_scene", arguments, folder / f"{case}-{port}-{node_rank}")
 
     @property
     def ranks(self) -> list[int]:
@@ -58,18 +43,15 @@ class Scene:
     def wait(self) -> list[int]:
         """Their exit codes; all ranks have ended as well."""
         codes = [host.process.wait(PATIENCE_S) for host in self.hosts]
-        pids = [pid for host in self.hosts for pid in host.ranks]
-        wait_until(lambda: f"{left} run" if (left := [pid for pid in pids if runs(pid)]) else None, PATIENCE_S)
+        wait_ended([pid for host in self.hosts for pid in host.ranks])
         return codes
 
     def wait_said(self, line: str) -> None:
-        first = self.hosts[0]
-        wait_until(lambda: None if line in first.out else f"it says {first.out} {first.err}", PATIENCE_S)
+        self.hosts[0].wait_said(line)
 
     def close(self) -> None:
         for host in self.hosts:
-            host.process.kill()
-            host.process.wait(PATIENCE_S)
+            host.close()
         self._port.close()
 
 
@@ -104,27 +86,18 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def scenes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scene]]:
     """All at once: what takes long is waiting."""
-    folder = tmp_path_factory.mktemp("hosts")
     own = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     asked = {item.callspec.params.get("case") for item in own}
     cases = ["stays-close", "fails-load@1", *(case for case in (*LOST, *HOSTS, *REFUSED) if case in asked)]
-    started = {case: Scene(folder, case, *REFUSED.get(case, ((), ""))[0]) for case in cases}
-    yield started
-    for scene in started.values():
-        scene.close()
+    folder = tmp_path_factory.mktemp("hosts")
+    with all_closed(lambda case: Scene(folder, case, *REFUSED.get(case, ((), ""))[0])) as start:
+        yield {case: start(case) for case in cases}
 
 
 @pytest.fixture
 def scene(tmp_path: Path) -> Iterator[Callable[[str], Scene]]:
-    started = []
-
-    def start(case: str) -> Scene:
-        started.append(Scene(tmp_path, case))
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.close()
+    with all_closed(partial(Scene, tmp_path)) as start:
+        yield start
 
 
 @cases(LOST)

@@ -18,7 +18,8 @@ from baton import wire
 from baton.address import HostPort
 from baton.audit import KvSlot, KvUse, epoch_name
 from baton.channels import CHANNEL_OPTIONS
-from baton.messages import AttemptId, End, Load, NodeRole, Subscribe, Subscribed, TransportEndpoint, Update
+from baton.messages import AttemptId, End, Load, Subscribe, Subscribed, Update
+from baton.node_info import NodeRole, TransportEndpoint
 from baton.v1 import common_pb2, node_pb2, node_pb2_grpc
 from decode_node.server import DECODE_SIDE
 from engine.holdings import Holding

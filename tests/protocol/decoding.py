@@ -5,18 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from baton.block_hash import chain
+from baton.handoff_messages import Commit, CommitReply, Grant, Reserve
 from baton.layout import num_blocks_for
-from baton.messages import (
-    AttemptId,
-    Commit,
-    CommitReply,
-    Grant,
-    Prefill,
-    Reserve,
-    Sample,
-    Tokens,
-    UpdateKind,
-)
+from baton.messages import AttemptId, Prefill, Sample, Tokens, UpdateKind
 from baton.sampling import SamplingParams
 from kv_transfer.parts import PartPlanner, Piece, slot_bytes_for
 from kv_transfer.sender import KvSender

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from baton import wire
 from baton.errors import InvalidRequest
-from baton.messages import Abort, AttemptId, Grant, NodeRole, Update
+from baton.handoff_messages import Grant
+from baton.messages import Abort, AttemptId, Update
+from baton.node_info import NodeRole
 from baton.v1 import common_pb2, node_pb2
 from kv_transfer.parts import slot_bytes_for
 from kv_transfer.ranks import rank_name

@@ -3,23 +3,9 @@
 from __future__ import annotations
 
 from baton.errors import BatonError
+from baton.handoff_messages import Commit, CommitReply, Grant, Landed, PrefillToDecode, Refuse, Reserve
 from baton.layout import num_blocks_for
-from baton.messages import (
-    AttemptId,
-    Commit,
-    CommitReply,
-    DecodeTarget,
-    Grant,
-    Landed,
-    Migrate,
-    Prefill,
-    PrefillToDecode,
-    Refuse,
-    Reserve,
-    Sample,
-    Tokens,
-    UpdateKind,
-)
+from baton.messages import AttemptId, DecodeTarget, Migrate, Prefill, Sample, Tokens, UpdateKind
 from baton.sampling import SamplingParams
 from decode_node.core import DecodeCore
 from kv_transfer.parts import PartPlanner, tag_of

@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from baton.messages import Abort, DecodeToPrefill, KvEvents, Migrate, Prefill, PrefillToDecode, Update
+from baton.handoff_messages import DecodeToPrefill, PrefillToDecode
+from baton.messages import Abort, KvEvents, Migrate, Prefill, Update
 from node.events import FromPeer, FromRouter, OfTarget, PeerClosed, PeerOpened, SessionLost, SessionOpened
 from router.core import RouterCore
 from tests.protocol.node import PART_BLOCKS, Node, outward

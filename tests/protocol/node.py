@@ -13,7 +13,8 @@ from typing import Any
 
 from baton.audit import KvUse
 from baton.layout import KvSlice
-from baton.messages import AttemptId, GenerationDefaults, NodeInfo, NodeRole, Route
+from baton.messages import AttemptId
+from baton.node_info import GenerationDefaults, NodeInfo, NodeRole, Route
 from baton_kernels.block_copy import Move
 from decode_node.core import DecodeCore
 from engine.config import EngineConfig
@@ -26,6 +27,7 @@ from kv_transfer.slices import Rows
 from kv_transfer.slot_copies import Mark, SlotCopies
 from kv_transfer.staging import Staging
 from kv_transfer.transports.memory import MemoryHub, MemoryTransport
+from node.core import RoleOptions
 from node.events import Event
 from node.kv_feed import KvFeed
 from prefill_node.core import PrefillCore
@@ -124,7 +126,7 @@ class Node:
             return PrefillCore(
                 engine,
                 self.movers,
-                incarnation=self.incarnation,
+                RoleOptions(self.incarnation),
                 layer_groups=min(2, model.layout.num_layers),
                 whole_tokens=6 if ahead else 0,
             )
@@ -136,7 +138,7 @@ class Node:
             receivers.append(receiver)
         self.movers = ReceiverRanks(receivers)
         self.out_movers = SenderRanks(self._senders(self.out_transports, self.out_stagings))
-        return DecodeCore(engine, self.movers, self.out_movers, incarnation=self.incarnation)
+        return DecodeCore(engine, self.movers, self.out_movers, RoleOptions(self.incarnation))
 
     def _senders(self, transports: list[MemoryTransport], stagings: list[Staging]) -> list[KvSender]:
         model = self.model

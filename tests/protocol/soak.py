@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 
-from baton.messages import NodeRole
+from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
 from engine.sequence import Sequence as EngineSequence
 from engine.step import Choice, Chunk

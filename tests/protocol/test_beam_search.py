@@ -8,7 +8,8 @@ import pytest
 
 from baton.block_hash import chain
 from baton.errors import InvalidRequest, RequestCancelled
-from baton.messages import Abort, AttemptId, Commit, CommitReply, End, Grant, Reserve, Sample, SampleEnd, Tokens
+from baton.handoff_messages import Commit, CommitReply, Grant, Reserve
+from baton.messages import Abort, AttemptId, End, Sample, SampleEnd, Tokens
 from baton.sampling import FinishReason, SamplingParams
 from node.events import FromRouter
 from tests.engine.beam_reference import Found, beam_search

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from baton.errors import DeadlineExceeded
-from baton.messages import Abort, Adopted, AttemptId, Commit, End, Grant, Prefill, Reserve, Sample, Tokens, UpdateKind
+from baton.handoff_messages import Commit, Grant, Reserve
+from baton.messages import Abort, Adopted, AttemptId, End, Prefill, Sample, Tokens, UpdateKind
 from baton.sampling import SamplingParams
 from decode_node.core import DecodeCore
 from decode_node.leases import Lease

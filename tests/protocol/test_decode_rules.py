@@ -8,20 +8,8 @@ import pytest
 import torch
 
 from baton.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, PeerLost, RequestCancelled
-from baton.messages import (
-    Abort,
-    AttemptId,
-    Commit,
-    CommitReply,
-    Credit,
-    End,
-    Grant,
-    Prefill,
-    Refuse,
-    Release,
-    Reserve,
-    Sample,
-)
+from baton.handoff_messages import Commit, CommitReply, Credit, Grant, Refuse, Release, Reserve
+from baton.messages import Abort, AttemptId, End, Prefill, Sample
 from baton.sampling import SamplingParams
 from decode_node.core import DecodeCore
 from kv_transfer.parts import slot_bytes_for

@@ -18,7 +18,8 @@ from baton.errors import (
     PeerLost,
     RequestCancelled,
 )
-from baton.messages import Abort, Adopted, AttemptId, Commit, End, Refuse, Release, SampleEnd
+from baton.handoff_messages import Commit, Refuse, Release
+from baton.messages import Abort, Adopted, AttemptId, End, SampleEnd
 from baton.structured_output import StructuredKind, StructuredOutput
 from node.events import Draining, FromPeer, FromRouter, PeerOpened, SessionLost
 from node.matchers import Matchers

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from baton.errors import InvalidRequest
+from baton.handoff_messages import Refuse
 from baton.logits_processors import LogitsProcessor
-from baton.messages import End, Refuse
+from baton.messages import End
 from baton.sampling import SamplingParams
 from tests.protocol.decoding import SAMPLING, Decoding
 from tests.protocol.test_prefill_rules import Prefilling

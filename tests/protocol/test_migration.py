@@ -8,19 +8,8 @@ from collections import Counter
 import pytest
 
 from baton.errors import BatonError, Overloaded, PeerLost, RequestCancelled, TransferTimeout
-from baton.messages import (
-    Abort,
-    CommitReply,
-    End,
-    Grant,
-    HandedOff,
-    Landed,
-    Refuse,
-    Release,
-    Reserve,
-    SampleEnd,
-    Stayed,
-)
+from baton.handoff_messages import CommitReply, Grant, Landed, Refuse, Release, Reserve
+from baton.messages import Abort, End, HandedOff, SampleEnd, Stayed
 from baton.sampling import SamplingParams
 from decode_node.migrations import REPLY_S
 from node.events import FromRouter, OfTarget, PeerClosed, SessionLost

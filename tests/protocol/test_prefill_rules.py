@@ -5,23 +5,8 @@ from __future__ import annotations
 import pytest
 
 from baton.errors import RequestCancelled, TransferError
-from baton.messages import (
-    Abort,
-    AttemptId,
-    Commit,
-    CommitReply,
-    Credit,
-    DecodeTarget,
-    End,
-    Grant,
-    HandedOff,
-    Prefill,
-    PrefillToDecode,
-    Refuse,
-    Release,
-    Reserve,
-    Sample,
-)
+from baton.handoff_messages import Commit, CommitReply, Credit, Grant, PrefillToDecode, Refuse, Release, Reserve
+from baton.messages import Abort, AttemptId, DecodeTarget, End, HandedOff, Prefill, Sample
 from baton.sampling import SamplingParams
 from kv_transfer.parts import tag_of
 from kv_transfer.staging import SlotOwner

@@ -7,20 +7,8 @@ import dataclasses
 import pytest
 
 from baton.errors import DeadlineExceeded, NodeUnavailable, Overloaded, PeerLost, RequestCancelled
-from baton.messages import (
-    Abort,
-    AttemptId,
-    Commit,
-    CommitReply,
-    Credit,
-    DecodeTarget,
-    Grant,
-    Prefill,
-    Refuse,
-    Release,
-    Reserve,
-    Sample,
-)
+from baton.handoff_messages import Commit, CommitReply, Credit, Grant, Refuse, Release, Reserve
+from baton.messages import Abort, AttemptId, DecodeTarget, Prefill, Sample
 from baton.sampling import SamplingParams
 from kv_transfer.parts import PartHeader, tag_of
 from kv_transfer.staging import SlotOwner

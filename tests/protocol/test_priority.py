@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import RequestCancelled
-from baton.messages import AttemptId, Refuse, Release
+from baton.handoff_messages import Refuse, Release
+from baton.messages import AttemptId
 from node.events import FromPeer
 from tests.protocol.decoding import PEER, Decoding
 from tests.protocol.network import EPOCH

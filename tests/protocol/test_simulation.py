@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from baton.layout import KvSlice
-from baton.messages import NodeRole
+from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
 from router.life import FirstToken
 from tests.machines import machine

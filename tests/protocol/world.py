@@ -13,8 +13,10 @@ from collections.abc import Mapping
 
 from baton.block_hash import HASH_BYTES
 from baton.errors import BatonError
+from baton.handoff_messages import Reserve
 from baton.layout import KvSlice
-from baton.messages import Abort, AttemptId, End, NodeRole, Reserve, Update
+from baton.messages import Abort, AttemptId, End, Update
+from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
 from kv_transfer.parts import PartHeader
 from kv_transfer.transports.memory import MemoryHub, Transfer

@@ -10,7 +10,8 @@ import pytest
 import pytest_asyncio
 
 from baton.address import HostPort
-from baton.messages import NodeRole, Prefill
+from baton.messages import Prefill
+from baton.node_info import NodeRole
 from router.server import RouterServer
 from router.settings import RouterSettings
 from tests.router.fake_node import PATIENCE_S, Answer, FakeCluster

@@ -22,12 +22,9 @@ from baton.messages import (
     AttemptId,
     Auth,
     End,
-    GenerationDefaults,
     HandedOff,
     KvEvents,
     Load,
-    NodeInfo,
-    NodeRole,
     Prefill,
     Sample,
     SampleEnd,
@@ -38,6 +35,7 @@ from baton.messages import (
     Tokens,
     Update,
 )
+from baton.node_info import GenerationDefaults, NodeInfo, NodeRole
 from baton.prompt_logprobs import PromptLogprobs
 from baton.sampling import FinishReason
 from baton.trust import Trust

@@ -6,7 +6,8 @@ from random import Random
 
 from baton.errors import BatonError
 from baton.layout import KvLayout, LayerKv
-from baton.messages import Abort, GenerationDefaults, NodeInfo, NodeRole, Prefill, Update
+from baton.messages import Abort, Prefill, Update
+from baton.node_info import GenerationDefaults, NodeInfo, NodeRole
 from baton.sampling import SamplingParams
 from router.actions import Emit, ToNode
 from router.core import RouterCore

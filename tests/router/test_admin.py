@@ -14,7 +14,8 @@ import pytest
 from pydantic import SecretStr, ValidationError
 
 from baton.address import HostPort
-from baton.messages import Load, NodeRole, Prefill
+from baton.messages import Load, Prefill
+from baton.node_info import NodeRole
 from router.edge import StartError
 from router.server import RouterServer
 from router.settings import RouterSettings

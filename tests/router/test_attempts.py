@@ -17,7 +17,8 @@ from baton.errors import (
     RequestCancelled,
     TransferError,
 )
-from baton.messages import Abort, Adopted, End, HandedOff, NodeRole, Prefill, SampleEnd, TokenLogprobs, Tokens
+from baton.messages import Abort, Adopted, End, HandedOff, Prefill, SampleEnd, TokenLogprobs, Tokens
+from baton.node_info import NodeRole
 from baton.sampling import FinishReason, SamplingParams
 from router.actions import ToNode
 from router.life import AttemptState, RoutedRequest, TokensOut

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from baton.errors import NodeUnavailable
-from baton.messages import AttemptId, NodeRole, Prefill, Sample
+from baton.messages import AttemptId, Prefill, Sample
+from baton.node_info import NodeRole
 from node.intake import make_sequence
 from router.admission import Admission
 from router.generation_request import GenerationRequest

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from baton.errors import InvalidRequest, Overloaded
-from baton.messages import NodeRole
+from baton.node_info import NodeRole
 from router import request_templates
 from router.request_templates import RequestTemplates, question_of
 from router.template_worker import render

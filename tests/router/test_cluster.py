@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.address import HostPort
-from baton.messages import NodeRole
+from baton.node_info import NodeRole
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
 from baton.trust import Trust
 from router.cluster import Cluster

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from baton.errors import InternalError, Overloaded, PeerLost
-from baton.messages import Adopted, End, HandedOff, KvEvents, NodeRole, Started, Tokens
+from baton.messages import Adopted, End, HandedOff, KvEvents, Started, Tokens
+from baton.node_info import NodeRole
 from tests.router.rig import RouterRig, info
 
 

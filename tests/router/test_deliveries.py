@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from baton import wire
-from baton.messages import Adopted, End, HandedOff, NodeRole, Prefill, SampleEnd, Started, Tokens, Update
+from baton.messages import Adopted, End, HandedOff, Prefill, SampleEnd, Started, Tokens, Update
+from baton.node_info import NodeRole
 from baton.sampling import FinishReason, SamplingParams
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
 from router.admission import Admission

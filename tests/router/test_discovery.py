@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from baton.address import HostPort
-from baton.messages import NodeRole
+from baton.node_info import NodeRole
 from router.discovery import dns
 from router.discovery.dns import DnsName
 from router.discovery.membership import Membership

@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from baton.errors import DeadlineExceeded
-from baton.messages import NodeRole
+from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
 from router.core import RouterCore

@@ -7,7 +7,8 @@ import time
 import pytest
 
 from baton.errors import BatonError, DeadlineExceeded, InternalError, NodeUnavailable, RequestCancelled
-from baton.messages import Abort, Adopted, End, HandedOff, Migrate, NodeRole, Prefill, SampleEnd, Tokens, Update
+from baton.messages import Abort, Adopted, End, HandedOff, Migrate, Prefill, SampleEnd, Tokens, Update
+from baton.node_info import NodeRole
 from baton.sampling import FinishReason, SamplingParams
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
 from router.core import RouterCore

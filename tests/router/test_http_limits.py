@@ -4,7 +4,7 @@ import asyncio
 
 import httpx
 
-from baton.messages import NodeRole
+from baton.node_info import NodeRole
 from tests.router.conftest import Router, says
 from tests.router.fake_node import FakeCluster
 from tests.router.http_shapes import CHAT, error_of

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from baton.messages import NodeRole
+from baton.node_info import NodeRole
 from tests.router.conftest import Router, says
 from tests.router.fake_node import FakeCluster
 from tests.router.matching import matches

@@ -12,13 +12,13 @@ from baton.messages import (
     HandedOff,
     Load,
     Migrate,
-    NodeRole,
     Prefill,
     SampleEnd,
     Started,
     Stayed,
     Tokens,
 )
+from baton.node_info import NodeRole
 from baton.sampling import FinishReason
 from router.migrations import ASK_AGAIN_S
 from tests.router.rig import RouterRig, info

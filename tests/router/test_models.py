@@ -10,7 +10,7 @@ import pytest
 
 from baton import xgrammar_compiler
 from baton.errors import InvalidRequest, NodeUnavailable
-from baton.messages import NodeInfo, NodeRole
+from baton.node_info import NodeInfo, NodeRole
 from baton.structured_output import StructuredBackend
 from router.models import Models, ServedModel, UnknownModel
 from router.tokenizer import Tokenizer

@@ -8,7 +8,8 @@ import httpx
 import pytest
 
 from baton.errors import PeerLost
-from baton.messages import Load, NodeRole, TransportEndpoint
+from baton.messages import Load
+from baton.node_info import NodeRole, TransportEndpoint
 from tests.router.conftest import Router, says
 from tests.router.fake_node import LAYOUT, Answer, FakeCluster
 from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer

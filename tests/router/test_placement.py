@@ -6,18 +6,8 @@ import dataclasses
 
 import pytest
 
-from baton.messages import (
-    Adopted,
-    End,
-    HandedOff,
-    KvEvents,
-    Load,
-    NodeRole,
-    SampleEnd,
-    Started,
-    Tokens,
-    TransportEndpoint,
-)
+from baton.messages import Adopted, End, HandedOff, KvEvents, Load, SampleEnd, Started, Tokens
+from baton.node_info import NodeRole, TransportEndpoint
 from baton.sampling import FinishReason, SamplingParams
 from router.life import RoutedRequest
 from router.rates import PRIOR_S_PER_TOKEN

@@ -21,7 +21,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
 
 from baton.address import HostPort
-from baton.messages import AttemptId, End, NodeRole, Prefill, Sample, Started, Tokens, Update
+from baton.messages import AttemptId, End, Prefill, Sample, Started, Tokens, Update
+from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
 from baton.telemetry import ROUTER, AdminGate, MetricsServer, NodeMetrics, RouterMetrics, metrics_page, new_registry
 from deploy.ports import HeldPort

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.messages import HandedOff, Load, Migrate, NodeRole, Prefill, Tokens
+from baton.messages import HandedOff, Load, Migrate, Prefill, Tokens
+from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
 from router.life import RoutedRequest
 from router.rebalancing import PAUSE_S

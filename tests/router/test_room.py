@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from baton.errors import DeadlineExceeded
 from baton.kv_groups import group_layers
 from baton.layout import KvLayout, LayerKv
-from baton.messages import Adopted, HandedOff, Load, NodeRole, Started, Tokens
+from baton.messages import Adopted, HandedOff, Load, Started, Tokens
+from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
 from router.admission import LONGEST_RETRY_AFTER_S, Full
 from router.life import AttemptState, RoutedRequest

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidRequest
-from baton.messages import GenerationDefaults
+from baton.node_info import GenerationDefaults
 from baton.structured_output import MAX_STRUCTURED_CHARS, StructuredBackend, StructuredKind, StructuredOutput
 from router.grammars import GrammarChecker
 from router.models import ServedModel

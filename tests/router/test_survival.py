@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import InternalError, TransferTimeout
-from baton.messages import Adopted, End, HandedOff, NodeRole, Prefill, Tokens
+from baton.messages import Adopted, End, HandedOff, Prefill, Tokens
+from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
 from router.circuit_breakers import FIRST_OUT_S, LAST_OUT_S, MAX_FAILURES, TRIAL_S, WINDOW_S, CircuitBreakers
 from router.life import RoutedRequest

@@ -2,7 +2,8 @@
 
 import pytest
 
-from baton.messages import Adopted, End, HandedOff, NodeRole, SampleEnd, Started, Tokens
+from baton.messages import Adopted, End, HandedOff, SampleEnd, Started, Tokens
+from baton.node_info import NodeRole
 from baton.node_times import DecodeTimes, PromptTimes
 from baton.sampling import FinishReason, SamplingParams
 from baton.telemetry.timeline import Estimate, Timeline, first_token_stages

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from baton.errors import InvalidRequest
-from baton.messages import NodeRole
+from baton.node_info import NodeRole
 from router.edge import StartError
 from router.http.body import validate
 from router.http.schemas import ChatRequest, size_of_prompt

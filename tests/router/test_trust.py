@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from baton.cluster_secret import read_secret
-from baton.messages import NodeRole
+from baton.node_info import NodeRole
 from baton.settings import SettingsError, load
 from baton.trust import Trust
 from router.settings import RouterSettings

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from baton.errors import NodeUnavailable
-from baton.messages import Adopted, GenerationDefaults, HandedOff, Load, NodeInfo, NodeRole, Prefill, Started, Tokens
+from baton.messages import Adopted, HandedOff, Load, Prefill, Started, Tokens
+from baton.node_info import GenerationDefaults, NodeInfo, NodeRole
 from baton.sampling import SamplingParams
 from router.life import RoutedRequest
 from router.versions import ModelVersion, VersionGone, difference, shares, version_of

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from baton.errors import DeadlineExceeded, InternalError, NodeUnavailable, PeerLost, TransferError
-from baton.messages import Adopted, End, HandedOff, Load, NodeRole, Prefill, Tokens
+from baton.messages import Adopted, End, HandedOff, Load, Prefill, Tokens
+from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
 from router.circuit_breakers import MAX_FAILURES
 from router.life import AttemptState, RoutedRequest

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from baton.address import HostPort
-from baton.messages import NodeRole
+from baton.node_info import NodeRole
 from router.workers.ports import SharedPort
 from tests.router.conftest import says
 from tests.router.fake_node import FakeCluster

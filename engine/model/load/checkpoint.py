@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from baton.messages import GenerationDefaults
+from baton.node_info import GenerationDefaults
 from engine.checkpoint import local_folder, read_config, why_no_checkpoint
 from engine.model import rope
 from engine.model.errors import ModelNotFound, UnsupportedModel

@@ -1,4 +1,4 @@
-"""The only conversion between `baton.messages` and protobuf.
+"""The only conversion between `baton.messages`, `baton.handoff_messages`, `baton.node_info` and protobuf.
 
 `write_*` converts a message to protobuf. `read_*` is the reverse, and validates it, as a broken peer or one of another
 version may have sent it: a malformed message raises InvalidRequest that names the field. Token ids are sent packed, as

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from baton.block_hash import HASH_BYTES, BlockHash
 from baton.errors import InvalidRequest
-from baton.kv_groups import MAX_GROUPS
-from baton.messages import (
-    Auth,
+from baton.handoff_messages import (
     Commit,
     CommitReply,
     Credit,
@@ -20,6 +18,8 @@ from baton.messages import (
     Release,
     Reserve,
 )
+from baton.kv_groups import MAX_GROUPS
+from baton.messages import Auth
 from baton.v1 import node_pb2
 from baton.wire import values
 from baton.wire.limits import ANY, MAX_LEASES, MAX_MOVES, MAX_PARTS, MAX_SAMPLES, Limits

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.layout import num_blocks_for
-from baton.messages import NodeInfo
+from baton.node_info import NodeInfo
 
 MAX_TOKEN_IDS = 2**31
 """Token ids are below this: the engine stores them as int32."""

@@ -8,7 +8,7 @@ from dataclasses import fields
 
 from baton.audit import KvAudit, KvBlock, KvHolder, KvSlot
 from baton.errors import InvalidRequest
-from baton.messages import GenerationDefaults, NodeInfo, NodeRole
+from baton.node_info import GenerationDefaults, NodeInfo, NodeRole
 from baton.structured_output import StructuredBackend
 from baton.v1 import common_pb2, node_pb2
 from baton.wire import values

@@ -15,7 +15,8 @@ from baton.errors import BatonError, InvalidRequest, from_code
 from baton.kv_groups import MAX_GROUPS
 from baton.layout import MAX_LAYERS, MAX_RANKS, KvLayout, KvSlice, LayerKv
 from baton.logits_processors import MAX_LOGITS_PROCESSORS, LogitsProcessor
-from baton.messages import AttemptId, Auth, Sample, TokenLogprobs, TransportEndpoint
+from baton.messages import AttemptId, Auth, Sample, TokenLogprobs
+from baton.node_info import TransportEndpoint
 from baton.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_TOKENS,

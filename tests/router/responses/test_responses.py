@@ -1,114 +1,23 @@
-"""OpenAI's Responses API: requests become chats, answers become output items, whole and streamed, and are kept."""
+"""OpenAI's Responses API: requests become chats, and answers become output items, whole and streamed."""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from typing import Any
 
-import httpx
-import openai
 import pydantic
 import pytest
-import pytest_asyncio
-from openai.types.responses import Response
-from pydantic import SecretStr
 
 from baton.errors import Overloaded
-from baton.messages import NodeRole
 from router.http.body import validate
 from router.http.responses_api.schemas import ResponsesRequest
-from tests.router.conftest import Router, says
-from tests.router.fake_node import Answer, FakeCluster
+from tests.router.conftest import on_shared_loop, says
+from tests.router.fake_node import Answer
 from tests.router.http_shapes import error_of
 from tests.router.matching import matches
-from tests.router.test_access import bearer, running
-from tests.router.test_tool_calls import ANSWER, ARGUMENTS, CALL, TEMPLATE, WEATHER, prompt_of
+from tests.router.responses.shapes import HI, LOGPROBS, PATH, TOOL, events_of, message, messages_of, output_of, post
+from tests.router.test_tool_calls import ANSWER, ARGUMENTS, CALL, WEATHER, prompt_of
 from tests.router.tiny_tokenizer import tiny_tokenizer
 
-PATH = "/v1/responses"
-HI: dict[str, Any] = {"model": "tiny", "input": "hi"}
-TOOL: dict[str, Any] = {"type": "function", **WEATHER["function"]}
-LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
-
-
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster() -> AsyncIterator[FakeCluster]:
-    cluster = FakeCluster(says("hello world"))
-    for role in NodeRole:
-        await cluster.add(role, chat_template=TEMPLATE, max_model_len=4096)
-    yield cluster
-    await cluster.close()
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def router(cluster) -> AsyncIterator[Router]:
-    """The tests of this file share one."""
-    router = Router(cluster, tool_call_parser="hermes", enable_auto_tool_choice=True, reasoning_parser="qwen3")
-    await router.start()
-    await router.ready()
-    yield router
-    await router.stop()
-
-
-@pytest.fixture
-def nodes(cluster: FakeCluster) -> FakeCluster:
-    """As if nothing had happened."""
-    cluster.script = says("hello world")
-    cluster.prefills.clear()
-    cluster.aborts.clear()
-    return cluster
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def client(router, nodes):
-    async with httpx.AsyncClient(base_url=router.http, timeout=20) as client:
-        yield client
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def official(router, nodes):
-    async with openai.AsyncOpenAI(base_url=f"{router.http}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-async def post(client, **fields: Any) -> dict[str, Any]:
-    response = await client.post(PATH, json={**HI, **fields})
-    assert response.status_code == 200, response.text
-    body = response.json()
-    Response.model_validate(body, strict=True)
-    return body
-
-
-def messages_of(nodes: FakeCluster) -> list[dict[str, Any]]:
-    """Of the last prompt."""
-    return [json.loads("{" + message) for message in prompt_of(nodes).split("|{")[1:]]
-
-
-def events_of(text: str) -> list[dict[str, Any]]:
-    """Each event's data, whose type is the event's name, and whose numbers count them."""
-    found = []
-    for lines in filter(None, text.split("\n\n")):
-        name, data = lines.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
-        assert event["sequence_number"] == len(found)
-        found.append(event)
-    return found
-
-
-def output_of(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Without ids, which must all differ."""
-    ids = [item["id"] for item in body["output"]] + [item["call_id"] for item in body["output"] if "call_id" in item]
-    assert len(set(ids)) == len(ids)
-    return [{k: v for k, v in item.items() if k not in ("id", "call_id")} for item in body["output"]]
-
-
-def message(text: str, status: str = "completed") -> dict[str, Any]:
-    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-    return {"type": "message", "role": "assistant", "status": status, "content": [part]}
+pytestmark = on_shared_loop
 
 
 # ---- answers ----
@@ -291,7 +200,7 @@ async def test_a_client_that_leaves_cancels_its_response(client, nodes, router, 
     await router.idle()
 
 
-# ---- conversations ----
+# ---- requests ----
 
 
 async def test_items_become_messages(client, nodes):
@@ -335,92 +244,6 @@ async def test_the_template_gets_the_effort_and_the_tools(client, nodes):
     assert tools == [{"type": "function", "function": {k: v for k, v in WEATHER["function"].items() if k != "strict"}}]
     effort = validate(json.dumps({**HI, "reasoning": {"effort": "low"}}).encode(), ResponsesRequest).chat()
     assert effort.chat_template_kwargs == {"reasoning_effort": "low"}
-
-
-async def test_a_response_goes_on_from_the_previous_one(official, nodes):
-    nodes.script = says(ANSWER)
-    first = await official.responses.create(model="tiny", input="hi", tools=[TOOL], instructions="Be brief.")
-    calls = [item for item in first.output if item.type == "function_call"]
-    nodes.script = says("Rain.")
-    results = [{"type": "function_call_output", "call_id": call.call_id, "output": "Rain"} for call in calls]
-    second = await official.responses.create(model="tiny", input=results, previous_response_id=first.id)
-    chained = messages_of(nodes)
-    assert second.previous_response_id == first.id
-    user, assistant, *tools = chained
-    assert user == {"role": "user", "content": "hi"}  # and no instructions
-    assert (assistant["reasoning"], assistant["content"]) == ("\nThe weather.\n", "\n\nI will look.\n")
-    assert [call["id"] for call in assistant["tool_calls"]] == [call.call_id for call in calls]
-    assert [tool["tool_call_id"] for tool in tools] == [call.call_id for call in calls]
-    by_hand = [{"role": "user", "content": "hi"}, *first.output, *results]
-    await official.responses.create(model="tiny", input=by_hand)
-    assert messages_of(nodes) == chained
-    await official.responses.create(model="tiny", input="And now?", previous_response_id=second.id)
-    assert messages_of(nodes) == [
-        *chained,
-        {"role": "assistant", "content": "Rain."},
-        {"role": "user", "content": "And now?"},
-    ]
-
-
-# ---- what is kept ----
-
-
-async def test_a_response_is_kept_until_it_is_deleted(official, client):
-    made = await official.responses.create(model="tiny", input="hi")
-    again = await official.responses.retrieve(made.id)
-    assert again.to_dict() == made.to_dict()
-    assert (await client.get(f"{PATH}/{made.id}?stream=true")).status_code == 400
-    refused = await client.post(f"{PATH}/{made.id}/cancel")
-    assert (refused.status_code, "background" in error_of(refused)["message"]) == (400, True)
-    await official.responses.delete(made.id)
-    with pytest.raises(openai.NotFoundError, match="not found"):
-        await official.responses.retrieve(made.id)
-    for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
-        assert (await client.request(method, f"{PATH}/{made.id}{path}")).status_code == 404
-    with pytest.raises(openai.BadRequestError) as gone:
-        await official.responses.create(model="tiny", input="hi", previous_response_id=made.id)
-    assert (gone.value.code, gone.value.param) == ("previous_response_not_found", "previous_response_id")
-
-
-async def test_streamed_responses_are_kept_too_unless_they_must_not_be(official, client):
-    async with official.responses.stream(model="tiny", input="hi") as stream:
-        final = await stream.get_final_response()
-    assert (await official.responses.retrieve(final.id)).output_text == "hello world"
-    body = await post(client, store=False)
-    assert body["store"] is False
-    assert (await client.get(f"{PATH}/{body['id']}")).status_code == 404
-
-
-async def test_the_items_of_a_conversation_come_in_pages(official, client):
-    first = await official.responses.create(model="tiny", input="one")
-    second = await official.responses.create(model="tiny", input="two", previous_response_id=first.id)
-    pages = official.responses.input_items.list(second.id, limit=2, order="asc")
-    items = [item async for item in pages]
-    assert [item.content[0].text for item in items] == ["one", "hello world", "two"]
-    page = (await client.get(f"{PATH}/{second.id}/input_items?limit=1")).json()
-    assert ([item["content"][0]["text"] for item in page["data"]], page["has_more"]) == (["two"], True)
-    for query in ("limit=0", "limit=101", "limit=x", "order=up", "after=none"):
-        assert (await client.get(f"{PATH}/{second.id}/input_items?{query}")).status_code == 400
-
-
-async def test_one_client_does_not_see_anothers_responses(nodes):
-    async with running(nodes, api_key=(SecretStr("sk-one"), SecretStr("sk-two"))) as (_, client):
-        one, two = bearer("sk-one"), bearer("sk-two")
-        made = (await client.post(PATH, json=HI, headers=one)).json()["id"]
-        for method in ("GET", "DELETE"):
-            assert (await client.request(method, f"{PATH}/{made}", headers=two)).status_code == 404
-        response = await client.post(PATH, json={**HI, "previous_response_id": made}, headers=two)
-        assert error_of(response)["code"] == "previous_response_not_found"
-        assert (await client.get(f"{PATH}/{made}", headers=one)).status_code == 200
-
-
-async def test_a_router_may_keep_nothing(nodes):
-    async with running(nodes, max_stored_responses=0) as (_, client):
-        body = (await client.post(PATH, json=HI)).json()
-        assert body["store"] is False
-        assert (await client.get(f"{PATH}/{body['id']}")).status_code == 404
-        refused = await client.post(PATH, json={**HI, "store": True})
-        assert (refused.status_code, error_of(refused)["param"]) == (400, "store")
 
 
 # ---- fields and failures ----

@@ -7,26 +7,22 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import httpx
-import openai
 import pytest
-import pytest_asyncio
 from pydantic import SecretStr
 from starlette.types import Receive, Scope, Send
 
 from baton.errors import Overloaded
-from baton.messages import NodeRole
 from router.http.limits import Bodies, WebSockets
-from tests.router.conftest import Router, says
-from tests.router.fake_node import PATIENCE_S, Answer, FakeCluster
+from tests.router.conftest import Router, on_shared_loop, says
+from tests.router.fake_node import PATIENCE_S, Answer
 from tests.router.http_shapes import CHAT
 from tests.router.http_wire import echo, peer, serving
+from tests.router.responses.shapes import HI
 from tests.router.test_access import bearer, running
-from tests.router.test_responses import HI
 
 websockets = pytest.importorskip("websockets", reason="OpenAI's client needs it for this, and so does the router")
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = on_shared_loop
 
 HANDSHAKE = (
     b"GET / HTTP/1.1\r\nhost: x\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
@@ -42,46 +38,6 @@ async def socket(router: Router, path: str = "/v1/responses", **more: Any) -> As
         websockets.connect(f"ws://{router.server.http_address}{path}", **more) as websocket,
     ):
         yield websocket
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster() -> AsyncIterator[FakeCluster]:
-    cluster = FakeCluster(says("hello world"))
-    for role in NodeRole:
-        await cluster.add(role)
-    yield cluster
-    await cluster.close()
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def router(cluster) -> AsyncIterator[Router]:
-    """The tests of this file share one, unless they need flags."""
-    router = Router(cluster)
-    await router.start()
-    await router.ready()
-    yield router
-    await router.stop()
-
-
-@pytest.fixture
-def nodes(cluster: FakeCluster) -> FakeCluster:
-    """As if nothing had happened."""
-    cluster.script = says("hello world")
-    cluster.prefills.clear()
-    cluster.aborts.clear()
-    return cluster
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def client(router, nodes):
-    async with httpx.AsyncClient(base_url=router.http, timeout=20) as client:
-        yield client
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def official(router, nodes):
-    async with openai.AsyncOpenAI(base_url=f"{router.http}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 async def say(websocket: Any, **fields: Any) -> None:

@@ -1,0 +1,99 @@
+"""Responses that the router keeps: conversations go on from them, and their clients read, list and delete them."""
+
+import openai
+import pytest
+from pydantic import SecretStr
+
+from tests.router.conftest import on_shared_loop, says
+from tests.router.http_shapes import error_of
+from tests.router.responses.shapes import HI, PATH, TOOL, messages_of, post
+from tests.router.test_access import bearer, running
+from tests.router.test_tool_calls import ANSWER
+
+pytestmark = on_shared_loop
+
+
+async def test_a_response_goes_on_from_the_previous_one(official, nodes):
+    nodes.script = says(ANSWER)
+    first = await official.responses.create(model="tiny", input="hi", tools=[TOOL], instructions="Be brief.")
+    calls = [item for item in first.output if item.type == "function_call"]
+    nodes.script = says("Rain.")
+    results = [{"type": "function_call_output", "call_id": call.call_id, "output": "Rain"} for call in calls]
+    second = await official.responses.create(model="tiny", input=results, previous_response_id=first.id)
+    chained = messages_of(nodes)
+    assert second.previous_response_id == first.id
+    user, assistant, *tools = chained
+    assert user == {"role": "user", "content": "hi"}  # and no instructions
+    assert (assistant["reasoning"], assistant["content"]) == ("\nThe weather.\n", "\n\nI will look.\n")
+    assert [call["id"] for call in assistant["tool_calls"]] == [call.call_id for call in calls]
+    assert [tool["tool_call_id"] for tool in tools] == [call.call_id for call in calls]
+    by_hand = [{"role": "user", "content": "hi"}, *first.output, *results]
+    await official.responses.create(model="tiny", input=by_hand)
+    assert messages_of(nodes) == chained
+    await official.responses.create(model="tiny", input="And now?", previous_response_id=second.id)
+    assert messages_of(nodes) == [
+        *chained,
+        {"role": "assistant", "content": "Rain."},
+        {"role": "user", "content": "And now?"},
+    ]
+
+
+# ---- what is kept ----
+
+
+async def test_a_response_is_kept_until_it_is_deleted(official, client):
+    made = await official.responses.create(model="tiny", input="hi")
+    again = await official.responses.retrieve(made.id)
+    assert again.to_dict() == made.to_dict()
+    assert (await client.get(f"{PATH}/{made.id}?stream=true")).status_code == 400
+    refused = await client.post(f"{PATH}/{made.id}/cancel")
+    assert (refused.status_code, "background" in error_of(refused)["message"]) == (400, True)
+    await official.responses.delete(made.id)
+    with pytest.raises(openai.NotFoundError, match="not found"):
+        await official.responses.retrieve(made.id)
+    for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
+        assert (await client.request(method, f"{PATH}/{made.id}{path}")).status_code == 404
+    with pytest.raises(openai.BadRequestError) as gone:
+        await official.responses.create(model="tiny", input="hi", previous_response_id=made.id)
+    assert (gone.value.code, gone.value.param) == ("previous_response_not_found", "previous_response_id")
+
+
+async def test_streamed_responses_are_kept_too_unless_they_must_not_be(official, client):
+    async with official.responses.stream(model="tiny", input="hi") as stream:
+        final = await stream.get_final_response()
+    assert (await official.responses.retrieve(final.id)).output_text == "hello world"
+    body = await post(client, store=False)
+    assert body["store"] is False
+    assert (await client.get(f"{PATH}/{body['id']}")).status_code == 404
+
+
+async def test_the_items_of_a_conversation_come_in_pages(official, client):
+    first = await official.responses.create(model="tiny", input="one")
+    second = await official.responses.create(model="tiny", input="two", previous_response_id=first.id)
+    pages = official.responses.input_items.list(second.id, limit=2, order="asc")
+    items = [item async for item in pages]
+    assert [item.content[0].text for item in items] == ["one", "hello world", "two"]
+    page = (await client.get(f"{PATH}/{second.id}/input_items?limit=1")).json()
+    assert ([item["content"][0]["text"] for item in page["data"]], page["has_more"]) == (["two"], True)
+    for query in ("limit=0", "limit=101", "limit=x", "order=up", "after=none"):
+        assert (await client.get(f"{PATH}/{second.id}/input_items?{query}")).status_code == 400
+
+
+async def test_one_client_does_not_see_anothers_responses(nodes):
+    async with running(nodes, api_key=(SecretStr("sk-one"), SecretStr("sk-two"))) as (_, client):
+        one, two = bearer("sk-one"), bearer("sk-two")
+        made = (await client.post(PATH, json=HI, headers=one)).json()["id"]
+        for method in ("GET", "DELETE"):
+            assert (await client.request(method, f"{PATH}/{made}", headers=two)).status_code == 404
+        response = await client.post(PATH, json={**HI, "previous_response_id": made}, headers=two)
+        assert error_of(response)["code"] == "previous_response_not_found"
+        assert (await client.get(f"{PATH}/{made}", headers=one)).status_code == 200
+
+
+async def test_a_router_may_keep_nothing(nodes):
+    async with running(nodes, max_stored_responses=0) as (_, client):
+        body = (await client.post(PATH, json=HI)).json()
+        assert body["store"] is False
+        assert (await client.get(f"{PATH}/{body['id']}")).status_code == 404
+        refused = await client.post(PATH, json={**HI, "store": True})
+        assert (refused.status_code, error_of(refused)["param"]) == (400, "store")
