@@ -46,6 +46,7 @@ class Stub:
     def __init__(self, refuse: int = 0, cut: bool = False, tls: Certificate | None = None) -> None:
         self.bodies: list[dict] = []
         self.connections = 0
+        self._writers: set[asyncio.StreamWriter] = set()
         self._refuse, self._cut = refuse, cut
         self._scheme, self._tls = "http", None
         if tls is not None:
@@ -59,9 +60,13 @@ class Stub:
 
     async def __aexit__(self, *_: object) -> None:
         self._server.close()
+        await asyncio.sleep(0)  # for those that were accepted just now
+        for writer in self._writers:
+            writer.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
+        self._writers.add(writer)
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
