@@ -50,12 +50,15 @@ class Fragile:
         return [*self.prefill, *self.decode]
 
     async def wait_ready(self) -> None:
-        """What the first of each kind answers then makes its circuit breaker forget the deaths of earlier tests."""
+        """What the first of each kind answers then makes circuit breakers forget the deaths of earlier tests. Until it
+        has prefill nodes again, a router of one pair would let the decode node compute prompts."""
         await asyncio.to_thread(self.all.wait_nodes, len(self.prefill), len(self.decode))
         for router in (self.pair, self.late):
             await asyncio.to_thread(router.wait_nodes, 1, 1)
-        async with Client(self.all) as client:
-            await client.complete([7] * 20, max_tokens=2, ignore_eos=True)
+            await asyncio.to_thread(router.wait_ready)
+        for router in (self.all, self.pair, self.late):
+            async with Client(router) as client:
+                await client.complete([7] * 20, max_tokens=2, ignore_eos=True)
 
     async def wait_whole(self) -> None:
         """Of all nodes that live, also those that a test that failed has left frozen."""
