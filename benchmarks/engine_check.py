@@ -21,7 +21,7 @@ from baton.sampling import SamplingParams
 from baton_kernels.quantized_linear import dequantize
 from benchmarks.checks import WrongAnswers
 from benchmarks.engine_bench import Bench, drain, note
-from engine.model.experts import NAMES, expert_modules
+from engine.model.experts import NAMES, expert_modules, store_values, weights_of
 from engine.model.linear_method import linear_layers, method_of
 from engine.model.load.loader import load_model
 from engine.model.load.skeleton import build_skeleton, fill_with_dummies, move_empty
@@ -308,3 +308,9 @@ def _copy_weights(served: Any, reference: Any) -> None:
         if isinstance(method, QuantizedLinear):
             columns = slice(None) if method.columns is None else method.columns
             module.weight[:, columns] = dequantize(method.weight, module.weight.dtype)
+    for name, module in expert_modules(reference):
+        of = weights_of(served.get_submodule(name))
+        if of is not None and of.four_bits:
+            assert of.gate_up_scale is not None
+            assert of.down_scale is not None
+            store_values(module, (of.gate_up, of.gate_up_scale), (of.down, of.down_scale), reference.dtype)

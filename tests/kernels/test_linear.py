@@ -64,7 +64,7 @@ def check(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize(("out_features", "in_features"), [(1, 64), (16, 192), (37, 128)])
+@pytest.mark.parametrize(("out_features", "in_features"), [(1, 64), (16, 192), (37, 128), (9, 104)])
 def test_row_kernel(out_features: int, in_features: int, with_bias: bool, device: str, dtype: torch.dtype) -> None:
     from baton_kernels.linear import kernel
 
@@ -76,7 +76,7 @@ def test_row_kernel(out_features: int, in_features: int, with_bias: bool, device
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("tiling", TILES)
-@pytest.mark.parametrize(("num_rows", "out_features", "in_features"), [(1, 16, 64), (3, 37, 128), (8, 130, 320)])
+@pytest.mark.parametrize(("num_rows", "out_features", "in_features"), [(1, 16, 64), (3, 37, 128), (8, 130, 320), (5, 21, 168)])
 def test_tile_kernel(
     num_rows: int, out_features: int, in_features: int, tiling: Tiling, device: str, dtype: torch.dtype
 ) -> None:

@@ -25,6 +25,14 @@ def gated(gate, up, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def load_columns(ptrs, mask, EVEN: tl.constexpr):
+    """EVEN: all of them are there; else zeros for those that are not."""
+    if EVEN:
+        return tl.load(ptrs)
+    return tl.load(ptrs, mask=mask, other=0.0)
+
+
+@triton.jit
 def _row_kernel(
     x_ptr,
     weight_ptr,
@@ -36,11 +44,12 @@ def _row_kernel(
     OUT: tl.constexpr,
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
+    EVEN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row of x; fp32 products and sums. in_features is a multiple of DEPTH.
+    """One row of x; fp32 products and sums. EVEN: in_features is a multiple of DEPTH.
 
     Weights go through shared memory although each is used once: that way STAGES sets how many loads run ahead of the
     products, rather than the compiler's instruction order (28 us against 32 for the same loop).
@@ -57,12 +66,13 @@ def _row_kernel(
         tl.extra.cuda.gdc_wait()
     sums = tl.zeros([OUT, DEPTH], tl.float32)
     up_sums = tl.zeros([OUT, DEPTH], tl.float32)
-    for _ in tl.range(0, in_features, DEPTH, num_stages=STAGES):
-        weight = tl.load(weight_ptrs)
-        x = tl.load(x_ptrs).to(tl.float32)[None, :]
+    for k in tl.range(0, in_features, DEPTH, num_stages=STAGES):
+        weight = load_columns(weight_ptrs, (column < in_features - k)[None, :], EVEN)
+        x = load_columns(x_ptrs, column < in_features - k, EVEN).to(tl.float32)[None, :]
         sums += weight.to(tl.float32) * x
         if ACTIVATION is not None:
-            up_sums += tl.load(weight_ptrs + up_offset).to(tl.float32) * x
+            up = load_columns(weight_ptrs + up_offset, (column < in_features - k)[None, :], EVEN)
+            up_sums += up.to(tl.float32) * x
         weight_ptrs += DEPTH
         x_ptrs += DEPTH
     if PDL:
@@ -97,11 +107,12 @@ def _tile_kernel(
     SLICES: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
+    EVEN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`weight @ x.T`: the many rows of the weight are the tensor cores' M dimension. in_features is a multiple of
+    """`weight @ x.T`: the many rows of the weight are the tensor cores' M dimension. EVEN: in_features is a multiple of
     DEPTH.
 
     Tiles have a leading dimension of SLICES, which splits a step's columns among the warps. With an activation the
@@ -111,7 +122,7 @@ def _tile_kernel(
     WIDTH: tl.constexpr = DEPTH // SLICES
     tile = tl.program_id(0)
     split = tl.program_id(1)
-    share = tl.cdiv(in_features // DEPTH, SPLITS) * DEPTH
+    share = tl.cdiv(tl.cdiv(in_features, DEPTH), SPLITS) * DEPTH
     begin = split * share
     end = tl.minimum(in_features, begin + share)
     feature = tile * OUT + tl.arange(0, OUT)
@@ -122,23 +133,26 @@ def _tile_kernel(
         weight_ptrs = weight_ptr + weight_row[:, None] * weight_stride + column[None, :]
         x_ptrs = x_ptr + x_row[None, :].to(tl.int64) * x_stride + column[:, None]
         x_mask = (x_row < num_rows)[None, :]
+        weight_column, x_column = column[None, :], column[:, None]
         sums = tl.zeros([OUT, ROWS], tl.float32)
     else:
         skipped = tl.arange(0, SLICES)[:, None, None] * WIDTH
         weight_ptrs = weight_ptr + weight_row[None, :, None] * weight_stride + (skipped + column[None, None, :])
         x_ptrs = x_ptr + x_row[None, None, :].to(tl.int64) * x_stride + (skipped + column[None, :, None])
         x_mask = (x_row < num_rows)[None, None, :]
+        weight_column, x_column = skipped + column[None, None, :], skipped + column[None, :, None]
         sums = tl.zeros([SLICES, OUT, ROWS], tl.float32)
     up_sums = sums
     up_offset = tl.cast(out_features, tl.int64) * weight_stride
     if PDL:
         tl.extra.cuda.gdc_wait()
-    for _ in tl.range(begin, end, DEPTH, num_stages=STAGES):
-        weight = tl.load(weight_ptrs)
-        x = tl.load(x_ptrs, mask=x_mask, other=0.0)
+    for k in tl.range(begin, end, DEPTH, num_stages=STAGES):
+        inside = weight_column < end - (k - begin)
+        weight = load_columns(weight_ptrs, inside, EVEN)
+        x = tl.load(x_ptrs, mask=x_mask if EVEN else x_mask & (x_column < end - (k - begin)), other=0.0)
         sums = tl.dot(weight, x, sums)
         if ACTIVATION is not None:
-            up_sums = tl.dot(tl.load(weight_ptrs + up_offset), x, up_sums)
+            up_sums = tl.dot(load_columns(weight_ptrs + up_offset, inside, EVEN), x, up_sums)
         weight_ptrs += DEPTH
         x_ptrs += DEPTH
     if PDL:
@@ -182,7 +196,7 @@ def few_rows(
     """
     num_rows, in_features = x.shape
     out_features = weight.shape[0] if activation is None else weight.shape[0] // 2
-    assert in_features % tiling.depth == 0
+    is_even = in_features % tiling.depth == 0
     out = torch.empty((num_rows, out_features), dtype=x.dtype, device=x.device)
     tiles = triton.cdiv(out_features, tiling.out)
     bias_ptr = weight if bias is None else bias
@@ -190,7 +204,7 @@ def few_rows(
         assert num_rows == 1
         _row_kernel[(tiles,)](
             x, weight, bias_ptr, out, out_features, in_features, weight.stride(0),
-            tiling.out, tiling.depth, tiling.num_stages, bias is not None, activation,
+            tiling.out, tiling.depth, tiling.num_stages, is_even, bias is not None, activation,
             num_warps=tiling.num_warps, **launch_options(x.device),
         )  # fmt: skip
         return out
@@ -204,7 +218,7 @@ def few_rows(
     _tile_kernel[(tiles, tiling.splits)](
         x, weight, bias_ptr, out, part, arrived, num_rows, out_features, in_features, x.stride(0), weight.stride(0),
         tiling.rows, tiling.out, tiling.depth, tiling.slices, tiling.splits, tiling.num_stages,
-        bias is not None, activation,
+        is_even, bias is not None, activation,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **launch_options(x.device),
     )  # fmt: skip
     return out
