@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from baton.messages import TokenLogprobs
 from baton.sampling import SamplingParams
+from baton_kernels.experts.arranged import as_published
 from baton_kernels.quantized_linear import dequantize
 from benchmarks.checks import WrongAnswers
 from benchmarks.engine_bench import Bench, drain, note
@@ -308,9 +309,10 @@ def _copy_weights(served: Any, reference: Any) -> None:
         if isinstance(method, QuantizedLinear):
             columns = slice(None) if method.columns is None else method.columns
             module.weight[:, columns] = dequantize(method.weight, module.weight.dtype)
-    for name, module in expert_modules(reference):
+    for name, experts in expert_modules(reference):
         of = weights_of(served.get_submodule(name))
         if of is not None and of.four_bits:
+            of = as_published(of) if of.arranged else of
             assert of.gate_up_scale is not None
             assert of.down_scale is not None
-            store_values(module, (of.gate_up, of.gate_up_scale), (of.down, of.down_scale), reference.dtype)
+            store_values(experts, (of.gate_up, of.gate_up_scale), (of.down, of.down_scale), reference.dtype)

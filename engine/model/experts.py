@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from baton_kernels.experts import ExpertWeights, Gate, can_compute, experts
+from baton_kernels.experts.arranged import arrange, can_arrange
 from baton_kernels.experts.reference import dequantize, gated
 from baton_kernels.gated_activation import ACTIVATIONS
 from engine.model.parallel.group import ONE_RANK, RankGroup
@@ -162,14 +163,18 @@ Codes = tuple[Tensor, Tensor]
 
 
 @torch.no_grad()
-def keep_four_bits(module: nn.Module, gate_up: Codes, down: Codes) -> str | None:
-    """Let the module's weights be these, and `experts` compute it; else why it cannot."""
+def keep_four_bits(module: nn.Module, gate_up: Codes, down: Codes, dtype: torch.dtype) -> str | None:
+    """Let the module's weights be these, and `experts` compute it; else why it cannot. dtype: of activations."""
     plain = ExpertWeights(gate_up[0], down[0], gate_up_scale=gate_up[1], down_scale=down[1])
     of = _with_gate(module, _biased(module, plain))
     reason = _why_unusual(module) or _why_not_computed(of)
     if reason is not None or of is None:
         return reason
-    for name, (codes, scale) in zip(NAMES, (gate_up, down), strict=True):
+    if can_arrange(of, dtype):
+        of = arrange(of)
+    stored = ((of.gate_up, of.gate_up_scale), (of.down, of.down_scale))
+    for name, (codes, scale) in zip(NAMES, stored, strict=True):
+        assert scale is not None
         setattr(module, name, nn.Parameter(codes, requires_grad=False))
         setattr(module, f"{name}_scale", nn.Parameter(scale, requires_grad=False))
     attach(module, of)

@@ -108,6 +108,7 @@ class StepGraphs:
         group_ends: tuple[int, ...] = (),
         decode_query_lens: Seq[int] = (1,),
     ) -> None:
+        assert not padding.ladders or padding.most_prompts in range(1, MAX_PROMPTS + 1), "graphs have no more room"
         self._decode_query_lens = sorted(decode_query_lens)
         self._decode_sizes, self._square_sizes = sorted(decode_sizes), sorted(single_prompt_sizes)
         self._padding = padding

@@ -17,7 +17,7 @@ from baton.sampling import FinishReason, SamplingParams
 from baton_kernels.block_copy import gather_blocks, scatter_blocks
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.model.graphs import decode_capture_sizes
+from engine.model.graphs import MAX_PROMPTS, decode_capture_sizes
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.runner import TorchModelRunner
@@ -131,7 +131,7 @@ def test_a_gpu_says_the_same(
 ) -> None:
     config: dict[str, Any] = {"max_num_batched_tokens": 100, "async_scheduling": ahead}
     if graphs:
-        config["padding"] = StepPadding(((0, (32, 64, 100)), (32, (32, 100))))
+        config["padding"] = StepPadding(((0, (32, 64, 100)), (32, (32, 100))), MAX_PROMPTS)
     engine, runner = make_engine(folder, device="cuda", **config)
     assert runner.pool.tensor.is_cuda
     if graphs:

@@ -21,7 +21,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model import fast
 from engine.model.attention import probe
-from engine.model.graphs import decode_capture_sizes
+from engine.model.graphs import MAX_PROMPTS, decode_capture_sizes
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.runner import TorchModelRunner
@@ -211,7 +211,7 @@ def test_a_gpu_says_the_same(folder: Path, graphs: bool) -> None:
     said = list[Outputs]()
     sizes: dict[str, Any] = {"max_num_batched_tokens": 100, "async_scheduling": True, "block_size": 16}
     if graphs:
-        sizes["padding"] = StepPadding(((0, (32, 64, 100)), (32, (32, 100))))
+        sizes["padding"] = StepPadding(((0, (32, 64, 100)), (32, (32, 100))), MAX_PROMPTS)
     for split in (True, False):
         engine, runner = make_engine(folder, device="cuda", split=split, **sizes)
         if graphs:

@@ -199,6 +199,14 @@ def launch_experts() -> None:
     four = ExpertWeights(*codes, "clamped", True, *biases, gate_up_scale=exponents[0], down_scale=exponents[1])
     for num_tokens in (1, 16, 4096):
         on_gpu(bf16(num_tokens, 2880), ints(num_tokens, 4), bf16(num_tokens, 4), four, None)
+    words = ints(32, 5760, 23 * 16, dtype=torch.int32), ints(32, 2880, 23 * 16, dtype=torch.int32)
+    steps = ints(32, 23, 5760, dtype=torch.int32), ints(32, 23, 2880, dtype=torch.int32)
+    arranged = ExpertWeights(*words, "clamped", True, *biases, gate_up_scale=steps[0], down_scale=steps[1])
+    plain = ExpertWeights(*words, gate_up_scale=steps[0], down_scale=steps[1])
+    for num_tokens in (1, 8, 16, 64, 128, 256, 4096):
+        on_gpu(bf16(num_tokens, 2880), ints(num_tokens, 4), bf16(num_tokens, 4), arranged, None)
+    for num_tokens in (2, 12, 100):
+        on_gpu(bf16(num_tokens, 2880), ints(num_tokens, 4), bf16(num_tokens, 4), plain, ints(num_tokens))
 
 
 def launch_attention(quantized: bool) -> None:

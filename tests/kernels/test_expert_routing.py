@@ -135,8 +135,10 @@ def test_alignment(data: st.DataObject) -> None:
     check_aligned(torch.tensor(ids), None if slots is None else torch.tensor(slots), num_experts, rows)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("num_tokens", [200, 4200, pytest.param(60_000, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("num_tokens", "device"),
+    [(200, "cpu"), (4200, "cpu"), *(pytest.param(n, "cuda", marks=pytest.mark.gpu) for n in (200, 4200, 60_000))],
+)
 def test_alignment_of_many(num_tokens: int, device: str) -> None:
     """More than a chunk; more than a segment."""
     torch.manual_seed(num_tokens)

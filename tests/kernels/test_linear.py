@@ -76,7 +76,9 @@ def test_row_kernel(out_features: int, in_features: int, with_bias: bool, device
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("tiling", TILES)
-@pytest.mark.parametrize(("num_rows", "out_features", "in_features"), [(1, 16, 64), (3, 37, 128), (8, 130, 320), (5, 21, 168)])
+@pytest.mark.parametrize(
+    ("num_rows", "out_features", "in_features"), [(1, 16, 64), (3, 37, 128), (8, 130, 320), (5, 21, 168)]
+)
 def test_tile_kernel(
     num_rows: int, out_features: int, in_features: int, tiling: Tiling, device: str, dtype: torch.dtype
 ) -> None:

@@ -75,7 +75,7 @@ class Mxfp4(Quantization):
                 delattr(module, f"{weight}_{kind}")
         gate_up, down = parts
         if gate_up[0].is_cuda:
-            reason = keep_four_bits(module, gate_up, down)
+            reason = keep_four_bits(module, gate_up, down, dtype)
             if reason is None:
                 return True
             log.warning("not kept in 4 bits: %s: %s", name, reason)

@@ -91,7 +91,7 @@ def _can_route_few(x: Tensor, router: Tensor, routing: Routing) -> bool:
 def can_compute(of: ExpertWeights) -> bool:
     """Whether `experts` can: always on a CPU; on a GPU sizes must be multiples of 16, in MXFP4 of 32, and weights
     contiguous."""
-    if not of.gate_up.is_cuda:
+    if not of.gate_up.is_cuda or of.arranged:
         return True
     sizes, aligned = (of.hidden_size, of.intermediate_size), GROUP if of.four_bits else ALIGNED
     stored = (of.gate_up, of.down, of.gate_up_scale, of.down_scale)
@@ -119,6 +119,10 @@ def on_gpu(x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights, slots: Te
     num_tokens, top_k = ids.shape
     if not num_tokens:
         return torch.empty_like(x)
+    if of.arranged:
+        from baton_kernels.experts import arranged_kernel
+
+        return arranged_kernel.experts(x, ids, weights, of, slots)
     tilings = choose(num_tokens, top_k, of.num_experts, of.weight_bytes)
     if isinstance(tilings, RowTilings):
         from baton_kernels.experts import rows_kernel

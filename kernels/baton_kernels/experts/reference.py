@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton_kernels.experts.arranged import as_published
 from baton_kernels.experts.weights import GROUP, ExpertWeights, Routing
 from baton_kernels.gated_activation import reference as gated_activation
 
@@ -62,6 +63,8 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights) -> Tenso
 
 
 def _one(x: Tensor, expert: int, of: ExpertWeights) -> Tensor:
+    if of.arranged:
+        of, expert = as_published(of.only(expert)), 0
     hidden = F.linear(x, *_weight(of.gate_up, of.gate_up_scale, of.gate_up_bias, expert, x.dtype))
     return F.linear(gated(hidden, of), *_weight(of.down, of.down_scale, of.down_bias, expert, x.dtype))
 

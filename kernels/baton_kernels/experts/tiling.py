@@ -90,12 +90,23 @@ def _for_size(tiling: Tiling, itemsize: float) -> Tiling:
     return replace(tiling, depth=min(128, 2 * tiling.depth)) if itemsize == 1 else tiling
 
 
+ARRANGED_ROWS = ((4, 8), (10, 16), (24, 32), (48, 64), (float("inf"), 128))
+"""Of a block of weights in MXFP4 that are arranged, by the most rows per expert."""
+
+
+def arranged_rows(num_tokens: int, top_k: int, num_experts: int) -> int:
+    """The rows of a block: of few tokens, room for all of them."""
+    if num_tokens <= BY_TOKEN_TOKENS:
+        return 8 if num_tokens <= ROW_TOKENS else max(8, 1 << (num_tokens - 1).bit_length())
+    return next(rows for most, rows in ARRANGED_ROWS if num_tokens * top_k / num_experts <= most)
+
+
 @functools.cache
 def kernel_tokens(top_k: int, num_experts: int) -> tuple[int, ...]:
     """Numbers of tokens that together run every kernel there is for a layer: after calling `experts` with each of them
     at startup, nothing is compiled later."""
     ends = {ROW_TOKENS, BY_TOKEN_TOKENS, FEW_CHOICES // top_k, ALIGN_AT_ONCE // top_k}
-    ends |= {int(most * num_experts / top_k) for most, _ in CLASSES[:-1]}
+    ends |= {8, *(int(most * num_experts / top_k) for most, _ in (*CLASSES[:-1], *ARRANGED_ROWS[:-1]))}
     return tuple(sorted({1, *(end for end in ends if end), *(end + 1 for end in ends)}))
 
 

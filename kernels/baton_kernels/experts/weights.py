@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -29,7 +29,7 @@ class ExpertWeights:
 
     Weights in MXFP4 (OCP Microscaling Formats, version 1.0, section 5) are uint8, and their last dimension is half as
     long: a byte has two e2m1 codes, that of the even column in its low half. Their scales are uint8, [num_experts,
-    rows, columns / 32], each the exponent of a power of two plus 127.
+    rows, columns / 32], each the exponent of a power of two plus 127. `arranged.arrange` puts both into another order.
     """
 
     gate_up: Tensor
@@ -50,7 +50,12 @@ class ExpertWeights:
     @property
     def four_bits(self) -> bool:
         """Whether the weights are in MXFP4."""
-        return self.gate_up.dtype == torch.uint8
+        return self.arranged or self.gate_up.dtype == torch.uint8
+
+    @property
+    def arranged(self) -> bool:
+        """Whether they are in the order of `arranged.arrange`: words of 32 bits."""
+        return self.gate_up.dtype == torch.int32
 
     @property
     def eight_bits(self) -> bool:
@@ -59,11 +64,11 @@ class ExpertWeights:
 
     @property
     def hidden_size(self) -> int:
-        return self.gate_up.shape[2] * (2 if self.four_bits else 1)
+        return self.down.shape[1]
 
     @property
     def intermediate_size(self) -> int:
-        return self.down.shape[2] * (2 if self.four_bits else 1)
+        return self.gate_up.shape[1] // 2
 
     @property
     def weight_bytes(self) -> float:
@@ -75,6 +80,12 @@ class ExpertWeights:
         """Of one expert, without biases."""
         stored = (self.gate_up, self.down, self.gate_up_scale, self.down_scale)
         return sum(tensor[0].numel() * tensor.element_size() for tensor in stored if tensor is not None)
+
+    def only(self, expert: int) -> ExpertWeights:
+        """Of that expert alone: views."""
+        stored = ("gate_up", "down", "gate_up_bias", "down_bias", "gate_up_scale", "down_scale")
+        found = {name: value[expert, None] for name in stored if (value := getattr(self, name)) is not None}
+        return replace(self, **found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,8 +180,8 @@ def _arranged(x: Tensor, weight: FourBitWeight, bias: Tensor | None, activation:
 def _tiling(x: Tensor, weight: QuantizedWeight, gated: bool) -> Tiling | None:
     chosen = choose_four_bits if weight.four_bits else choose
     depth = weight.packed_columns if weight.four_bits else weight.group
-    if _in_int8_groups(weight) and depth % 64 == 0:
-        depth = 64  # x is not quantized, so it takes twice the room
+    if _keeps_x(weight) and depth % 64 == 0:
+        depth = 64  # x takes twice the room
     return chosen(x.shape[0], weight.out_features, weight.in_features, gated, depth) if x.shape[0] else None
 
 
@@ -229,11 +229,13 @@ def _few_rows(
 ) -> Tensor:
     from baton_kernels.quantized_linear import kernel
 
-    if weight.four_bits or _in_int8_groups(weight) or weight.zero is not None or x.shape[0] <= WEIGHT_ONLY_ROWS:
+    if weight.four_bits or _keeps_x(weight) or x.shape[0] <= WEIGHT_ONLY_ROWS:
         return kernel.few_rows(x, None, weight, bias, activation, tiling, x.dtype)
     values, scale = _in_type_of(weight, x, quantized)
     return kernel.few_rows(values, scale, weight, bias, activation, tiling, x.dtype)
 
 
-def _in_int8_groups(weight: QuantizedWeight) -> bool:
-    return weight.group > 0 and weight.values.dtype == torch.int8
+def _keeps_x(weight: QuantizedWeight) -> bool:
+    """Whether x is not quantized, however many rows it has: the weight has 8 bits, and more than a scale per row."""
+    in_groups = weight.group > 0 and weight.values.dtype == torch.int8
+    return not weight.four_bits and (in_groups or weight.zero is not None)

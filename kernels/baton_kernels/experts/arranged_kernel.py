@@ -1,0 +1,450 @@
+"""The products of blocks of rows with their experts' weights in MXFP4, in Gluon: codes become numbers in the registers
+from which the tensor cores take them.
+
+In a program one warp has the tensor memory accelerator copy the steps of an expert's tile and of a block's rows of x;
+one or two groups of 4 warps multiply 64 rows of the weight each. Codes cost a warp 15 instructions for 8 of them, and
+their scales 2 (`arranged`; the way to take codes apart is that of OpenAI's triton_kernels): less than the time in which
+8 rows of x have them read from memory.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language import debug_barrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from baton_kernels.experts.alignment_kernel import Blocks, align, blocks_by_token
+from baton_kernels.experts.arranged import STEP
+from baton_kernels.experts.kernel import apply_gate, summed
+from baton_kernels.experts.tiling import BY_TOKEN_TOKENS, ROW_TOKENS, arranged_rows
+from baton_kernels.experts.weights import ExpertWeights
+from baton_kernels.pdl import launch_options
+from baton_kernels.quantized_linear.tile_programs import OUT, TileTiling
+
+BAND = 8
+"""Blocks whose tiles are computed side by side, if there are many: they share their reads in L2."""
+
+_DECODE = gl.constexpr("""
+{
+    .reg .b32 a, b;
+    and.b32 a, $8, 0x81c081c0;
+    mul.rn.bf16x2 a, a, $9;
+    mov.b32 {$0, $1}, a;
+    shl.b32 a, $8, 3;
+    and.b32 a, a, 0x81c081c0;
+    mul.rn.bf16x2 a, a, $9;
+    mov.b32 {$2, $3}, a;
+    shl.b32 a, $8, 6;
+    and.b32 a, a, 0x81c081c0;
+    mul.rn.bf16x2 a, a, $10;
+    mov.b32 {$4, $5}, a;
+    shl.b32 a, $8, 1;
+    and.b32 a, a, 0x80008000;
+    shr.u32 b, $8, 3;
+    and.b32 b, b, 0x01800180;
+    or.b32 a, a, b;
+    shr.u32 b, $8, 7;
+    and.b32 b, b, 0x00400040;
+    or.b32 a, a, b;
+    mul.rn.bf16x2 a, a, $10;
+    mov.b32 {$6, $7}, a;
+}
+""")
+
+# A lane has the 4 adjacent words of a row that are its own, and those of the row 8 below.
+_WORDS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0]],
+        [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 16],
+    )
+)
+
+
+@gluon.jit
+def _operand(a, b, c, d, LEFT: gl.constexpr):
+    """[64, 64], of the numbers of words: q outside, p inside."""
+    split = gl.join(gl.join(a, b), gl.join(c, d)).reshape([64, 4, 4, 2, 2])
+    return gl.convert_layout(split.permute([0, 2, 4, 1, 3]).reshape([64, 64]), LEFT, assert_trivial=True)
+
+
+@gluon.jit
+def _copy(
+    x_desc,
+    weight_desc,
+    x_buffers,
+    weight_buffers,
+    full,
+    empty,
+    num_steps,
+    x_row,
+    weight_row,
+    ROWS: gl.constexpr,
+    GROUPS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    for step in range(num_steps):
+        buffer = step % STAGES
+        mbarrier.wait(empty.index(buffer), ((step // STAGES) & 1) ^ 1)
+        bar = full.index(buffer)
+        mbarrier.expect(bar, ROWS * 256 + GROUPS * 4096)
+        for group in gl.static_range(GROUPS):
+            target = weight_buffers.index(buffer * GROUPS + group)
+            tma.async_copy_global_to_shared(weight_desc, [weight_row + group * 64, step * 16], bar, target)
+        for half in gl.static_range(2):
+            target = x_buffers.index(2 * buffer + half)
+            tma.async_copy_global_to_shared(x_desc, [x_row, step * 128 + half * 64], bar, target)
+
+
+@gluon.jit
+def _choices(
+    order_ptr,
+    slots_ptr,
+    expert,
+    block,
+    num_choices,
+    TOP_K: gl.constexpr,
+    ROWS: gl.constexpr,
+    BY_CHOICE: gl.constexpr,
+    BY_TOKEN: gl.constexpr,
+    HAS_SLOTS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Whose rows the block has: [ROWS]; num_choices: nobody's."""
+    row = gl.arange(0, ROWS, layout=LAYOUT)
+    if BY_CHOICE:
+        choice = gl.where(row == 0, block, num_choices)
+    elif BY_TOKEN:
+        choice = gl.where(row < 0, row, num_choices)
+        there = row < num_choices // TOP_K
+        if HAS_SLOTS:
+            there = there & (gl.load(slots_ptr + row, mask=there, other=0) > 0)
+        for slot in gl.static_range(TOP_K):
+            found = gl.load(order_ptr + row * TOP_K + slot, mask=there, other=-1)
+            choice = gl.where(found == expert, row * TOP_K + slot, choice)
+    else:
+        choice = gl.load(order_ptr + block * ROWS + row)
+    return choice
+
+
+@gluon.jit
+def _multiply(
+    x_buffers,
+    weight_buffers,
+    full,
+    empty,
+    scale_ptr,
+    bias_ptr,
+    routed_ptr,
+    order_ptr,
+    slots_ptr,
+    out_ptr,
+    num_steps,
+    block,
+    expert,
+    tile,
+    num_choices,
+    GROUP: gl.constexpr,
+    GROUPS: gl.constexpr,
+    WIDTH: gl.constexpr,
+    TOP_K: gl.constexpr,
+    ROWS: gl.constexpr,
+    STAGES: gl.constexpr,
+    BY_CHOICE: gl.constexpr,
+    BY_TOKEN: gl.constexpr,
+    HAS_SLOTS: gl.constexpr,
+    INTERLEAVED: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    GATE: gl.constexpr,
+    ALPHA: gl.constexpr,
+    LIMIT: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """WIDTH: features of the result. GATE: of gate and up, whose result is in the order of the blocks; None: of down,
+    times what the router gave the choice, in the order of the choices."""
+    DTYPE: gl.constexpr = out_ptr.dtype.element_ty
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
+    WEIGHT_ROWS: gl.constexpr = WIDTH if GATE is None else 2 * WIDTH
+    own = tile * GROUPS + GROUP
+    weight_row = gl.minimum(own * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, _WORDS)), WEIGHT_ROWS - 1)
+    shift = gl.arange(0, 16, layout=gl.SliceLayout(0, _WORDS)) % 4 // 2 * 8
+    scales = scale_ptr + weight_row
+    following = gl.load(scales, mask=weight_row < WEIGHT_ROWS * num_steps, other=0)
+    sums = gl.zeros([64, ROWS], gl.float32, PRODUCT)
+    for step in range(num_steps):
+        buffer = step % STAGES
+        scale = following
+        mbarrier.wait(full.index(buffer), (step // STAGES) & 1)
+        following = gl.load(scales + gl.minimum(step + 1, num_steps - 1) * WEIGHT_ROWS)
+        words = weight_buffers.index(buffer * GROUPS + GROUP).load(_WORDS)
+        low_scale = ((scale[:, None] >> shift[None, :]) & 255) * 0x00800080
+        high_scale = ((scale[:, None] >> (shift + 16)[None, :]) & 255) * 0x00800080
+        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
+            _DECODE, "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r", [words, low_scale, high_scale],
+            dtype=(gl.bfloat16,) * 8, is_pure=True, pack=1,
+        )  # fmt: skip
+        low, high = _operand(a, b, c, d, LEFT), _operand(e, f, g, h, LEFT)
+        x, high_x = x_buffers.index(2 * buffer).permute([1, 0]), x_buffers.index(2 * buffer + 1).permute([1, 0])
+        sums = warpgroup_mma(low, x, sums, is_async=True)
+        sums = warpgroup_mma(high, high_x, sums, is_async=True)
+        sums, low, high = warpgroup_mma_wait(0, deps=[sums, low, high])
+        debug_barrier()  # one thread arrives for all
+        mbarrier.arrive(empty.index(buffer), count=1)
+    if PDL:
+        gdc_launch_dependents()
+    if num_steps > 0:
+        if GATE is None:
+            feature = own * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, PRODUCT))
+            inside = feature < WIDTH
+            if HAS_BIAS:
+                bias = gl.load(bias_ptr + expert.to(gl.int64) * WIDTH + feature, mask=inside, other=0.0)
+                sums += bias.to(gl.float32)[:, None]
+            choice = _choices(
+                order_ptr, slots_ptr, expert, block, num_choices, TOP_K, ROWS, BY_CHOICE, BY_TOKEN, HAS_SLOTS,
+                gl.SliceLayout(0, PRODUCT),
+            )  # fmt: skip
+            taken = choice < num_choices
+            sums *= gl.load(routed_ptr + choice, mask=taken, other=0.0).to(gl.float32)[None, :]
+            outs = out_ptr + choice.to(gl.int64)[None, :] * WIDTH + feature[:, None]
+            gl.store(outs, sums.to(DTYPE), mask=inside[:, None] & taken[None, :])
+        else:
+            gate, up = gl.split(sums.reshape([4, 2, 8, ROWS]).permute([0, 2, 3, 1]))
+            gate, up = gate.reshape([32, ROWS]), up.reshape([32, ROWS])
+            feature = own * 32 + gl.arange(0, 32, layout=gl.SliceLayout(1, gate.type.layout))
+            inside = feature < WIDTH
+            if HAS_BIAS:
+                biases = bias_ptr + expert.to(gl.int64) * (2 * WIDTH) + feature * (2 if INTERLEAVED else 1)
+                gate += gl.load(biases, mask=inside, other=0.0).to(gl.float32)[:, None]
+                up += gl.load(biases + (1 if INTERLEAVED else WIDTH), mask=inside, other=0.0).to(gl.float32)[:, None]
+            values = apply_gate(gate, up, GATE, ALPHA, LIMIT, DTYPE)
+            row = block * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, gate.type.layout))
+            outs = out_ptr + row.to(gl.int64)[None, :] * WIDTH + feature[:, None]
+            gl.store(outs, values.to(DTYPE), mask=inside[:, None])
+
+
+@gluon.jit(do_not_specialize=["num_choices", "most", "band"])
+def _arranged_kernel(
+    x_desc,
+    weight_desc,
+    scale_ptr,
+    bias_ptr,
+    routed_ptr,
+    order_ptr,
+    slots_ptr,
+    expert_of_ptr,
+    count_ptr,
+    out_ptr,
+    num_choices,
+    most,
+    band,
+    NUM_EXPERTS: gl.constexpr,
+    WIDTH: gl.constexpr,
+    NUM_STEPS: gl.constexpr,
+    TOP_K: gl.constexpr,
+    GROUPS: gl.constexpr,
+    ROWS: gl.constexpr,
+    STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    BY_CHOICE: gl.constexpr,
+    BY_TOKEN: gl.constexpr,
+    HAS_SLOTS: gl.constexpr,
+    INTERLEAVED: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    GATE: gl.constexpr,
+    ALPHA: gl.constexpr,
+    LIMIT: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """The rows of x of a block begin at `block * ROWS`; of gate and up, at the token's if BY_CHOICE, at 0 if BY_TOKEN.
+    REGISTERS: of a thread of the second group of warps."""
+    GATED: gl.constexpr = GATE is not None
+    WEIGHT_ROWS: gl.constexpr = 2 * WIDTH if GATED else WIDTH
+    FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    x_buffers = gl.allocate_shared_memory(out_ptr.dtype.element_ty, [2 * STAGES, ROWS, 64], x_desc.layout)
+    weight_buffers = gl.allocate_shared_memory(gl.int32, [STAGES * GROUPS, 64, 16], weight_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=GROUPS)
+    fence_async_shared()
+    program = gl.program_id(0)
+    num_tiles: gl.constexpr = (WEIGHT_ROWS + 64 * GROUPS - 1) // (64 * GROUPS)
+    first = program // (band * num_tiles)
+    height = gl.minimum(most - first * band, band)
+    place = program - first * (band * num_tiles)
+    block, tile = first * band + place % height, place // height
+    if PDL:
+        gdc_wait()
+    x_row = block * ROWS
+    if BY_CHOICE:
+        expert = gl.load(order_ptr + block).to(gl.int32)
+        is_there = expert < NUM_EXPERTS
+        if HAS_SLOTS:
+            is_there = is_there & (gl.load(slots_ptr + block // TOP_K) > 0)
+        if GATED:
+            x_row = block // TOP_K
+    elif BY_TOKEN:
+        expert = block
+        choice = _choices(
+            order_ptr, slots_ptr, expert, block, num_choices, TOP_K, ROWS, BY_CHOICE, BY_TOKEN, HAS_SLOTS, FLAT
+        )
+        is_there = gl.min(choice, 0) < num_choices
+        if GATED:
+            x_row = block * 0
+    else:
+        is_there = block < gl.load(count_ptr)
+        expert = gl.load(expert_of_ptr + block)
+    num_steps = gl.where(is_there, NUM_STEPS, 0)
+    expert = gl.where(is_there, expert, 0)
+    weight_row = expert * WEIGHT_ROWS + tile * (64 * GROUPS)
+    own_scales = scale_ptr + expert.to(gl.int64) * (NUM_STEPS * WEIGHT_ROWS)
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    x_buffers, weight_buffers, full, empty, own_scales, bias_ptr, routed_ptr, order_ptr, slots_ptr,
+                    out_ptr, num_steps, block, expert, tile, num_choices, 0, GROUPS, WIDTH, TOP_K, ROWS, STAGES,
+                    BY_CHOICE, BY_TOKEN, HAS_SLOTS, INTERLEAVED, HAS_BIAS, GATE, ALPHA, LIMIT, PDL,
+                )),
+                (_copy, (
+                    x_desc, weight_desc, x_buffers, weight_buffers, full, empty, num_steps, x_row, weight_row,
+                    ROWS, GROUPS, STAGES,
+                )),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    x_buffers, weight_buffers, full, empty, own_scales, bias_ptr, routed_ptr, order_ptr, slots_ptr,
+                    out_ptr, num_steps, block, expert, tile, num_choices, 0, GROUPS, WIDTH, TOP_K, ROWS, STAGES,
+                    BY_CHOICE, BY_TOKEN, HAS_SLOTS, INTERLEAVED, HAS_BIAS, GATE, ALPHA, LIMIT, PDL,
+                )),
+                (_multiply, (
+                    x_buffers, weight_buffers, full, empty, own_scales, bias_ptr, routed_ptr, order_ptr, slots_ptr,
+                    out_ptr, num_steps, block, expert, tile, num_choices, 1, GROUPS, WIDTH, TOP_K, ROWS, STAGES,
+                    BY_CHOICE, BY_TOKEN, HAS_SLOTS, INTERLEAVED, HAS_BIAS, GATE, ALPHA, LIMIT, PDL,
+                )),
+                (_copy, (
+                    x_desc, weight_desc, x_buffers, weight_buffers, full, empty, num_steps, x_row, weight_row,
+                    ROWS, GROUPS, STAGES,
+                )),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_choices"])
+def _gather_kernel(
+    x_ptr, order_ptr, count_ptr, out_ptr, num_choices, x_stride,
+    HIDDEN: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program copies a row of a block; those of nobody stay what they are."""
+    row = tl.program_id(0)
+    column = tl.arange(0, COLUMNS)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    choice = tl.load(order_ptr + row, mask=row // ROWS < tl.load(count_ptr), other=num_choices)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    if choice < num_choices:
+        token = (choice // TOP_K).to(tl.int64)
+        values = tl.load(x_ptr + token * x_stride + column, mask=column < HIDDEN)
+        tl.store(out_ptr + row.to(tl.int64) * HIDDEN + column, values, mask=column < HIDDEN)
+
+
+def choose(rows: int) -> TileTiling:
+    """Shared memory is for `stages` of 256 bytes a row of x and 4096 a group."""
+    if rows <= 16:
+        return TileTiling(rows, 1, stages=6, programs=4, registers=64, least_steps=0)
+    if rows == 32:
+        return TileTiling(rows, 1, stages=4, programs=3, registers=80, least_steps=0)
+    if rows == 64:
+        return TileTiling(rows, 2, stages=4, programs=1, registers=128, least_steps=0)
+    return TileTiling(rows, 2, stages=4, programs=1, registers=168, least_steps=0)
+
+
+def experts(x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights, slots: Tensor | None) -> Tensor:
+    """[num_tokens, hidden_size]. x: bf16, contiguous rows; ids, weights: contiguous."""
+    num_tokens, top_k = ids.shape
+    rows = arranged_rows(num_tokens, top_k, of.num_experts)
+    by_choice = num_tokens <= ROW_TOKENS
+    if by_choice:
+        blocks = Blocks(ids, ids if slots is None else slots, ids, rows, ids.numel(), False, slots is not None)
+    elif num_tokens <= BY_TOKEN_TOKENS:
+        blocks = blocks_by_token(ids, slots, of.num_experts, rows)
+    else:
+        blocks = align(ids, slots, of.num_experts, rows)
+        x = _gathered(x, blocks, ids.numel(), top_k)
+    if x.stride(0) % 8 or x.data_ptr() % 16:
+        x = x.contiguous().clone()
+    inner = torch.empty((blocks.most * rows, of.intermediate_size), dtype=x.dtype, device=x.device)
+    parts = torch.empty((ids.numel(), of.hidden_size), dtype=x.dtype, device=x.device)
+    _launch(x, of.gate_up, of.gate_up_scale, of.gate_up_bias, weights, blocks, by_choice, inner, of, of.gate)
+    _launch(inner, of.down, of.down_scale, of.down_bias, weights, blocks, by_choice, parts, of, None)
+    return summed(parts, ids, slots, of.num_experts)
+
+
+def _gathered(x: Tensor, blocks: Blocks, num_choices: int, top_k: int) -> Tensor:
+    """The rows of the blocks, [blocks.num_rows, hidden_size]."""
+    hidden = x.shape[1]
+    out = torch.empty((blocks.num_rows, hidden), dtype=x.dtype, device=x.device)
+    _gather_kernel[(blocks.num_rows,)](
+        x, blocks.order, blocks.count, out, num_choices, x.stride(0), hidden, top_k, blocks.rows,
+        triton.next_power_of_2(hidden), num_warps=4, **launch_options(x.device),
+    )  # fmt: skip
+    return out
+
+
+def _launch(
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor | None,
+    bias: Tensor | None,
+    routed: Tensor,
+    blocks: Blocks,
+    by_choice: bool,
+    out: Tensor,
+    of: ExpertWeights,
+    gate: str | None,
+) -> None:
+    num_experts, weight_rows, width = words.shape
+    num_rows, columns = x.shape
+    tiling = choose(blocks.rows)
+    tiles = triton.cdiv(weight_rows, OUT * tiling.groups)
+    x_desc = TensorDescriptor(
+        x, [num_rows, columns], [x.stride(0), 1], [tiling.rows, 64], gl.NVMMASharedLayout(128, 16, 2)
+    )
+    weight_desc = TensorDescriptor(
+        words, [num_experts * weight_rows, width], [width, 1], [64, 16], gl.NVMMASharedLayout(64, 32, 2)
+    )
+    _arranged_kernel[(blocks.most * tiles,)](
+        x_desc, weight_desc, scales, out if bias is None else bias, routed, blocks.order,
+        blocks.expert_of if blocks.has_slots else blocks.order, blocks.expert_of, blocks.count, out,
+        routed.numel(), blocks.most, BAND if tiling.rows == 128 else blocks.most,
+        num_experts, out.shape[1], width * 8 // STEP, routed.shape[1], tiling.groups, tiling.rows, tiling.stages,
+        tiling.registers_of_second, by_choice, blocks.by_token, blocks.has_slots, of.interleaved, bias is not None,
+        gate, of.alpha, of.limit, num_warps=4, maxnreg=tiling.registers, **launch_options(x.device),
+    )  # fmt: skip
