@@ -145,6 +145,43 @@ def _choices(
 
 
 @gluon.jit
+def _step(
+    sums,
+    scale,
+    next_scales,
+    shift,
+    x_buffers,
+    weight_buffers,
+    full,
+    empty,
+    BUFFER: gl.constexpr,
+    turn,
+    GROUP: gl.constexpr,
+    GROUPS: gl.constexpr,
+    PRODUCT: gl.constexpr,
+):
+    """Returns the sums with this step's products, and the scales of the next one, of which there are always some."""
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
+    mbarrier.wait(full.index(BUFFER), turn & 1)
+    following = gl.load(next_scales)
+    words = weight_buffers.index(BUFFER * GROUPS + GROUP).load(_WORDS)
+    low_scale = ((scale[:, None] >> shift[None, :]) & 255) * 0x00800080
+    high_scale = ((scale[:, None] >> (shift + 16)[None, :]) & 255) * 0x00800080
+    a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
+        _DECODE, "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r", [words, low_scale, high_scale],
+        dtype=(gl.bfloat16,) * 8, is_pure=True, pack=1,
+    )  # fmt: skip
+    low, high = _operand(a, b, c, d, LEFT), _operand(e, f, g, h, LEFT)
+    x, high_x = x_buffers.index(2 * BUFFER).permute([1, 0]), x_buffers.index(2 * BUFFER + 1).permute([1, 0])
+    sums = warpgroup_mma(low, x, sums, is_async=True)
+    sums = warpgroup_mma(high, high_x, sums, is_async=True)
+    sums, low, high = warpgroup_mma_wait(0, deps=[sums, low, high])
+    debug_barrier()  # one thread arrives for all
+    mbarrier.arrive(empty.index(BUFFER), count=1)
+    return sums, following
+
+
+@gluon.jit
 def _multiply(
     x_buffers,
     weight_buffers,
@@ -156,13 +193,14 @@ def _multiply(
     order_ptr,
     slots_ptr,
     out_ptr,
-    num_steps,
+    num_turns,
     block,
     expert,
     tile,
     num_choices,
     GROUP: gl.constexpr,
     GROUPS: gl.constexpr,
+    NUM_STEPS: gl.constexpr,
     WIDTH: gl.constexpr,
     TOP_K: gl.constexpr,
     ROWS: gl.constexpr,
@@ -177,40 +215,36 @@ def _multiply(
     LIMIT: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """WIDTH: features of the result. GATE: of gate and up, whose result is in the order of the blocks; None: of down,
+    """num_turns: of all stages, before the last steps; -1: there is no such block. WIDTH: features of the result. GATE: of gate and up, whose result is in the order of the blocks; None: of down,
     times what the router gave the choice, in the order of the choices."""
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
     WEIGHT_ROWS: gl.constexpr = WIDTH if GATE is None else 2 * WIDTH
     own = tile * GROUPS + GROUP
     weight_row = gl.minimum(own * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, _WORDS)), WEIGHT_ROWS - 1)
     shift = gl.arange(0, 16, layout=gl.SliceLayout(0, _WORDS)) % 4 // 2 * 8
     scales = scale_ptr + weight_row
-    following = gl.load(scales, mask=weight_row < WEIGHT_ROWS * num_steps, other=0)
+    following = gl.load(scales)
     sums = gl.zeros([64, ROWS], gl.float32, PRODUCT)
-    for step in range(num_steps):
-        buffer = step % STAGES
-        scale = following
-        mbarrier.wait(full.index(buffer), (step // STAGES) & 1)
-        following = gl.load(scales + gl.minimum(step + 1, num_steps - 1) * WEIGHT_ROWS)
-        words = weight_buffers.index(buffer * GROUPS + GROUP).load(_WORDS)
-        low_scale = ((scale[:, None] >> shift[None, :]) & 255) * 0x00800080
-        high_scale = ((scale[:, None] >> (shift + 16)[None, :]) & 255) * 0x00800080
-        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-            _DECODE, "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r", [words, low_scale, high_scale],
-            dtype=(gl.bfloat16,) * 8, is_pure=True, pack=1,
-        )  # fmt: skip
-        low, high = _operand(a, b, c, d, LEFT), _operand(e, f, g, h, LEFT)
-        x, high_x = x_buffers.index(2 * buffer).permute([1, 0]), x_buffers.index(2 * buffer + 1).permute([1, 0])
-        sums = warpgroup_mma(low, x, sums, is_async=True)
-        sums = warpgroup_mma(high, high_x, sums, is_async=True)
-        sums, low, high = warpgroup_mma_wait(0, deps=[sums, low, high])
-        debug_barrier()  # one thread arrives for all
-        mbarrier.arrive(empty.index(buffer), count=1)
+    for turn in range(num_turns):
+        for buffer in gl.static_range(STAGES):
+            following_step = turn * STAGES + buffer + 1
+            if buffer == STAGES - 1:
+                following_step = gl.minimum(following_step, NUM_STEPS - 1)
+            sums, following = _step(
+                sums, following, scales + following_step * WEIGHT_ROWS, shift, x_buffers, weight_buffers, full, empty,
+                buffer, turn, GROUP, GROUPS, PRODUCT,
+            )  # fmt: skip
+    if num_turns >= 0:
+        for buffer in gl.static_range(NUM_STEPS % STAGES):
+            following_step = num_turns * STAGES + buffer + (0 if buffer == NUM_STEPS % STAGES - 1 else 1)
+            sums, following = _step(
+                sums, following, scales + following_step * WEIGHT_ROWS, shift, x_buffers, weight_buffers, full, empty,
+                buffer, num_turns, GROUP, GROUPS, PRODUCT,
+            )  # fmt: skip
     if PDL:
         gdc_launch_dependents()
-    if num_steps > 0:
+    if num_turns >= 0:
         if GATE is None:
             feature = own * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, PRODUCT))
             inside = feature < WIDTH
@@ -313,7 +347,7 @@ def _arranged_kernel(
     else:
         is_there = block < gl.load(count_ptr)
         expert = gl.load(expert_of_ptr + block)
-    num_steps = gl.where(is_there, NUM_STEPS, 0)
+    num_steps, num_turns = gl.where(is_there, NUM_STEPS, 0), gl.where(is_there, NUM_STEPS // STAGES, -1)
     expert = gl.where(is_there, expert, 0)
     weight_row = expert * WEIGHT_ROWS + tile * (64 * GROUPS)
     own_scales = scale_ptr + expert.to(gl.int64) * (NUM_STEPS * WEIGHT_ROWS)
@@ -322,8 +356,8 @@ def _arranged_kernel(
             [
                 (_multiply, (
                     x_buffers, weight_buffers, full, empty, own_scales, bias_ptr, routed_ptr, order_ptr, slots_ptr,
-                    out_ptr, num_steps, block, expert, tile, num_choices, 0, GROUPS, WIDTH, TOP_K, ROWS, STAGES,
-                    BY_CHOICE, BY_TOKEN, HAS_SLOTS, INTERLEAVED, HAS_BIAS, GATE, ALPHA, LIMIT, PDL,
+                    out_ptr, num_turns, block, expert, tile, num_choices, 0, GROUPS, NUM_STEPS, WIDTH, TOP_K, ROWS,
+                    STAGES, BY_CHOICE, BY_TOKEN, HAS_SLOTS, INTERLEAVED, HAS_BIAS, GATE, ALPHA, LIMIT, PDL,
                 )),
                 (_copy, (
                     x_desc, weight_desc, x_buffers, weight_buffers, full, empty, num_steps, x_row, weight_row,
@@ -338,13 +372,13 @@ def _arranged_kernel(
             [
                 (_multiply, (
                     x_buffers, weight_buffers, full, empty, own_scales, bias_ptr, routed_ptr, order_ptr, slots_ptr,
-                    out_ptr, num_steps, block, expert, tile, num_choices, 0, GROUPS, WIDTH, TOP_K, ROWS, STAGES,
-                    BY_CHOICE, BY_TOKEN, HAS_SLOTS, INTERLEAVED, HAS_BIAS, GATE, ALPHA, LIMIT, PDL,
+                    out_ptr, num_turns, block, expert, tile, num_choices, 0, GROUPS, NUM_STEPS, WIDTH, TOP_K, ROWS,
+                    STAGES, BY_CHOICE, BY_TOKEN, HAS_SLOTS, INTERLEAVED, HAS_BIAS, GATE, ALPHA, LIMIT, PDL,
                 )),
                 (_multiply, (
                     x_buffers, weight_buffers, full, empty, own_scales, bias_ptr, routed_ptr, order_ptr, slots_ptr,
-                    out_ptr, num_steps, block, expert, tile, num_choices, 1, GROUPS, WIDTH, TOP_K, ROWS, STAGES,
-                    BY_CHOICE, BY_TOKEN, HAS_SLOTS, INTERLEAVED, HAS_BIAS, GATE, ALPHA, LIMIT, PDL,
+                    out_ptr, num_turns, block, expert, tile, num_choices, 1, GROUPS, NUM_STEPS, WIDTH, TOP_K, ROWS,
+                    STAGES, BY_CHOICE, BY_TOKEN, HAS_SLOTS, INTERLEAVED, HAS_BIAS, GATE, ALPHA, LIMIT, PDL,
                 )),
                 (_copy, (
                     x_desc, weight_desc, x_buffers, weight_buffers, full, empty, num_steps, x_row, weight_row,
@@ -378,11 +412,9 @@ def _gather_kernel(
 def choose(rows: int) -> TileTiling:
     """Shared memory is for `stages` of 256 bytes a row of x and 4096 a group."""
     if rows <= 16:
-        return TileTiling(rows, 1, stages=6, programs=4, registers=64, least_steps=0)
-    if rows == 32:
-        return TileTiling(rows, 1, stages=4, programs=3, registers=80, least_steps=0)
-    if rows == 64:
-        return TileTiling(rows, 2, stages=4, programs=1, registers=128, least_steps=0)
+        return TileTiling(rows, 1, stages=4, programs=4, registers=64, least_steps=0)
+    if rows <= 64:
+        return TileTiling(rows, 2, stages=3, programs=2, registers=80, least_steps=0)
     return TileTiling(rows, 2, stages=4, programs=1, registers=168, least_steps=0)
 
 
