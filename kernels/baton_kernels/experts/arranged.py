@@ -98,7 +98,7 @@ def _words(codes: Tensor) -> Tensor:
     rows = codes.shape[0]
     # Columns: half of the step, chunk, q, lane, p; words: lane, chunk; a word's codes: half and q, in both halves p.
     parts = codes.view(rows, -1, 2, 4, 2, 4, 2).permute(0, 1, 5, 3, 2, 4, 6).reshape(rows, -1, 4, 2).int()
-    halves = torch.zeros(parts.shape[:2] + (2,), dtype=torch.int32, device=codes.device)
+    halves = torch.zeros((*parts.shape[:2], 2), dtype=torch.int32, device=codes.device)
     for i, field in enumerate(_FIELDS):
         code = parts[:, :, i]
         sign, rest = code >> 3, code & 7

@@ -215,8 +215,9 @@ def _multiply(
     LIMIT: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """num_turns: of all stages, before the last steps; -1: there is no such block. WIDTH: features of the result. GATE: of gate and up, whose result is in the order of the blocks; None: of down,
-    times what the router gave the choice, in the order of the choices."""
+    """num_turns: of all stages, before the last steps; -1: there is no such block. WIDTH: features of the result. GATE:
+    of gate and up, whose result is in the order of the blocks; None: of down, times what the router gave the choice, in
+    the order of the choices."""
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     WEIGHT_ROWS: gl.constexpr = WIDTH if GATE is None else 2 * WIDTH

@@ -90,7 +90,7 @@ def _for_size(tiling: Tiling, itemsize: float) -> Tiling:
     return replace(tiling, depth=min(128, 2 * tiling.depth)) if itemsize == 1 else tiling
 
 
-ARRANGED_ROWS = ((4, 8), (10, 16), (20, 32), (100, 64), (float("inf"), 128))
+ARRANGED_ROWS = ((4, 8), (14, 16), (24, 32), (80, 64), (float("inf"), 128))
 """Of a block of weights in MXFP4 that are arranged, by the most rows per expert."""
 
 

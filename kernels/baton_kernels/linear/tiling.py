@@ -78,8 +78,8 @@ def choose(num_rows: int, out_features: int, in_features: int, gated: bool, num_
 
 
 def _one_row(out_features: int, in_features: int, gated: bool) -> RowTiling:
-    """qkv 15.3 to 13.6, o 12.6 to 9.7, gate_up with its activation 59.7 to 54.5, down 30.5 to 27.9. Of 2048 features and
-    4096 columns 9.9 to 6.9, of 5120 and 2880 11.3 to 9.8, of 201088 and 2880 269 to 254."""
+    """qkv 15.3 to 13.6, o 12.6 to 9.7, gate_up with its activation 59.7 to 54.5, down 30.5 to 27.9. Of 2048 features
+    and 4096 columns 9.9 to 6.9, of 5120 and 2880 11.3 to 9.8, of 201088 and 2880 269 to 254."""
     if in_features % 512:
         return RowTiling(out=16, depth=256, num_warps=4, num_stages=4)
     if gated:
@@ -120,8 +120,8 @@ def _wide(num_rows: int, out_features: int, num_sms: int) -> WideTiling | None:
 
 def _few_rows(num_rows: int, out_features: int, in_features: int, num_sms: int) -> Tiling | None:
     """Up to 8 rows: qkv 16.7 to 15.3, o 12.6 to 10.1, down 31.0 to 28.6. 32: 15.8 to 14.6, 13.1 to 11.3, 32.2 to 30.6;
-    64: down 35.3 to 32.4. lm_head 241 to 234 for 8 rows, 255 to 245 for 32, 271 to 254 for 64. Of 5120 features and 2880
-    columns 11.6 to 10.6 for 8 rows, 12.0 to 11.6 for 32."""
+    64: down 35.3 to 32.4. lm_head 241 to 234 for 8 rows, 255 to 245 for 32, 271 to 254 for 64. Of 5120 features and
+    2880 columns 11.6 to 10.6 for 8 rows, 12.0 to 11.6 for 32."""
     rows = _padded(num_rows)
     if num_rows <= 8 and out_features <= 8192:
         # Small tiles, so that many programs fit on each SM: each slice of the columns has its own warp.
