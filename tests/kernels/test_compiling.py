@@ -24,7 +24,7 @@ def test_small_kernels_compile_for_hopper() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == 151
+    assert int(done.stdout) == 153
 
 
 def bf16(*shape: int) -> Tensor:
@@ -121,7 +121,7 @@ def launch_matmuls() -> None:
 
 
 def launch_quantized() -> None:
-    from baton_kernels.quantized_linear import QuantizedWeight, _tiling
+    from baton_kernels.quantized_linear import QuantizedWeight
     from baton_kernels.quantized_linear.dequantize_kernel import dequantize, dequantize_four_bits
     from baton_kernels.quantized_linear.four_bits import arrange
     from baton_kernels.quantized_linear.four_bits_kernel import few_rows as arranged_few_rows
@@ -156,12 +156,6 @@ def launch_quantized() -> None:
     for weight in (eight, integers):
         x = quantize_rows(bf16(32, 1024), None, weight.values.dtype)
         few_rows(*x, weight, None, None, tiling, torch.bfloat16)
-    in_groups = QuantizedWeight(integers.values, torch.zeros(4096, 8), None, 128)
-    with_zeros = QuantizedWeight(ints(4096, 8192, dtype=torch.int8), torch.zeros(4096, 1), ints(4096, 1).byte())
-    for num_rows, width, weight in ((256, 1024, in_groups), (128, 8192, with_zeros), (256, 8192, with_zeros)):
-        tiling = _tiling(bf16(num_rows, width), weight, gated=False)
-        assert tiling is not None
-        few_rows(bf16(num_rows, width), None, weight, None, None, tiling, torch.bfloat16)
     for features in (4096, 6144):
         tiling = choose(256, features, 1024, False, 0)
         assert tiling is not None
@@ -172,6 +166,18 @@ def launch_quantized() -> None:
     rms_norm(bf16(2, 4096), bf16(4096), 1e-5, bf16(2, 4096), 0.0, False, quantized)
     scales = torch.zeros(2, 1), torch.zeros(4096)
     rms_norm(bf16(2, 4096), bf16(4096), 1e-5, bf16(2, 4096), 0.0, False, quantized, scales)
+
+
+def launch_eight_bits_with_more_scales() -> None:
+    from baton_kernels.quantized_linear import QuantizedWeight, _tiling
+    from baton_kernels.quantized_linear.kernel import few_rows
+
+    in_groups = QuantizedWeight(ints(4096, 1024, dtype=torch.int8), torch.zeros(4096, 8), None, 128)
+    with_zeros = QuantizedWeight(ints(4096, 8192, dtype=torch.int8), torch.zeros(4096, 1), ints(4096, 1).byte())
+    for num_rows, width, weight in ((256, 1024, in_groups), (128, 8192, with_zeros), (256, 8192, with_zeros)):
+        tiling = _tiling(bf16(num_rows, width), weight, gated=False)
+        assert tiling is not None
+        few_rows(bf16(num_rows, width), None, weight, None, None, tiling, torch.bfloat16)
 
 
 def launch_experts() -> None:
@@ -257,6 +263,7 @@ def main() -> None:
         launch_moves_and_inputs()
         launch_matmuls()
         launch_quantized()
+        launch_eight_bits_with_more_scales()
         launch_experts()
         launch_attention(quantized=False)
         launch_attention(quantized=True)

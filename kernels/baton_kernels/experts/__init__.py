@@ -32,7 +32,7 @@ ALIGNED = 16
 """What both sizes of an expert must be multiples of, for the kernels."""
 ROUTER_TOKENS = 16
 """Up to so many tokens, the router's product and the choice are one kernel, in which each token reads the router."""
-EIGHT_BIT_TOKENS = 64
+EIGHT_BIT_TOKENS = 2
 """Up to so many tokens, quantizing x takes more time than it saves."""
 
 
