@@ -411,10 +411,14 @@ def _gather_kernel(
 
 
 def choose(rows: int) -> TileTiling:
-    """Shared memory is for `stages` of 256 bytes a row of x and 4096 a group."""
-    if rows <= 16:
-        return TileTiling(rows, 1, stages=4, programs=4, registers=64, least_steps=0)
-    if rows <= 64:
+    """Shared memory is for `stages` of 256 bytes a row of x and 4096 a group.
+
+    A layer of gpt-oss-20b takes an H200 34 us for 1 token, 114 for 8, 160 for 32, 187 for 128, 240 for 256, 324 for
+    512, and 910 for 2048; to read its experts once 11, 59, 87, 90, 90, 90, and 90.
+    """
+    if rows <= 32:
+        return TileTiling(rows, 1, stages=3, programs=4, registers=64, least_steps=0)
+    if rows == 64:
         return TileTiling(rows, 2, stages=3, programs=2, registers=80, least_steps=0)
     return TileTiling(rows, 2, stages=4, programs=1, registers=168, least_steps=0)
 
