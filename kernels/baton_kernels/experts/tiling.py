@@ -111,7 +111,7 @@ def kernel_tokens(top_k: int, num_experts: int) -> tuple[int, ...]:
     """Numbers of tokens that together run every kernel there is for a layer: after calling `experts` with each of them
     at startup, nothing is compiled later."""
     ends = {ROW_TOKENS, BY_TOKEN_TOKENS, FEW_CHOICES // top_k, ALIGN_AT_ONCE // top_k}
-    ends |= {8, *(int(most * num_experts / top_k) for most, _ in (*CLASSES[:-1], *ARRANGED_ROWS[:-1]))}
+    ends |= {int(most * num_experts / top_k) for most, _ in (*CLASSES[:-1], *ARRANGED_ROWS[:-1])}
     return tuple(sorted({1, *(end for end in ends if end), *(end + 1 for end in ends)}))
 
 
