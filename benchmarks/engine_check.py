@@ -311,7 +311,7 @@ def _copy_weights(served: Any, reference: Any) -> None:
             module.weight[:, columns] = dequantize(method.weight, module.weight.dtype)
     for name, experts in expert_modules(reference):
         of = weights_of(served.get_submodule(name))
-        if of is not None and of.four_bits:
+        if of is not None and of.gate_up_scale is not None:
             of = as_published(of) if of.arranged else of
             assert of.gate_up_scale is not None
             assert of.down_scale is not None

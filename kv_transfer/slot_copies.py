@@ -26,7 +26,7 @@ __all__ = ["Mark", "SlotCopies"]
 
 class SlotCopies:
     """Gathers blocks into slots, or scatters slots into blocks, on a stream of its own; on a CPU at once. One thread at
-    a time, and one copy at a time per slot, since each slot has a single set of ids and one event.
+    a time, and one copy at a time per slot, since each slot has one set of ids on either side and one event.
 
     pool_bytes: [num_blocks, block_bytes], uint8, on the staging's device, of that layout. Rows that are sent in another
     form than they have are quantized by a gather, and dequantized by a scatter.

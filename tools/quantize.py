@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from engine.checkpoint import EMBEDDED
 FP8_MAX = 448.0
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 Tensors = dict[str, Tensor]
+_LAYERS = re.compile(r"_proj\.weight$|\.experts\.\d+\.w[123]\.weight$")
+"""Mixtral and MiniMax-M2 call the layers of an expert w1, w2 and w3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ class Format:
         """What the names of the tensors begin with that stand for this one; None: it stays as it is."""
         if self.experts:
             return f"{name}_" if name.endswith(("experts.gate_up_proj", "experts.down_proj")) else None
-        return name.removesuffix("weight") if name.endswith("_proj.weight") else None
+        return name.removesuffix("weight") if _LAYERS.search(name) else None
 
 
 def scales(weight: Tensor, largest: float, group: int) -> Tensor:

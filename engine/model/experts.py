@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from baton_kernels.experts import ExpertWeights, Gate, can_compute, experts
 from baton_kernels.experts.arranged import arrange, can_arrange
-from baton_kernels.experts.reference import dequantize, gated
+from baton_kernels.experts.reference import gated, values
 from baton_kernels.gated_activation import ACTIVATIONS
 from engine.model.parallel.group import ONE_RANK, RankGroup
 from engine.model.parallel.scales import quantize_columns
@@ -155,15 +155,15 @@ def quantize_fp8(module: nn.Module, others: RankGroup = ONE_RANK) -> bool:
     return True
 
 
-# ---- 4 bits ----
+# ---- as they are stored ----
 
 
 Codes = tuple[Tensor, Tensor]
-"""A weight in MXFP4, with its scales, as in `ExpertWeights`."""
+"""A weight in fp8 or MXFP4, with its scales, as in `ExpertWeights`."""
 
 
 @torch.no_grad()
-def keep_four_bits(module: nn.Module, gate_up: Codes, down: Codes, dtype: torch.dtype) -> str | None:
+def keep_quantized(module: nn.Module, gate_up: Codes, down: Codes, dtype: torch.dtype) -> str | None:
     """Let the module's weights be these, and `experts` compute it; else why it cannot. dtype: of activations."""
     plain = ExpertWeights(gate_up[0], down[0], gate_up_scale=gate_up[1], down_scale=down[1])
     of = _with_gate(module, _biased(module, plain))
@@ -185,11 +185,11 @@ def keep_four_bits(module: nn.Module, gate_up: Codes, down: Codes, dtype: torch.
 def store_values(module: nn.Module, gate_up: Codes, down: Codes, dtype: torch.dtype) -> None:
     """Give the module what these stand for, in `dtype`, as its class has it; by rows, whichever these are."""
     for name, (codes, scale) in zip(NAMES, (gate_up, down), strict=True):
-        sizes = (*codes.shape[:2], 2 * codes.shape[2])
-        values = torch.empty(sizes, dtype=dtype, device=codes.device)
+        columns = codes.shape[2] * (2 if codes.dtype == torch.uint8 else 1)
+        whole = torch.empty((*codes.shape[:2], columns), dtype=dtype, device=codes.device)
         for expert in range(len(codes)):  # in fp32, one at a time
-            values[expert] = dequantize(codes[expert], scale[expert], dtype)
-        stored = values.transpose(1, 2) if is_transposed(module) else values
+            whole[expert] = values(codes[expert], scale[expert], dtype)
+        stored = whole.transpose(1, 2) if is_transposed(module) else whole
         setattr(module, name, nn.Parameter(stored, requires_grad=False))
 
 

@@ -14,7 +14,7 @@ from transformers import GptOssConfig
 from engine.model import fast
 from engine.model.attention import probe
 from engine.model.errors import UnsupportedModel
-from engine.model.experts import NAMES, expert_modules, keep_four_bits, own_forward, weights_of
+from engine.model.experts import NAMES, expert_modules, keep_quantized, own_forward, weights_of
 from engine.model.fast.forwards import logits_as_served
 from engine.model.fast.target import Target
 from engine.model.load.checkpoint import Checkpoint
@@ -85,7 +85,7 @@ def test_modules_that_keep_4_bits_compute_the_same(folders: tuple[Path, Path]) -
     stored = load_file(folders[0] / "model.safetensors")
     for (name, own), (_, module) in zip(expert_modules(plain), expert_modules(model), strict=True):
         parts = [(stored[f"{name}.{of}_blocks"].flatten(2), stored[f"{name}.{of}_scales"]) for of in NAMES]
-        assert keep_four_bits(module, parts[0], parts[1], torch.bfloat16) is None
+        assert keep_quantized(module, parts[0], parts[1], torch.bfloat16) is None
         of = weights_of(module)
         assert of is not None
         assert of.four_bits
@@ -106,7 +106,7 @@ def test_experts_of_other_gates_are_not_kept_in_4_bits(folders: tuple[Path, Path
     module: Any = expert_modules(load_model(Checkpoint.open(folders[1])))[0][1]
     module._apply_gate = torch.relu
     empty = torch.zeros(2, 192, 32, dtype=torch.uint8), torch.zeros(2, 192, 2, dtype=torch.uint8)
-    assert "its gate is none of" in str(keep_four_bits(module, empty, empty, torch.bfloat16))
+    assert "its gate is none of" in str(keep_quantized(module, empty, empty, torch.bfloat16))
     assert getattr(module, NAMES[0]).dtype == torch.float32
 
 

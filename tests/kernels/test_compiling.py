@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from unittest.mock import patch
 
 import torch
@@ -24,7 +25,7 @@ def test_small_kernels_compile_for_hopper() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == 153
+    assert int(done.stdout) == 166
 
 
 def bf16(*shape: int) -> Tensor:
@@ -206,6 +207,9 @@ def launch_experts() -> None:
     eight = ExpertWeights(values, down, gate_up_scale=scales[0], down_scale=scales[1])
     for num_tokens in (8, 300):
         on_gpu(bf16(num_tokens, 128), ints(num_tokens, 2), bf16(num_tokens, 2), eight, None)
+    in_blocks_of_128 = replace(eight, gate_up_scale=torch.zeros(8, 2, 1), down_scale=torch.zeros(8, 1, 1))
+    for num_tokens in (1, 8, 300):
+        on_gpu(bf16(num_tokens, 128), ints(num_tokens, 2), bf16(num_tokens, 2), in_blocks_of_128, None)
     codes = ints(32, 5760, 1440, dtype=torch.uint8), ints(32, 2880, 1440, dtype=torch.uint8)
     exponents = ints(32, 5760, 90, dtype=torch.uint8), ints(32, 2880, 90, dtype=torch.uint8)
     biases = bf16(32, 5760), bf16(32, 2880)

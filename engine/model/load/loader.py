@@ -176,7 +176,10 @@ def _load_dummy(
     model, sharding, _ = _skeleton(config, dtype, quantization, part)
     move_empty(model, device)
     fill_with_dummies(model)
-    process_weights_after_loading(model, quantization, dtype)
+    for layer in in_parts(model):
+        process_weights_after_loading(model, quantization, dtype, layer)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what is left of a layer as it is stored fits none of the next one's tensors
     if sharding is not None:
         connect(model, sharding, part.group, part.experts)
     log.warning("weights are random: --load-format dummy")

@@ -86,6 +86,9 @@ def read_spans(spans: list[FileSpan], loaded: Callable[[int], None] = lambda num
     if not spans:
         return
     device = spans[0].target.device
+    if device.type == "cuda":
+        # The workers' streams do not wait for the caller's, whose queued work may still read what was in this memory.
+        torch.cuda.current_stream(device).synchronize()
     spans = sorted(spans, key=lambda span: (span.file, span.offset))
     files = {file: os.open(file, os.O_RDONLY) for file in {span.file for span in spans}}
     num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)), len(spans))

@@ -17,6 +17,9 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 from engine.model.errors import UnsupportedModel
 from engine.model.parallel.cut import Cut
 
+SCALES = ("weight_scale", "weight_scale_inv")
+"""What the names of scales end with, where those of weights have "weight"."""
+
 
 class NotDirect(Exception):
     """Loading this checkpoint takes more than copying its tensors."""
@@ -71,7 +74,14 @@ class Placing:
         self._others = [one for one in transforms if not isinstance(one, WeightRenaming)]
 
     def of(self, stored: str) -> Place:
-        """Of the stored tensor of that name. Raises NotDirect."""
+        """Of the stored tensor of that name. An expert's scale is placed like its weight, in a tensor that has the
+        scale's name after the weight's. Raises NotDirect."""
+        layer, _, kind = stored.rpartition(".")
+        if kind in SCALES and (weight := self._of(f"{layer}.weight")).expert is not None:
+            return weight._replace(name=f"{weight.name}_{kind}")
+        return self._of(stored)
+
+    def _of(self, stored: str) -> Place:
         name = stored
         for renaming in self._renamings:
             name, _ = renaming.rename_source_key(name)

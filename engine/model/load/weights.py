@@ -81,7 +81,7 @@ def match(
     for name, tensor in stored.items():
         place, target = places[name], own[places[name].name]
         cut = cut_of(target)
-        _require_fitting(tensor, place, tuple(target.shape) if cut is None else cut.whole)
+        _require_fitting(tensor, place, target.dtype, tuple(target.shape) if cut is None else cut.whole)
         first = found.setdefault(id(target), {}).setdefault((place.expert, place.part), tensor)
         if first is tensor and place.is_in(cut):
             source = Source(tensor, target, place.cut(cut), place.slices(cut, tuple(target.shape)))
@@ -93,14 +93,16 @@ def match(
     return sources
 
 
-def _require_fitting(tensor: StoredTensor, place: Place, whole: tuple[int, ...]) -> None:
-    """Raises NotDirect. Experts in 8 bits have scales besides, which are not put together here."""
+def _require_fitting(tensor: StoredTensor, place: Place, own: torch.dtype, whole: tuple[int, ...]) -> None:
+    """Raises NotDirect. Experts in 8 bits are for models that have them so, with their scales."""
     if place.expert is not None:
         dtype = DTYPES[tensor.dtype]
-        if len(whole) != 3 or not dtype.is_floating_point or dtype.itemsize < 2 or place.expert >= whole[0]:
+        is_wide = dtype.is_floating_point and dtype.itemsize >= 2
+        if len(whole) < 2 or not (is_wide or dtype == own) or place.expert >= whole[0]:
             raise NotDirect(f"transformers converts {tensor.name}")
     shape = place.stored_shape(whole)
-    if tensor.shape != shape:
+    is_number = place.expert is not None and tensor.shape == () and shape == (1,)
+    if tensor.shape != shape and not is_number:
         raise NotDirect(f"{tensor.name} is {tensor.shape}, not {shape} as in the model")
 
 

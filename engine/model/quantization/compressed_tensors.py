@@ -18,10 +18,13 @@ from baton_kernels.quantized_linear import QuantizedWeight, pack_halves, packed_
 from engine.model.errors import UnsupportedModel
 from engine.model.linear_method import LinearMethod, Quantization
 from engine.model.load.safetensors_index import StoredTensor
+from engine.model.parallel.group import RankGroup
+from engine.model.quantization.experts import Fp8Experts, first_scale, refuse_divided
 from engine.model.quantization.linear import install
 from engine.model.quantization.stored import per_row, replace_weight, scale_shape, stored_parameter, unpack_words
 
 _VALUES = {("float", 8): torch.float8_e4m3fn, ("int", 8): torch.int8}
+_SCALE = ".weight_scale"
 _STRATEGIES = ("tensor", "channel", "group", "block")
 
 
@@ -71,6 +74,7 @@ class CompressedTensors(Quantization):
                 raise UnsupportedModel(f"compressed-tensors with a {name} cannot be run")
         if stated.get("quantization_status", "compressed") not in ("compressed", "frozen"):
             raise UnsupportedModel(f"compressed-tensors: its status is {stated['quantization_status']}, not compressed")
+        self._is_divided = False
         self._ignored = list(stated.get("ignore") or ())
         self._stored = stored
         groups = (stated.get("config_groups") or {}).values()
@@ -87,6 +91,9 @@ class CompressedTensors(Quantization):
     def can_divide(self) -> bool:
         """Neither words of several codes nor blocks of rows need end where a rank's part does."""
         return all(not scheme.packed and scheme.rows == 1 for _, scheme in self._groups)
+
+    def divide(self, columns: Mapping[nn.Module, RankGroup]) -> None:
+        self._is_divided = True
 
     def create_weights(self, name: str, module: nn.Linear) -> None:
         scheme = self._scheme(name)
@@ -128,6 +135,24 @@ class CompressedTensors(Quantization):
             return install(module, weight, dtype)
         columns = self._sorted_columns(name, module, scheme.group)
         return install(module, _unpacked(module, scheme, scale, zero, columns), dtype, columns)
+
+    def create_expert_weights(self, name: str, module: nn.Module) -> None:
+        if (experts := self._experts(name)) is not None:
+            if self._is_divided:
+                refuse_divided(name)
+            experts.create(name, module)
+
+    def process_experts(self, name: str, module: nn.Module, dtype: torch.dtype) -> bool:
+        experts = self._experts(name)
+        return experts is not None and experts.process(name, module, dtype)
+
+    def _experts(self, name: str) -> Fp8Experts | None:
+        """None: they are not in fp8, or stored in a way of their own."""
+        found = first_scale(name, self._stored, (_SCALE,)) if self._stored else f"{name}.0.gate_proj{_SCALE}"
+        scheme = None if found is None else self._scheme(found.removesuffix(_SCALE))
+        if scheme is None or scheme.type != "float" or scheme.packed or (scheme.group and scheme.group != scheme.rows):
+            return None
+        return Fp8Experts(_SCALE[1:], scheme.group, not scheme.group and not scheme.per_tensor)
 
     def _sorted_columns(self, name: str, module: nn.Linear, group: int) -> Tensor | None:
         """The order in which the columns of each group are adjacent, if they are not (`actorder`)."""

@@ -14,6 +14,8 @@ from baton_kernels.quantized_linear import QuantizedWeight
 from engine.model.errors import UnsupportedModel
 from engine.model.linear_method import LinearMethod, Quantization
 from engine.model.load.safetensors_index import StoredTensor
+from engine.model.parallel.group import RankGroup
+from engine.model.quantization.experts import Fp8Experts, fp8_experts, refuse_divided
 from engine.model.quantization.linear import install
 from engine.model.quantization.stored import (
     QuantizedLayers,
@@ -37,6 +39,7 @@ class Fp8(Quantization):
             raise UnsupportedModel(f"fp8 with weight_block_size {block}: only square blocks can be run")
         self._block = int(block[0]) if block else 0
         self._stored = stored
+        self._is_divided = False
         unquantized = stated.get("modules_to_not_convert") or stated.get("ignored_layers")
         self._layers = QuantizedLayers(stored, _SCALES, unquantized)
 
@@ -45,6 +48,9 @@ class Fp8(Quantization):
         """With a scale per tensor. Blocks of rows need not end where a rank's part does."""
         scales = [tensor for name, tensor in self._stored.items() if name.endswith(_SCALES)]
         return not self._block and all(math.prod(scale.shape) == 1 for scale in scales)
+
+    def divide(self, columns: Mapping[nn.Module, RankGroup]) -> None:
+        self._is_divided = True
 
     def create_weights(self, name: str, module: nn.Linear) -> None:
         if name not in self._layers:
@@ -68,3 +74,18 @@ class Fp8(Quantization):
         if self._block:
             return install(module, QuantizedWeight(weight, scale, None, self._block, self._block), dtype)
         return install(module, QuantizedWeight(weight, per_row(scale, weight.shape[0])), dtype)
+
+    def create_expert_weights(self, name: str, module: nn.Module) -> None:
+        if (experts := self._experts(name)) is not None:
+            if self._is_divided:
+                refuse_divided(name)
+            experts.create(name, module)
+
+    def process_experts(self, name: str, module: nn.Module, dtype: torch.dtype) -> bool:
+        experts = self._experts(name)
+        return experts is not None and experts.process(name, module, dtype)
+
+    def _experts(self, name: str) -> Fp8Experts | None:
+        if self._stored:
+            return fp8_experts(name, self._stored, _SCALES, self._block)
+        return Fp8Experts("weight_scale_inv", self._block, by_rows=False) if name in self._layers else None

@@ -11,7 +11,7 @@ from torch import nn
 
 from baton_kernels.experts.weights import GROUP
 from engine.model.errors import UnsupportedModel
-from engine.model.experts import NAMES, expert_shape, keep_four_bits, store_values
+from engine.model.experts import NAMES, expert_shape, keep_quantized, store_values
 from engine.model.linear_method import Quantization
 from engine.model.load.safetensors_index import StoredTensor
 from engine.model.parallel.experts import FLAG
@@ -75,7 +75,7 @@ class Mxfp4(Quantization):
                 delattr(module, f"{weight}_{kind}")
         gate_up, down = parts
         if gate_up[0].is_cuda:
-            reason = keep_four_bits(module, gate_up, down, dtype)
+            reason = keep_quantized(module, gate_up, down, dtype)
             if reason is None:
                 return True
             log.warning("not kept in 4 bits: %s: %s", name, reason)

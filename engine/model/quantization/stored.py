@@ -88,22 +88,38 @@ class QuantizedLayers:
         return not any(f".{part}." in f".{name}." for part in self._unquantized)
 
 
+_DUMMY_SCALE = 2e-4
+"""Of weights of 8 bits."""
 _DUMMY_EXPONENT = 118
 """Of scales in MXFP4: random codes then have a standard deviation of 0.006. With four times that a model of
 24 layers and a hidden size of 2,880 amplifies rounding so much that no two ways to compute it agree."""
 
 
 def fill_experts_with_dummies(module: nn.Module) -> bool:
-    """As `fill_with_dummies`, for a module of experts in MXFP4."""
+    """As `fill_with_dummies`, for a module of experts in MXFP4 or fp8."""
     parameters = dict(module.named_parameters(recurse=False))
-    if not any(name.endswith("_blocks") for name in parameters):
+    if not any(name.endswith("_blocks") or _is_fp8(parameter) for name, parameter in parameters.items()):
         return False
     for name, parameter in parameters.items():
         if name.endswith("_blocks"):
             parameter.random_(0, 256)
+        elif name.endswith("_scales"):
+            parameter.fill_(_DUMMY_EXPONENT)
+        elif _is_fp8(parameter):
+            for expert in parameter:
+                _fill_fp8(expert)
         else:
-            parameter.fill_(_DUMMY_EXPONENT if name.endswith("_scales") else 0)
+            parameter.fill_(_DUMMY_SCALE if "_scale" in name else 0)
     return True
+
+
+def _is_fp8(parameter: Tensor) -> bool:
+    return parameter.dtype == torch.float8_e4m3fn
+
+
+def _fill_fp8(parameter: Tensor) -> None:
+    largest = torch.finfo(parameter.dtype).max  # some versions of torch make larger values NaN
+    parameter.copy_((torch.randn(parameter.shape, device=parameter.device) * 100).clamp_(-largest, largest))
 
 
 def fill_with_dummies(module: nn.Linear) -> bool:
@@ -113,13 +129,12 @@ def fill_with_dummies(module: nn.Linear) -> bool:
     weight = parameters.get("weight")
     if weight is not None and weight.dtype not in (torch.float8_e4m3fn, torch.int8):
         return False
-    scale = 0.004 if weight is None else 2e-4
+    scale = 0.004 if weight is None else _DUMMY_SCALE
     for name, parameter in parameters.items():
         if name == "weight_shape":
             parameter.copy_(torch.tensor([module.out_features, module.in_features]))
-        elif parameter.dtype == torch.float8_e4m3fn:
-            largest = torch.finfo(parameter.dtype).max  # some versions of torch make larger values NaN
-            parameter.copy_((torch.randn(parameter.shape, device=parameter.device) * 100).clamp_(-largest, largest))
+        elif _is_fp8(parameter):
+            _fill_fp8(parameter)
         elif parameter.dtype == torch.int8:
             parameter.random_(-127, 128)
         elif parameter.dtype == torch.int32:

@@ -32,8 +32,6 @@ ALIGNED = 16
 """What both sizes of an expert must be multiples of, for the kernels."""
 ROUTER_TOKENS = 16
 """Up to so many tokens, the router's product and the choice are one kernel, in which each token reads the router."""
-EIGHT_BIT_TOKENS = 2
-"""Up to so many tokens, quantizing x takes more time than it saves."""
 
 
 def route(
@@ -89,11 +87,11 @@ def _can_route_few(x: Tensor, router: Tensor, routing: Routing) -> bool:
 
 
 def can_compute(of: ExpertWeights) -> bool:
-    """Whether `experts` can: always on a CPU; on a GPU sizes must be multiples of 16, in MXFP4 of 32, and weights
-    contiguous."""
+    """Whether `experts` can: always on a CPU; on a GPU sizes must be multiples of 16, in MXFP4 of 32, in blocks of
+    128, and weights contiguous."""
     if not of.gate_up.is_cuda or of.arranged:
         return True
-    sizes, aligned = (of.hidden_size, of.intermediate_size), GROUP if of.four_bits else ALIGNED
+    sizes, aligned = (of.hidden_size, of.intermediate_size), GROUP if of.four_bits else of.block or ALIGNED
     stored = (of.gate_up, of.down, of.gate_up_scale, of.down_scale)
     return all(size % aligned == 0 for size in sizes) and all(one is None or one.is_contiguous() for one in stored)
 
@@ -145,7 +143,7 @@ def in_blocks(
     rows = tilings.gate_up.rows
     by_token = num_tokens <= min(rows, BY_TOKEN_TOKENS) and not tilings.down.tma
     blocks = (blocks_by_token if by_token else align)(ids, slots, of.num_experts, rows)
-    rounds = of.eight_bits and num_tokens > EIGHT_BIT_TOKENS
+    rounds = of.eight_bits  # also of three tokens: a product of 16 bits takes twice as long as what this saves
     values, scale = quantize_rows(x, None, of.gate_up.dtype) if rounds else (x, None)
     inner = kernel.gate_up(values, scale, of, blocks, ids.numel(), top_k, tilings.gate_up, x.dtype)
     values, scale = quantize_rows(inner, None, of.down.dtype) if rounds else (inner, None)

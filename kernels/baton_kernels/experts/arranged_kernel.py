@@ -436,7 +436,7 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights, slots: T
         blocks = align(ids, slots, of.num_experts, rows)
         x = _gathered(x, blocks, ids.numel(), top_k)
     if x.stride(0) % 8 or x.data_ptr() % 16:
-        x = x.contiguous().clone()
+        x = torch.clone(x, memory_format=torch.contiguous_format)
     inner = torch.empty((blocks.most * rows, of.intermediate_size), dtype=x.dtype, device=x.device)
     parts = torch.empty((ids.numel(), of.hidden_size), dtype=x.dtype, device=x.device)
     _launch(x, of.gate_up, of.gate_up_scale, of.gate_up_bias, weights, blocks, by_choice, inner, of, of.gate)
@@ -472,7 +472,11 @@ def _launch(
     tiling = choose(blocks.rows)
     tiles = triton.cdiv(weight_rows, OUT * tiling.groups)
     x_desc = TensorDescriptor(
-        x, [num_rows, columns], [x.stride(0), 1], [tiling.rows, 64], gl.NVMMASharedLayout(128, 16, 2)
+        x,
+        [num_rows, columns],
+        [x.stride(0) if num_rows > 1 else columns, 1],
+        [tiling.rows, 64],
+        gl.NVMMASharedLayout(128, 16, 2),
     )
     weight_desc = TensorDescriptor(
         words, [num_experts * weight_rows, width], [width, 1], [64, 16], gl.NVMMASharedLayout(64, 32, 2)

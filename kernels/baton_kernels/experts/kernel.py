@@ -100,6 +100,13 @@ def _product(sums, weight, x):
 
 
 @triton.jit
+def _product_of_blocks(sums, weight, x, scale_ptr, rows, begin, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """sums + weight @ x; the weight's columns from `begin` on are all of one block."""
+    scale = tl.load(scale_ptr + rows // BLOCK * (COLUMNS // BLOCK) + begin // BLOCK)
+    return sums + _product(tl.zeros_like(sums), weight, x) * scale[:, None]
+
+
+@triton.jit
 def _row_values(ptr, offsets, mask):
     """One value of each row of a weight, as a column."""
     return tl.load(ptr + offsets, mask=mask, other=0.0).to(tl.float32)[:, None]
@@ -134,6 +141,7 @@ def _gate_up_kernel(
     HAS_SLOTS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     FOUR_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
     SCALED: tl.constexpr,
     X_SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -146,6 +154,7 @@ def _gate_up_kernel(
 
     TMA: `weight_ptr` is a descriptor, of [num_experts * 2 * WIDTH, HIDDEN], or, interleaved, of
     [num_experts * WIDTH, 2 * HIDDEN]. FOUR_BITS: weights are in MXFP4. SCALED: they have a scale per row.
+    BLOCK: or one per so many rows and columns, by which all sizes can be divided.
     """
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     EVEN: tl.constexpr = HIDDEN % DEPTH == 0
@@ -183,6 +192,11 @@ def _gate_up_kernel(
                 x = tl.load(x_ptrs, mask=taken[None, :] & (column < HIDDEN - k)[:, None], other=0.0)
                 gate = _product(gate, load_weight(weight_ptr, scale_ptr, rows, k, HIDDEN, DEPTH, DTYPE), x)
                 up = _product(up, load_weight(weight_ptr, scale_ptr, rows + APART, k, HIDDEN, DEPTH, DTYPE), x)
+            elif BLOCK:
+                x = tl.load(x_ptrs, mask=taken[None, :], other=0.0)
+                gate = _product_of_blocks(gate, tl.load(weight_ptrs), x, scale_ptr, rows, k, HIDDEN, BLOCK)
+                weight = tl.load(weight_ptrs + APART * HIDDEN)
+                up = _product_of_blocks(up, weight, x, scale_ptr, rows + APART, k, HIDDEN, BLOCK)
             elif EVEN:
                 x = tl.load(x_ptrs, mask=taken[None, :], other=0.0)
                 gate = _product(gate, tl.load(weight_ptrs), x)
@@ -240,6 +254,7 @@ def _down_kernel(
     BY_TOKEN: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
     FOUR_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
     SCALED: tl.constexpr,
     X_SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -273,6 +288,9 @@ def _down_kernel(
             elif FOUR_BITS:
                 x = tl.load(x_ptrs, mask=taken[None, :] & (column < WIDTH - k)[:, None], other=0.0)
                 sums = _product(sums, load_weight(weight_ptr, scale_ptr, rows, k, WIDTH, DEPTH, DTYPE), x)
+            elif BLOCK:
+                x = tl.load(x_ptrs, mask=taken[None, :], other=0.0)
+                sums = _product_of_blocks(sums, tl.load(weight_ptrs), x, scale_ptr, rows, k, WIDTH, BLOCK)
             elif EVEN:
                 x = tl.load(x_ptrs, mask=taken[None, :], other=0.0)
                 sums = _product(sums, tl.load(weight_ptrs), x)
@@ -350,7 +368,7 @@ def gate_up(
         num_choices, blocks.most, tiling.group or blocks.most, x.stride(0), of.gate_up.stride(0),
         width, of.hidden_size, top_k, triton.next_power_of_2(top_k),
         tiling.rows, tiling.out, tiling.depth, tiling.num_stages, tiling.tma, blocks.by_token, blocks.has_slots,
-        of.interleaved, of.four_bits, of.eight_bits, x_scale is not None, bias is not None,
+        of.interleaved, of.four_bits, of.block, of.scales_rows, x_scale is not None, bias is not None,
         of.gate, of.alpha, of.limit,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **launch_options(x.device),
     )  # fmt: skip
@@ -379,7 +397,7 @@ def down(
         weights.numel(), blocks.most, tiling.group or blocks.most, of.down.stride(0),
         of.intermediate_size, of.hidden_size, weights.shape[1], triton.next_power_of_2(weights.shape[1]),
         tiling.rows, tiling.out, tiling.depth, tiling.num_stages, tiling.tma, blocks.by_token, blocks.has_slots,
-        of.four_bits, of.eight_bits, x_scale is not None, bias is not None,
+        of.four_bits, of.block, of.scales_rows, x_scale is not None, bias is not None,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **launch_options(x.device),
     )  # fmt: skip
     return out

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton_kernels.experts.arranged import as_published
-from baton_kernels.experts.weights import GROUP, ExpertWeights, Routing
+from baton_kernels.experts.weights import BLOCK, GROUP, ExpertWeights, Routing
 from baton_kernels.gated_activation import reference as gated_activation
 
 
@@ -72,12 +72,17 @@ def _one(x: Tensor, expert: int, of: ExpertWeights) -> Tensor:
 def _weight(
     weight: Tensor, scale: Tensor | None, bias: Tensor | None, expert: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    own = weight[expert]
-    if scale is not None and weight.dtype == torch.uint8:
-        own = dequantize(own, scale[expert], dtype)
-    elif scale is not None:
-        own = (own.float() * scale[expert, :, None]).to(dtype)
+    own = weight[expert] if scale is None else values(weight[expert], scale[expert], dtype)
     return own, None if bias is None else bias[expert]
+
+
+def values(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """[rows, columns] of `dtype`: an expert's weight, by its codes and scales as in `ExpertWeights`."""
+    if codes.dtype == torch.uint8:
+        return dequantize(codes, scale, dtype)
+    if scale.ndim == 2:
+        return (codes.float() * scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)).to(dtype)
+    return (codes.float() * scale[:, None]).to(dtype)
 
 
 def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

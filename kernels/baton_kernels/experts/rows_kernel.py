@@ -38,6 +38,7 @@ def _gate_up_rows_kernel(
     STAGES: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     FOUR_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
     SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
@@ -84,6 +85,12 @@ def _gate_up_rows_kernel(
                 even, odd, power = load_groups(weight_ptr, scale_ptr, group + APART * (HIDDEN // 32), there)
                 ups += (even * x_even + odd * x_odd) * power
                 group += DEPTH // 32
+            elif BLOCK:
+                x = tl.load(x_ptrs).to(tl.float32)[None, :]
+                scales = scale_ptr + rows // BLOCK * (HIDDEN // BLOCK) + k // BLOCK
+                gates += tl.load(weight_ptrs).to(tl.float32) * x * tl.load(scales)[:, None]
+                scales = scale_ptr + (rows + APART) // BLOCK * (HIDDEN // BLOCK) + k // BLOCK
+                ups += tl.load(weight_ptrs + APART * HIDDEN).to(tl.float32) * x * tl.load(scales)[:, None]
             elif EVEN:
                 x = tl.load(x_ptrs).to(tl.float32)[None, :]
                 gates += tl.load(weight_ptrs).to(tl.float32) * x
@@ -129,6 +136,7 @@ def _down_rows_kernel(
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
     FOUR_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
     SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
@@ -170,6 +178,9 @@ def _down_rows_kernel(
             even, odd, power = load_groups(weight_ptr, scale_ptr, group, there)
             sums += (even * x_even + odd * x_odd) * power
             group += DEPTH // 32
+        elif BLOCK:
+            scale = tl.load(scale_ptr + rows // BLOCK * (WIDTH // BLOCK) + k // BLOCK, mask=taken[:, None], other=0.0)
+            sums += tl.load(weight_ptrs, mask=valid, other=0.0).to(tl.float32) * x * scale[:, :, None]
         else:
             sums += tl.load(weight_ptrs, mask=valid, other=0.0).to(tl.float32) * x
         weight_ptrs += DEPTH
@@ -200,7 +211,7 @@ def experts(
         x, of.gate_up, out if of.gate_up_scale is None else of.gate_up_scale,
         out if of.gate_up_bias is None else of.gate_up_bias, ids, slots_ptr, inner,
         x.stride(0), of.gate_up.stride(0), width, hidden, top_k, num_experts,
-        first.out, first.depth, first.num_stages, of.interleaved, of.four_bits, of.eight_bits,
+        first.out, first.depth, first.num_stages, of.interleaved, of.four_bits, of.block, of.scales_rows,
         of.gate_up_bias is not None, slots is not None, of.gate, of.alpha, of.limit,
         num_warps=first.num_warps, **options,
     )  # fmt: skip
@@ -208,7 +219,7 @@ def experts(
         inner, of.down, out if of.down_scale is None else of.down_scale,
         out if of.down_bias is None else of.down_bias, weights, ids, slots_ptr, out,
         of.down.stride(0), width, hidden, top_k, triton.next_power_of_2(top_k), num_experts,
-        second.out, second.depth, second.num_stages, of.four_bits, of.eight_bits, of.down_bias is not None,
+        second.out, second.depth, second.num_stages, of.four_bits, of.block, of.scales_rows, of.down_bias is not None,
         slots is not None, num_warps=second.num_warps, **options,
     )  # fmt: skip
     return out

@@ -12,6 +12,8 @@ from baton_kernels.gated_activation import Activation
 
 GROUP = 32
 """Columns of a weight in MXFP4 that have one scale."""
+BLOCK = 128
+"""Rows and columns of a weight in fp8 that have one scale, if its rows have several (DeepSeek-V3)."""
 Gate = Activation | Literal["clamped"]
 """What gate and up become. "clamped", of gpt-oss: `(up + 1) * gate * sigmoid(alpha * gate)`, gate at most `limit`, up
 within `limit` of zero."""
@@ -25,7 +27,8 @@ class ExpertWeights:
     gate_up: [num_experts, 2 * intermediate_size, hidden_size], the rows of gate, then those of up; interleaved: rows of
         gate and up alternate. down: [num_experts, hidden_size, intermediate_size]. Both have contiguous rows.
     gate_up_bias, down_bias: [num_experts, rows], or None.
-    gate_up_scale, down_scale: [num_experts, rows] in fp32, of weights in float8_e4m3fn, whose values they multiply.
+    gate_up_scale, down_scale: [num_experts, rows] in fp32, of weights in float8_e4m3fn, whose values they multiply; or
+        both in blocks: [num_experts, rows / 128, columns / 128], where 128 divides intermediate_size and hidden_size.
 
     Weights in MXFP4 (OCP Microscaling Formats, version 1.0, section 5) are uint8, and their last dimension is half as
     long: a byte has two e2m1 codes, that of the even column in its low half. Their scales are uint8, [num_experts,
@@ -61,6 +64,16 @@ class ExpertWeights:
     def eight_bits(self) -> bool:
         """Whether the weights are in fp8, so that rows of x may be rounded to it, too."""
         return self.gate_up_scale is not None and not self.four_bits
+
+    @property
+    def block(self) -> int:
+        """Rows and columns with one scale; 0: there are no blocks."""
+        return BLOCK if self.eight_bits and self.gate_up_scale is not None and self.gate_up_scale.ndim == 3 else 0
+
+    @property
+    def scales_rows(self) -> bool:
+        """Whether each row has a scale."""
+        return self.eight_bits and not self.block
 
     @property
     def hidden_size(self) -> int:

@@ -66,7 +66,7 @@ def choose(num_rows: int, out_features: int, in_features: int, gated: bool, num_
 
     gated: `out_features` counts the rows of both gate and up, and the kernel includes the activation.
     """
-    if out_features * in_features < SMALL or in_features % (64 if in_features > 2048 else 256):
+    if out_features * in_features < SMALL or in_features % (64 if in_features > 2048 and not gated else 256):
         return None
     if num_rows == 1:
         return _one_row(out_features, in_features, gated)

@@ -179,7 +179,8 @@ def _merge_shares_kernel(
     seq = tl.load(entry)
     first_share = tl.load(entry + 1)
     num_shares = tl.load(entry + 2)
-    # The reads above need no wait: `merges` was complete before the attention kernel awaited here began.
+    # The reads above need no wait: this kernel begins when all programs of the attention kernel have waited for
+    # `merges`, which none of them does after it lets this one begin.
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -230,7 +231,7 @@ class Plan(NamedTuple):
     merges: [num_merges, 4], for each sequence with several shares: the sequence, its first share, their number; or -1.
     parts: [num_shares, num_heads, head_dim], fp32, and lse: [num_shares, num_heads], their log-sum-exp in base 2.
     tile_rows, dim_padded: the shape of a program's tile of query heads. direct: whether the kernel of `decode_fp8`
-    serves these layers.
+    serves these layers. early: whether it is launched before the previous kernel is over.
     """
 
     tuning: Tuning

@@ -1,0 +1,99 @@
+"""Experts whose weights files hold in fp8, one by one, with scales: put together as transformers' modules have them."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from baton_kernels.experts.weights import BLOCK
+from engine.model.errors import UnsupportedModel
+from engine.model.experts import NAMES, Codes, expert_shape, is_transposed, keep_quantized, store_values
+from engine.model.load.safetensors_index import StoredTensor
+
+log = logging.getLogger(__name__)
+
+_JOINED = {NAMES[0]: 2, NAMES[1]: 1}
+"""Of how many stored tensors an expert's weight consists."""
+
+
+def first_scale(name: str, stored: Iterable[str], suffixes: Iterable[str]) -> str | None:
+    """A stored scale of the module's experts, which are stored one by one; None: there is none. Files may call the
+    block in which experts are by another name than the model does."""
+    layer = name.rpartition(".")[0].rpartition(".")[0]
+    own = re.compile(rf"{re.escape(layer)}\.\w+\.experts\.\d+\.\w+(?:{'|'.join(map(re.escape, suffixes))})")
+    return next((one for one in stored if one.startswith(layer) and own.fullmatch(one)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Experts:
+    """scale: the end of the names of scales, after the layer's. block: rows and columns with one scale; 0: by_rows says
+    whether each row has one, or all of a stored weight.
+
+    Until they are processed, a module has its weights in float8_e4m3fn, and with their names and `scale` the scales:
+    [num_experts, rows / block, columns / block], [num_experts, rows, 1], or [num_experts, 1 or 2].
+    """
+
+    scale: str
+    block: int
+    by_rows: bool
+
+    def create(self, name: str, module: nn.Module) -> None:
+        """Raises UnsupportedModel."""
+        if is_transposed(module):
+            raise UnsupportedModel(f"{name}: experts in fp8 whose outputs are columns cannot be run")
+        if self.block not in (0, BLOCK):
+            raise UnsupportedModel(
+                f"{name}: experts in fp8 with blocks of {self.block}: only those of {BLOCK} can be run"
+            )
+        for weight, num_joined in _JOINED.items():
+            num_experts, rows, columns = expert_shape(module, weight)
+            if self.block and (rows // num_joined % self.block or columns % self.block):
+                sizes = f"{rows // num_joined} rows and {columns} columns"
+                raise UnsupportedModel(f"{name}.{weight}: blocks of {self.block} do not divide its {sizes}")
+            scales: tuple[int, ...] = (rows // self.block, columns // self.block) if self.block else (num_joined,)
+            scales = (rows, 1) if self.by_rows else scales
+            delattr(module, weight)
+            codes = torch.empty(num_experts, rows, columns, dtype=torch.float8_e4m3fn)
+            for own, tensor in ((weight, codes), (f"{weight}_{self.scale}", torch.empty(num_experts, *scales))):
+                module.register_parameter(own, nn.Parameter(tensor, requires_grad=False))
+
+    def process(self, name: str, module: nn.Module, dtype: torch.dtype) -> bool:
+        if hasattr(module, f"{NAMES[0]}_{self.scale}"):
+            gate_up, down = (self._take(module, weight) for weight in NAMES)
+            reason = keep_quantized(module, gate_up, down, dtype) if gate_up[0].is_cuda else ""
+            if reason:
+                log.warning("not kept in 8 bits: %s: %s", name, reason)
+            if reason is not None:
+                store_values(module, gate_up, down, dtype)
+        return True
+
+    def _take(self, module: nn.Module, weight: str) -> Codes:
+        """The module's codes, and scales as `ExpertWeights` has them."""
+        codes, scale = (getattr(module, own).detach() for own in (weight, f"{weight}_{self.scale}"))
+        delattr(module, f"{weight}_{self.scale}")
+        if self.by_rows:
+            scale = scale[:, :, 0].contiguous()
+        elif not self.block:
+            scale = scale.repeat_interleave(codes.shape[1] // scale.shape[1], 1)
+        return codes, scale
+
+
+def fp8_experts(
+    name: str, stored: Mapping[str, StoredTensor], suffixes: Iterable[str], block: int
+) -> Fp8Experts | None:
+    """As the files hold the module's experts; None: not in fp8."""
+    found = first_scale(name, stored, suffixes)
+    if found is None:
+        return None
+    shape = stored[found].shape
+    return Fp8Experts(found.rpartition(".")[2], block, not block and max(shape, default=1) > 1)
+
+
+def refuse_divided(name: str) -> None:
+    """Raises UnsupportedModel."""
+    raise UnsupportedModel(f"{name}: experts that are stored in fp8 cannot be divided among ranks")
