@@ -118,9 +118,9 @@ def on_gpu(x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights, slots: Te
     if not num_tokens:
         return torch.empty_like(x)
     if of.arranged:
-        from baton_kernels.experts import arranged_kernel
+        from baton_kernels.experts import arranged_products
 
-        return arranged_kernel.experts(x, ids, weights, of, slots)
+        return arranged_products.experts(x, ids, weights, of, slots)
     tilings = choose(num_tokens, top_k, of.num_experts, of.weight_bytes)
     if isinstance(tilings, RowTilings):
         from baton_kernels.experts import rows_kernel
@@ -135,6 +135,7 @@ def in_blocks(
     """The general kernels with these tilings, whatever the device."""
     from baton_kernels.experts import kernel
     from baton_kernels.experts.alignment_kernel import align, blocks_by_token
+    from baton_kernels.experts.sum_kernel import summed
     from baton_kernels.quantized_linear.quantize_rows_kernel import quantize_rows
 
     num_tokens, top_k = ids.shape
@@ -148,4 +149,4 @@ def in_blocks(
     inner = kernel.gate_up(values, scale, of, blocks, ids.numel(), top_k, tilings.gate_up, x.dtype)
     values, scale = quantize_rows(inner, None, of.down.dtype) if rounds else (inner, None)
     parts = kernel.down(values, scale, of, blocks, weights, tilings.down, x.dtype)
-    return kernel.summed(parts, ids, slots, of.num_experts)
+    return summed(parts, ids, slots, of.num_experts)

@@ -3,18 +3,14 @@ from which the tensor cores take them.
 
 In a program one warp has the tensor memory accelerator copy the steps of an expert's tile and of a block's rows of x;
 one or two groups of 4 warps multiply 64 rows of the weight each. Codes cost a warp 15 instructions for 8 of them, and
-their scales 2 (`arranged`; the way to take codes apart is that of OpenAI's triton_kernels): less than the time in which
-8 rows of x have them read from memory.
+their scales 2 (`arranged`; the way to take codes apart is that of OpenAI's triton_kernels): longer than it takes to
+read them from memory, however few rows of x there are.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
 from __future__ import annotations
 
-import torch
-import triton
-import triton.language as tl
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -24,20 +20,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import debug_barrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from baton_kernels.experts.alignment_kernel import Blocks, align, blocks_by_token
-from baton_kernels.experts.arranged import STEP
-from baton_kernels.experts.kernel import apply_gate, summed
-from baton_kernels.experts.tiling import BY_TOKEN_TOKENS, ROW_TOKENS, arranged_rows
-from baton_kernels.experts.weights import ExpertWeights
-from baton_kernels.pdl import launch_options
-from baton_kernels.quantized_linear.tile_programs import OUT, TileTiling
-
-BAND = 8
-"""Blocks whose tiles are computed side by side, if there are many: they share their reads in L2."""
+from baton_kernels.experts.kernel import apply_gate
 
 _DECODE = gl.constexpr("""
 {
@@ -276,7 +262,7 @@ def _multiply(
 
 
 @gluon.jit(do_not_specialize=["num_choices", "most", "band"])
-def _arranged_kernel(
+def arranged_kernel(
     x_desc,
     weight_desc,
     scale_ptr,
@@ -389,103 +375,3 @@ def _arranged_kernel(
             [4, 1],
             [REGISTERS, 24],
         )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["num_choices"])
-def _gather_kernel(
-    x_ptr, order_ptr, count_ptr, out_ptr, num_choices, x_stride,
-    HIDDEN: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """A program copies a row of a block; those of nobody stay what they are."""
-    row = tl.program_id(0)
-    column = tl.arange(0, COLUMNS)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    choice = tl.load(order_ptr + row, mask=row // ROWS < tl.load(count_ptr), other=num_choices)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    if choice < num_choices:
-        token = (choice // TOP_K).to(tl.int64)
-        values = tl.load(x_ptr + token * x_stride + column, mask=column < HIDDEN)
-        tl.store(out_ptr + row.to(tl.int64) * HIDDEN + column, values, mask=column < HIDDEN)
-
-
-def choose(rows: int) -> TileTiling:
-    """Shared memory is for `stages` of 256 bytes a row of x and 4096 a group.
-
-    A layer of gpt-oss-20b takes an H200 34 us for 1 token, 114 for 8, 160 for 32, 187 for 128, 240 for 256, 324 for
-    512, and 910 for 2048; to read its experts once 11, 59, 87, 90, 90, 90, and 90.
-    """
-    if rows <= 32:
-        return TileTiling(rows, 1, stages=3, programs=4, registers=64, least_steps=0)
-    if rows == 64:
-        return TileTiling(rows, 2, stages=3, programs=2, registers=80, least_steps=0)
-    return TileTiling(rows, 2, stages=4, programs=1, registers=168, least_steps=0)
-
-
-def experts(x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights, slots: Tensor | None) -> Tensor:
-    """[num_tokens, hidden_size]. x: bf16, contiguous rows; ids, weights: contiguous."""
-    num_tokens, top_k = ids.shape
-    rows = arranged_rows(num_tokens, top_k, of.num_experts)
-    by_choice = num_tokens <= ROW_TOKENS
-    if by_choice:
-        blocks = Blocks(ids, ids if slots is None else slots, ids, rows, ids.numel(), False, slots is not None)
-    elif num_tokens <= BY_TOKEN_TOKENS:
-        blocks = blocks_by_token(ids, slots, of.num_experts, rows)
-    else:
-        blocks = align(ids, slots, of.num_experts, rows)
-        x = _gathered(x, blocks, ids.numel(), top_k)
-    if x.stride(0) % 8 or x.data_ptr() % 16:
-        x = torch.clone(x, memory_format=torch.contiguous_format)
-    inner = torch.empty((blocks.most * rows, of.intermediate_size), dtype=x.dtype, device=x.device)
-    parts = torch.empty((ids.numel(), of.hidden_size), dtype=x.dtype, device=x.device)
-    _launch(x, of.gate_up, of.gate_up_scale, of.gate_up_bias, weights, blocks, by_choice, inner, of, of.gate)
-    _launch(inner, of.down, of.down_scale, of.down_bias, weights, blocks, by_choice, parts, of, None)
-    return summed(parts, ids, slots, of.num_experts)
-
-
-def _gathered(x: Tensor, blocks: Blocks, num_choices: int, top_k: int) -> Tensor:
-    """The rows of the blocks, [blocks.num_rows, hidden_size]."""
-    hidden = x.shape[1]
-    out = torch.empty((blocks.num_rows, hidden), dtype=x.dtype, device=x.device)
-    _gather_kernel[(blocks.num_rows,)](
-        x, blocks.order, blocks.count, out, num_choices, x.stride(0), hidden, top_k, blocks.rows,
-        triton.next_power_of_2(hidden), num_warps=4, **launch_options(x.device),
-    )  # fmt: skip
-    return out
-
-
-def _launch(
-    x: Tensor,
-    words: Tensor,
-    scales: Tensor | None,
-    bias: Tensor | None,
-    routed: Tensor,
-    blocks: Blocks,
-    by_choice: bool,
-    out: Tensor,
-    of: ExpertWeights,
-    gate: str | None,
-) -> None:
-    num_experts, weight_rows, width = words.shape
-    num_rows, columns = x.shape
-    tiling = choose(blocks.rows)
-    tiles = triton.cdiv(weight_rows, OUT * tiling.groups)
-    x_desc = TensorDescriptor(
-        x,
-        [num_rows, columns],
-        [x.stride(0) if num_rows > 1 else columns, 1],
-        [tiling.rows, 64],
-        gl.NVMMASharedLayout(128, 16, 2),
-    )
-    weight_desc = TensorDescriptor(
-        words, [num_experts * weight_rows, width], [width, 1], [64, 16], gl.NVMMASharedLayout(64, 32, 2)
-    )
-    _arranged_kernel[(blocks.most * tiles,)](
-        x_desc, weight_desc, scales, out if bias is None else bias, routed, blocks.order,
-        blocks.expert_of if blocks.has_slots else blocks.order, blocks.expert_of, blocks.count, out,
-        routed.numel(), blocks.most, BAND if tiling.rows == 128 else blocks.most,
-        num_experts, out.shape[1], width * 8 // STEP, routed.shape[1], tiling.groups, tiling.rows, tiling.stages,
-        tiling.registers_of_second, by_choice, blocks.by_token, blocks.has_slots, of.interleaved, bias is not None,
-        gate, of.alpha, of.limit, num_warps=4, maxnreg=tiling.registers, **launch_options(x.device),
-    )  # fmt: skip

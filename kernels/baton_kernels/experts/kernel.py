@@ -314,38 +314,6 @@ def _down_kernel(
         tl.store(out_ptrs, sums.to(DTYPE), mask=mask[:, None] & taken[None, :])
 
 
-@triton.jit
-def _sum_kernel(
-    parts_ptr,
-    ids_ptr,
-    slots_ptr,
-    out_ptr,
-    HIDDEN: tl.constexpr,
-    TOP_K: tl.constexpr,
-    CHOICES: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    TILE: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """The sum of a token's choices, in their order; parts of no expert were not written."""
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    slot = tl.arange(0, CHOICES)
-    choice = token * TOP_K + slot
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    taken = tl.load(ids_ptr + choice, mask=slot < TOP_K, other=NUM_EXPERTS) < NUM_EXPERTS
-    if HAS_SLOTS:
-        taken = taken & (tl.load(slots_ptr + token) > 0)
-    mask = taken[:, None] & (column < HIDDEN)[None, :]
-    parts = tl.load(parts_ptr + choice[:, None] * HIDDEN + column[None, :], mask=mask, other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    out = tl.sum(parts.to(tl.float32), 0).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + token * HIDDEN + column, out, mask=column < HIDDEN)
-
-
 def gate_up(
     x: Tensor, x_scale: Tensor | None, of: ExpertWeights, blocks: Blocks, num_choices: int, top_k: int, tiling: Tiling,
     dtype: torch.dtype,
@@ -406,16 +374,3 @@ def down(
 def _descriptor(weight: Tensor, columns: int, out: int, depth: int) -> TensorDescriptor:
     """Of all experts' rows, as a matrix of so many columns; it reads tiles of [out, depth]."""
     return TensorDescriptor.from_tensor(weight.view(-1, columns), [out, depth])
-
-
-def summed(parts: Tensor, ids: Tensor, slots: Tensor | None, num_experts: int) -> Tensor:
-    """[num_tokens, hidden_size] of [num_tokens * top_k, hidden_size]."""
-    num_tokens, top_k = ids.shape
-    hidden = parts.shape[1]
-    out = torch.empty((num_tokens, hidden), dtype=parts.dtype, device=parts.device)
-    tile = min(1024, triton.next_power_of_2(hidden))
-    _sum_kernel[(num_tokens, triton.cdiv(hidden, tile))](
-        parts, ids, ids if slots is None else slots, out, hidden, top_k, triton.next_power_of_2(top_k), num_experts,
-        tile, slots is not None, num_warps=4, **launch_options(parts.device),
-    )  # fmt: skip
-    return out
