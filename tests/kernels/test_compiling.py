@@ -25,7 +25,7 @@ def test_small_kernels_compile_for_hopper() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == 166
+    assert int(done.stdout) == 148
 
 
 def bf16(*shape: int) -> Tensor:
@@ -208,7 +208,7 @@ def launch_experts() -> None:
     for num_tokens in (8, 300):
         on_gpu(bf16(num_tokens, 128), ints(num_tokens, 2), bf16(num_tokens, 2), eight, None)
     in_blocks_of_128 = replace(eight, gate_up_scale=torch.zeros(8, 2, 1), down_scale=torch.zeros(8, 1, 1))
-    for num_tokens in (1, 8, 300):
+    for num_tokens in (1, 300):
         on_gpu(bf16(num_tokens, 128), ints(num_tokens, 2), bf16(num_tokens, 2), in_blocks_of_128, None)
     codes = ints(32, 5760, 1440, dtype=torch.uint8), ints(32, 2880, 1440, dtype=torch.uint8)
     exponents = ints(32, 5760, 90, dtype=torch.uint8), ints(32, 2880, 90, dtype=torch.uint8)
@@ -220,10 +220,9 @@ def launch_experts() -> None:
     steps = ints(32, 23, 5760, dtype=torch.int32), ints(32, 23, 2880, dtype=torch.int32)
     arranged = ExpertWeights(*words, "clamped", True, *biases, gate_up_scale=steps[0], down_scale=steps[1])
     plain = ExpertWeights(*words, gate_up_scale=steps[0], down_scale=steps[1])
-    for num_tokens in (1, 12, 256, 4096):
+    for num_tokens in (1, 4096):
         on_gpu(bf16(num_tokens, 2880), ints(num_tokens, 4), bf16(num_tokens, 4), arranged, None)
-    for num_tokens in (8, 100):
-        on_gpu(bf16(num_tokens, 2880), ints(num_tokens, 4), bf16(num_tokens, 4), plain, ints(num_tokens))
+    on_gpu(bf16(12, 2880), ints(12, 4), bf16(12, 4), plain, ints(12))
 
 
 def launch_attention(quantized: bool) -> None:
