@@ -20,6 +20,7 @@ from engine.model.quantization.experts import Fp8Experts
 from tests.engine import tiny_models
 from tests.engine.test_expert_parallel import load_all
 from tests.engine.test_parity import MAX_TOKENS, ask, make_engine, run
+from tests.engine.test_sharding import WIDE, check_same
 from tools.quantize import write
 
 torch.set_num_threads(1)
@@ -160,7 +161,18 @@ def test_an_expert_without_its_scale_is_noticed(sources: dict[str, Path], tmp_pa
         load_model(Checkpoint.open(own), load_format="safetensors")
 
 
-def test_ranks_refuse_them(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_whole_experts_are_divided_among_ranks(tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(**WIDE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)
+    own, _ = quantized(tiny_models.save(config, tmp_path / "source"), tmp_path, "fp8-block")
+    check_same(own, 2, fused=True, whole_experts=True)
+    whole = load_model(Checkpoint.open(own), load_format="safetensors")
+    for rank, model in load_all(own, 2, whole_experts=True).items():
+        for (_, module), (_, all_experts) in zip(expert_modules(model), expert_modules(whole), strict=True):
+            for name in NAMES:
+                assert torch.equal(getattr(module, name), getattr(all_experts, name)[2 * rank : 2 * rank + 2])
+
+
+def test_parts_of_experts_are_refused(sources: dict[str, Path], tmp_path: Path) -> None:
     own, _ = quantized(sources["qwen3_moe"], tmp_path, "compressed-fp8")
-    with pytest.raises(UnsupportedModel, match="experts that are stored in fp8 cannot be divided among ranks"):
+    with pytest.raises(UnsupportedModel, match="in fp8 are divided as a whole, with --enable-expert-parallel"):
         load_all(own, 2)

@@ -154,7 +154,35 @@ def test_ranks_share_the_scales_of_weights_that_are_quantized_as_they_load(metho
     check_parts(EMBEDDED["baton-tiny"], 4, head_dim=32, quantization=method)
 
 
-@pytest.mark.parametrize("form", ["fp8-block", "compressed-fp8-block", "compressed-w4a16", "awq", "gptq"])
+WIDE = {**tiny_models.SHAPE, "hidden_size": 256, "head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+"""Blocks of 128 x 128 end where the parts of two ranks do."""
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "compressed-fp8-block"])
+def test_a_rank_has_its_blocks(form: str, tmp_path: Path) -> None:
+    source = tiny_models.save(LlamaConfig(**{**WIDE, "intermediate_size": 512}), tmp_path / "source")
+    write(source, tmp_path / "q", form)
+    check_parts(tmp_path / "q", 2, head_dim=128)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"intermediate_size": 128}, "down_proj: .* do not divide its 64 columns"),
+        (
+            {"head_dim": 96, "num_attention_heads": 8, "num_key_value_heads": 4},
+            r"k_proj.weight_scale_inv is \(3, 2\), of which (0 to 192|192 to 384) of \(384, 256\) cannot",
+        ),
+    ],
+)
+def test_blocks_on_several_ranks_are_refused(sizes: dict[str, int], reason: str, tmp_path: Path) -> None:
+    source = tiny_models.save(LlamaConfig(**{**WIDE, "intermediate_size": 512, **sizes}), tmp_path / "source")
+    write(source, tmp_path / "q", "fp8-block")
+    with in_threads(2, lambda _: None) as group, pytest.raises(UnsupportedModel, match=reason):
+        loader.load_model(Checkpoint.open(tmp_path / "q"), part=RankPart(group))
+
+
+@pytest.mark.parametrize("form", ["compressed-w4a16", "awq", "gptq"])
 def test_quantized_weights_that_cannot_be_divided_are_refused(form: str, tmp_path: Path) -> None:
     write(EMBEDDED["baton-tiny"], tmp_path / "q", form)
     with (

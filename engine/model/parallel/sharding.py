@@ -107,9 +107,13 @@ class Sharding:
             cut = self.cuts.pop(id(former))
             for name, parameter in module.named_parameters(recurse=False):
                 own, part = f"{names[module]}.{name}", tuple(parameter.shape)
-                shape = stored.get(own, part)
+                # Experts that are stored one by one have no shape of their own in the files.
+                shape = stored.get(own, (cut.whole[0], *part[1:]) if self._has_whole_experts(module) else part)
                 if name.startswith(weight) and id(parameter) not in self.cuts and shape != part:
                     self.cuts[id(parameter)] = _in_proportion(own, cut, _by_rows(module, cut), shape, part)
+
+    def _has_whole_experts(self, module: nn.Module) -> bool:
+        return self.whole_experts and module in self.experts.values()
 
 
 def shard(

@@ -74,7 +74,7 @@ class CompressedTensors(Quantization):
                 raise UnsupportedModel(f"compressed-tensors with a {name} cannot be run")
         if stated.get("quantization_status", "compressed") not in ("compressed", "frozen"):
             raise UnsupportedModel(f"compressed-tensors: its status is {stated['quantization_status']}, not compressed")
-        self._is_divided = False
+        self._columns: Mapping[nn.Module, RankGroup] = {}
         self._ignored = list(stated.get("ignore") or ())
         self._stored = stored
         groups = (stated.get("config_groups") or {}).values()
@@ -89,11 +89,11 @@ class CompressedTensors(Quantization):
 
     @property
     def can_divide(self) -> bool:
-        """Neither words of several codes nor blocks of rows need end where a rank's part does."""
-        return all(not scheme.packed and scheme.rows == 1 for _, scheme in self._groups)
+        """Words of several codes need not end where a rank's part does; blocks that do not are refused by name."""
+        return all(not scheme.packed for _, scheme in self._groups)
 
     def divide(self, columns: Mapping[nn.Module, RankGroup]) -> None:
-        self._is_divided = True
+        self._columns = columns
 
     def create_weights(self, name: str, module: nn.Linear) -> None:
         scheme = self._scheme(name)
@@ -138,7 +138,7 @@ class CompressedTensors(Quantization):
 
     def create_expert_weights(self, name: str, module: nn.Module) -> None:
         if (experts := self._experts(name)) is not None:
-            if self._is_divided:
+            if module in self._columns:
                 refuse_divided(name)
             experts.create(name, module)
 

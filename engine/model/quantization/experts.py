@@ -14,6 +14,7 @@ from baton_kernels.experts.weights import BLOCK
 from engine.model.errors import UnsupportedModel
 from engine.model.experts import NAMES, Codes, expert_shape, is_transposed, keep_quantized, store_values
 from engine.model.load.safetensors_index import StoredTensor
+from engine.model.parallel.experts import FLAG
 
 log = logging.getLogger(__name__)
 
@@ -96,4 +97,4 @@ def fp8_experts(
 
 def refuse_divided(name: str) -> None:
     """Raises UnsupportedModel."""
-    raise UnsupportedModel(f"{name}: experts that are stored in fp8 cannot be divided among ranks")
+    raise UnsupportedModel(f"{name}: experts that are stored in fp8 are divided as a whole, with {FLAG}")

@@ -39,18 +39,18 @@ class Fp8(Quantization):
             raise UnsupportedModel(f"fp8 with weight_block_size {block}: only square blocks can be run")
         self._block = int(block[0]) if block else 0
         self._stored = stored
-        self._is_divided = False
+        self._columns: Mapping[nn.Module, RankGroup] = {}
         unquantized = stated.get("modules_to_not_convert") or stated.get("ignored_layers")
         self._layers = QuantizedLayers(stored, _SCALES, unquantized)
 
     @property
     def can_divide(self) -> bool:
-        """With a scale per tensor. Blocks of rows need not end where a rank's part does."""
+        """With a scale per tensor, or where blocks end at the ends of the ranks' parts."""
         scales = [tensor for name, tensor in self._stored.items() if name.endswith(_SCALES)]
-        return not self._block and all(math.prod(scale.shape) == 1 for scale in scales)
+        return bool(self._block) or all(math.prod(scale.shape) == 1 for scale in scales)
 
     def divide(self, columns: Mapping[nn.Module, RankGroup]) -> None:
-        self._is_divided = True
+        self._columns = columns
 
     def create_weights(self, name: str, module: nn.Linear) -> None:
         if name not in self._layers:
@@ -77,7 +77,7 @@ class Fp8(Quantization):
 
     def create_expert_weights(self, name: str, module: nn.Module) -> None:
         if (experts := self._experts(name)) is not None:
-            if self._is_divided:
+            if module in self._columns:
                 refuse_divided(name)
             experts.create(name, module)
 
