@@ -100,7 +100,7 @@ def test_modules_that_keep_8_bits_compute_the_same(block: int, by_rows: bool, so
     for name, parameter in module.named_parameters():
         is_scale = name.endswith("_scale")
         parameter.copy_(torch.rand(parameter.shape) + 0.5 if is_scale else torch.randn(parameter.shape) * 0.1)
-    gate_up, down = (form._take(module, name) for name in NAMES)
+    gate_up, down = (form.take(module, name) for name in NAMES)
     assert keep_quantized(module, gate_up, down, torch.float32) is None
     of = weights_of(module)
     assert of is not None

@@ -65,7 +65,7 @@ class Fp8Experts:
 
     def process(self, name: str, module: nn.Module, dtype: torch.dtype) -> bool:
         if hasattr(module, f"{NAMES[0]}_{self.scale}"):
-            gate_up, down = (self._take(module, weight) for weight in NAMES)
+            gate_up, down = (self.take(module, weight) for weight in NAMES)
             reason = keep_quantized(module, gate_up, down, dtype) if gate_up[0].is_cuda else ""
             if reason:
                 log.warning("not kept in 8 bits: %s: %s", name, reason)
@@ -73,8 +73,8 @@ class Fp8Experts:
                 store_values(module, gate_up, down, dtype)
         return True
 
-    def _take(self, module: nn.Module, weight: str) -> Codes:
-        """The module's codes, and scales as `ExpertWeights` has them."""
+    def take(self, module: nn.Module, weight: str) -> Codes:
+        """The codes of the weight of that name, and its scales as `ExpertWeights` has them, which leave the module."""
         codes, scale = (getattr(module, own).detach() for own in (weight, f"{weight}_{self.scale}"))
         delattr(module, f"{weight}_{self.scale}")
         if self.by_rows:
