@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import MiniMaxM2Config, MixtralConfig, Qwen3MoeConfig
+from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    Glm4MoePreTrainedModel,
+    MiniMaxM2Config,
+    MixtralConfig,
+    Qwen3MoeConfig,
+)
 
 from baton_kernels.experts.weights import BLOCK
 from engine.model.errors import UnsupportedModel
@@ -28,6 +36,16 @@ torch.set_num_threads(1)
 SIZES: dict[str, Any] = {**tiny_models.SHAPE, "hidden_size": 128}
 CONFIGS = {
     "qwen3_moe": Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128),
+    "glm4_moe": Glm4MoeConfig(
+        **{**SIZES, "intermediate_size": 256},
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        n_shared_experts=1,
+    ),
     "minimax_m2": MiniMaxM2Config(
         **{**SIZES, "intermediate_size": 128}, num_local_experts=4, num_experts_per_tok=2, rotary_dim=8
     ),
@@ -66,7 +84,12 @@ def test_experts_have_exactly_the_values_that_codes_stand_for(
         assert {name for name, _ in module.named_parameters()} == set(NAMES)
 
 
-ANSWERING = [("qwen3_moe", "fp8-block"), ("mixtral", "compressed-fp8"), ("minimax_m2", "fp8-block")]
+ANSWERING = [
+    ("qwen3_moe", "fp8-block"),
+    ("mixtral", "compressed-fp8"),
+    ("minimax_m2", "fp8-block"),
+    ("glm4_moe", "compressed-fp8"),
+]
 
 
 @pytest.mark.parametrize(("name", "form"), ANSWERING)
@@ -152,13 +175,70 @@ def test_what_cannot_be_run_is_refused_by_name(sources: dict[str, Path], tmp_pat
         load_model(Checkpoint.open(own))
 
 
+def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Checkpoint:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return Checkpoint.open(folder)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(sources: dict[str, Path], tmp_path: Path) -> None:
+    """GLM-4.5-Air's files have one more, the 46th, than its model."""
+    own, _ = quantized(sources["glm4_moe"], tmp_path, "compressed-fp8")
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        last = {name: tensor for name, tensor in tensors.items() if ".layers.1." in name}
+        tensors |= {name.replace(".layers.1.", ".layers.46."): tensor.clone() for name, tensor in last.items()}
+
+    plain = load_model(Checkpoint.open(own), load_format="safetensors").state_dict()
+    model = load_model(rewritten(own, add), load_format="safetensors")
+    assert all(torch.equal(tensor, plain[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_layer_is_not_left_out_that_this_model_has(
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GLM-4.5, of whose class GLM-4.5-Air is, has a 46th layer."""
+    own, _ = quantized(sources["glm4_moe"], tmp_path, "compressed-fp8")
+    monkeypatch.setattr(Glm4MoePreTrainedModel, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.1\."])
+    monkeypatch.setattr(
+        Glm4MoeForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.1\."], raising=False
+    )
+    load_model(Checkpoint.open(own), load_format="safetensors")
+
+
+def test_scales_may_have_dimensions_of_one(sources: dict[str, Path], tmp_path: Path) -> None:
+    own, _ = quantized(sources["qwen3_moe"], tmp_path, "compressed-fp8")
+    plain = load_model(Checkpoint.open(own), load_format="safetensors").state_dict()
+
+    def flatten(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("weight_scale") and ".experts." in name]:
+            tensors[name] = tensors[name].flatten()
+
+    model = load_model(rewritten(own, flatten), load_format="safetensors")
+    assert all(torch.equal(tensor, plain[name]) for name, tensor in model.state_dict().items())
+
+
+def test_an_expert_in_16_bits_beside_others_in_8_is_noticed(sources: dict[str, Path], tmp_path: Path) -> None:
+    own, _ = quantized(sources["qwen3_moe"], tmp_path, "fp8-block")
+
+    def widen(tensors: dict[str, torch.Tensor]) -> None:
+        name = "model.layers.1.mlp.experts.2.up_proj.weight"
+        tensors[name] = tensors[name].bfloat16()
+
+    with pytest.raises(UnsupportedModel, match=r"transformers converts .*experts.2.up_proj.weight"):
+        load_model(rewritten(own, widen), load_format="safetensors")
+
+
 def test_an_expert_without_its_scale_is_noticed(sources: dict[str, Path], tmp_path: Path) -> None:
     own, _ = quantized(sources["qwen3_moe"], tmp_path, "fp8-block")
-    tensors = load_file(own / "model.safetensors")
-    del tensors["model.layers.1.mlp.experts.2.up_proj.weight_scale_inv"]
-    save_file(tensors, own / "model.safetensors", metadata={"format": "pt"})
+
+    def remove(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["model.layers.1.mlp.experts.2.up_proj.weight_scale_inv"]
+
+    checkpoint = rewritten(own, remove)
     with pytest.raises(UnsupportedModel, match=r"has not all experts of .*gate_up_proj_weight_scale_inv"):
-        load_model(Checkpoint.open(own), load_format="safetensors")
+        load_model(checkpoint, load_format="safetensors")
 
 
 def test_whole_experts_are_divided_among_ranks(tmp_path: Path) -> None:

@@ -165,19 +165,24 @@ def test_a_rank_has_its_blocks(form: str, tmp_path: Path) -> None:
     check_parts(tmp_path / "q", 2, head_dim=128)
 
 
+def test_ranks_whose_rows_are_of_one_block_share_its_scale(tmp_path: Path) -> None:
+    sizes = {"head_dim": 64, "num_attention_heads": 8, "intermediate_size": 512}
+    write(tiny_models.save(LlamaConfig(**{**WIDE, **sizes}), tmp_path / "source"), tmp_path / "q", "fp8-block")
+    check_parts(tmp_path / "q", 2, head_dim=64)
+
+
 @pytest.mark.parametrize(
     ("sizes", "reason"),
     [
         ({"intermediate_size": 128}, "down_proj: .* do not divide its 64 columns"),
-        (
-            {"head_dim": 96, "num_attention_heads": 8, "num_key_value_heads": 4},
-            r"k_proj.weight_scale_inv is \(3, 2\), of which (0 to 192|192 to 384) of \(384, 256\) cannot",
-        ),
+        ({"head_dim": 96, "num_attention_heads": 8, "num_key_value_heads": 4}, "k_proj: .* where its 192 rows on each"),
+        ({"head_dim": 96, "num_attention_heads": 8, "num_key_value_heads": 2}, "k_proj: .* where its 96 rows on each"),
     ],
 )
-def test_blocks_on_several_ranks_are_refused(sizes: dict[str, int], reason: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["fp8-block", "compressed-fp8-block"])
+def test_blocks_on_several_ranks_are_refused(form: str, sizes: dict[str, int], reason: str, tmp_path: Path) -> None:
     source = tiny_models.save(LlamaConfig(**{**WIDE, "intermediate_size": 512, **sizes}), tmp_path / "source")
-    write(source, tmp_path / "q", "fp8-block")
+    write(source, tmp_path / "q", form)
     with in_threads(2, lambda _: None) as group, pytest.raises(UnsupportedModel, match=reason):
         loader.load_model(Checkpoint.open(tmp_path / "q"), part=RankPart(group))
 

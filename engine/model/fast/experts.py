@@ -47,7 +47,8 @@ def _fuse_experts(target: Target, module: nn.Module, compiled: set[object]) -> s
     tolerance = _ROUNDED_INPUTS if of.eight_bits and of.gate_up.is_cuda else None
     if not close(forward(x, ids, weights), expected, tolerance):
         return "differs"
-    shape = (of.gate_up.shape, of.down.shape, of.interleaved, of.gate, ids.shape[1])
+    stored = (of.gate_up.dtype, of.gate_up_scale is None, of.block, of.gate_up_bias is None, of.down_bias is None)
+    shape = (of.gate_up.shape, of.down.shape, of.interleaved, of.gate, ids.shape[1], *stored)
     if of.gate_up.is_cuda and shape not in compiled:
         compiled.add(shape)
         with_slots = forward_of(module, of, lambda x: torch.ones(len(x), dtype=torch.int64, device=x.device))

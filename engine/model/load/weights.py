@@ -6,6 +6,7 @@ says why.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -73,13 +74,13 @@ def match(
         raise NotDirect(f"the model keeps {', '.join(kept)} in fp32")
     own: dict[str, Tensor] = model.state_dict(keep_vars=True)
     placing = Placing(model)
-    places = {name: placing.of(name) for name in stored}
+    places = {name: placing.of(name) for name in stored if not _is_left_out(model, own, placing, name)}
     if unexpected := sorted(name for name, place in places.items() if place.name not in own):
         raise NotDirect(f"the model has no {unexpected[0]}")
     found: dict[int, dict[tuple[int | None, int], StoredTensor]] = {}
     sources: dict[int, list[Source]] = {}
-    for name, tensor in stored.items():
-        place, target = places[name], own[places[name].name]
+    for name, place in places.items():
+        tensor, target = stored[name], own[place.name]
         cut = cut_of(target)
         _require_fitting(tensor, place, target.dtype, tuple(target.shape) if cut is None else cut.whole)
         first = found.setdefault(id(target), {}).setdefault((place.expert, place.part), tensor)
@@ -93,17 +94,35 @@ def match(
     return sources
 
 
+def _is_left_out(model: PreTrainedModel, own: Mapping[str, Tensor], placing: Placing, name: str) -> bool:
+    """Whether the class knows that its files may hold this tensor and the model may not have it: of layers that predict
+    several tokens (GLM-4.5, DeepSeek-V3)."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    if not any(re.search(pattern, name) for pattern in patterns):
+        return False
+    try:
+        return placing.of(name).name not in own
+    except NotDirect:
+        return False
+
+
 def _require_fitting(tensor: StoredTensor, place: Place, own: torch.dtype, whole: tuple[int, ...]) -> None:
     """Raises NotDirect. Experts in 8 bits are for models that have them so, with their scales."""
     if place.expert is not None:
         dtype = DTYPES[tensor.dtype]
-        is_wide = dtype.is_floating_point and dtype.itemsize >= 2
+        is_wide = dtype.is_floating_point and min(dtype.itemsize, own.itemsize) >= 2
         if len(whole) < 2 or not (is_wide or dtype == own) or place.expert >= whole[0]:
             raise NotDirect(f"transformers converts {tensor.name}")
     shape = place.stored_shape(whole)
-    is_number = place.expert is not None and tensor.shape == () and shape == (1,)
-    if tensor.shape != shape and not is_number:
+    is_same = tensor.shape == shape or (
+        place.expert is not None and _without_ones(tensor.shape) == _without_ones(shape)
+    )
+    if not is_same:
         raise NotDirect(f"{tensor.name} is {tensor.shape}, not {shape} as in the model")
+
+
+def _without_ones(shape: tuple[int, ...]) -> list[int]:
+    return [size for size in shape if size != 1]
 
 
 def _require_all(

@@ -21,7 +21,14 @@ from engine.model.load.safetensors_index import StoredTensor
 from engine.model.parallel.group import RankGroup
 from engine.model.quantization.experts import Fp8Experts, first_scale, refuse_divided
 from engine.model.quantization.linear import install
-from engine.model.quantization.stored import per_row, replace_weight, scale_shape, stored_parameter, unpack_words
+from engine.model.quantization.stored import (
+    per_row,
+    replace_weight,
+    require_whole_blocks,
+    scale_shape,
+    stored_parameter,
+    unpack_words,
+)
 
 _VALUES = {("float", 8): torch.float8_e4m3fn, ("int", 8): torch.int8}
 _SCALE = ".weight_scale"
@@ -102,6 +109,7 @@ class CompressedTensors(Quantization):
         rows, columns = module.out_features, module.in_features
         if scheme.group and (columns % scheme.group):
             raise UnsupportedModel(f"{name}: groups of {scheme.group} do not divide its {columns} columns")
+        require_whole_blocks(name, rows, scheme.rows, self._stored.get(f"{name}{_SCALE}"))
         scales: tuple[int, ...] = (-(-rows // scheme.rows), columns // scheme.group if scheme.group else 1)
         if scheme.per_tensor:
             scales = scale_shape(f"{name}.weight_scale", self._stored, rows)

@@ -21,6 +21,7 @@ from engine.model.quantization.stored import (
     QuantizedLayers,
     per_row,
     replace_weight,
+    require_whole_blocks,
     scale_shape,
     stored_parameter,
 )
@@ -61,6 +62,7 @@ class Fp8(Quantization):
         scale = "weight_scale" if f"{name}.weight_scale" in self._stored else "weight_scale_inv"
         weight = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
         if self._block:
+            require_whole_blocks(name, rows, self._block, self._stored.get(f"{name}.{scale}"))
             blocks: tuple[int, ...] = (-(-rows // self._block), columns // self._block)
         else:
             blocks = scale_shape(f"{name}.{scale}", self._stored, rows)

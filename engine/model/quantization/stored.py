@@ -65,6 +65,12 @@ def scale_shape(name: str, stored: Mapping[str, StoredTensor], num_rows: int) ->
     return shape
 
 
+def require_whole_blocks(name: str, rows: int, block: int, scale: StoredTensor | None) -> None:
+    """Raises UnsupportedModel where the files' blocks of rows do not end with this rank's rows of the layer."""
+    if scale is not None and rows % block and scale.shape[0] != -(-rows // block):
+        raise UnsupportedModel(f"{name}: fp8 blocks of {block} do not end where its {rows} rows on each rank do")
+
+
 def per_row(scale: Tensor, num_rows: int) -> Tensor:
     """[num_rows, 1] of a scale per tensor or per row."""
     return scale.float().reshape(-1, 1).expand(num_rows, 1).contiguous()

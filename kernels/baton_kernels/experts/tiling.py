@@ -74,15 +74,19 @@ gpt-oss-20b."""
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(num_tokens: int, top_k: int, num_experts: int, itemsize: float = 2) -> RowTilings | Tilings:
-    """itemsize: bytes of a weight's element, 0.5 for 4 bits. The table is for two."""
+def choose(
+    num_tokens: int, top_k: int, num_experts: int, itemsize: float = 2, in_blocks: bool = False
+) -> RowTilings | Tilings:
+    """itemsize: bytes of a weight's element, 0.5 for 4 bits. The table is for two. in_blocks: each step's product has a
+    scale of its own, and for a moment registers besides those of the sums."""
     if num_tokens <= ROW_TOKENS:
         return ROW_FOUR_BITS if itemsize < 1 else ROW
     if num_tokens <= BY_TOKEN_TOKENS and itemsize == 2:
         return FEW
     mean = num_tokens * top_k / num_experts
     tilings = next(tilings for most, tilings in CLASSES if mean <= most)
-    return Tilings(_for_size(tilings.gate_up, itemsize), _for_size(tilings.down, itemsize))
+    fitting = (_for_size(tiling, itemsize) for tiling in (tilings.gate_up, tilings.down))
+    return Tilings(*(replace(one, out=one.out // 2) if in_blocks and one.rows == 128 else one for one in fitting))
 
 
 def _for_size(tiling: Tiling, itemsize: float) -> Tiling:
