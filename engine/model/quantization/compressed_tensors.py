@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from baton_kernels.quantized_linear import QuantizedWeight, pack_halves, packed_columns
 from engine.model.errors import UnsupportedModel
-from engine.model.linear_method import LinearMethod, Quantization
+from engine.model.linear_method import LinearMethod
 from engine.model.load.safetensors_index import StoredTensor
-from engine.model.parallel.group import RankGroup
-from engine.model.quantization.experts import Fp8Experts, first_scale, refuse_divided
+from engine.model.quantization.experts import Fp8Experts, Fp8ExpertsToo, first_scale
 from engine.model.quantization.linear import install
 from engine.model.quantization.stored import (
     per_row,
@@ -65,7 +64,7 @@ class _Scheme:
         return cls(kind, bits, packed, symmetric, strategy == "tensor", group, rows)
 
 
-class CompressedTensors(Quantization):
+class CompressedTensors(Fp8ExpertsToo):
     """weight: float8_e4m3fn or int8, [out_features, in_features]; or weight_packed, int32, [out_features, in_features *
     bits / 32], codes from the lowest bits on, each the value plus half of their number, and weight_shape. weight_scale:
     [1], [out_features, 1], or by groups or blocks. weight_zero_point: of asymmetric weights, packed along the rows."""
@@ -81,7 +80,6 @@ class CompressedTensors(Quantization):
                 raise UnsupportedModel(f"compressed-tensors with a {name} cannot be run")
         if stated.get("quantization_status", "compressed") not in ("compressed", "frozen"):
             raise UnsupportedModel(f"compressed-tensors: its status is {stated['quantization_status']}, not compressed")
-        self._columns: Mapping[nn.Module, RankGroup] = {}
         self._ignored = list(stated.get("ignore") or ())
         self._stored = stored
         groups = (stated.get("config_groups") or {}).values()
@@ -98,9 +96,6 @@ class CompressedTensors(Quantization):
     def can_divide(self) -> bool:
         """Words of several codes need not end where a rank's part does; blocks that do not are refused by name."""
         return all(not scheme.packed for _, scheme in self._groups)
-
-    def divide(self, columns: Mapping[nn.Module, RankGroup]) -> None:
-        self._columns = columns
 
     def create_weights(self, name: str, module: nn.Linear) -> None:
         scheme = self._scheme(name)
@@ -144,17 +139,7 @@ class CompressedTensors(Quantization):
         columns = self._sorted_columns(name, module, scheme.group)
         return install(module, _unpacked(module, scheme, scale, zero, columns), dtype, columns)
 
-    def create_expert_weights(self, name: str, module: nn.Module) -> None:
-        if (experts := self._experts(name)) is not None:
-            if module in self._columns:
-                refuse_divided(name)
-            experts.create(name, module)
-
-    def process_experts(self, name: str, module: nn.Module, dtype: torch.dtype) -> bool:
-        experts = self._experts(name)
-        return experts is not None and experts.process(name, module, dtype)
-
-    def _experts(self, name: str) -> Fp8Experts | None:
+    def experts(self, name: str) -> Fp8Experts | None:
         """None: they are not in fp8, or stored in a way of their own."""
         found = first_scale(name, self._stored, (_SCALE,)) if self._stored else f"{name}.0.gate_proj{_SCALE}"
         scheme = None if found is None else self._scheme(found.removesuffix(_SCALE))

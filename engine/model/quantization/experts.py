@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -13,8 +14,10 @@ from torch import nn
 from baton_kernels.experts.weights import BLOCK
 from engine.model.errors import UnsupportedModel
 from engine.model.experts import NAMES, Codes, expert_shape, is_transposed, keep_quantized, store_values
+from engine.model.linear_method import Quantization
 from engine.model.load.safetensors_index import StoredTensor
 from engine.model.parallel.experts import FLAG
+from engine.model.parallel.group import RankGroup
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +98,25 @@ def fp8_experts(
     return Fp8Experts(found.rpartition(".")[2], block, not block and max(shape, default=1) > 1)
 
 
-def refuse_divided(name: str) -> None:
-    """Raises UnsupportedModel."""
-    raise UnsupportedModel(f"{name}: experts that are stored in fp8 are divided as a whole, with {FLAG}")
+class Fp8ExpertsToo(Quantization):
+    """A format of linear layers in which experts may be in fp8."""
+
+    _columns: Mapping[nn.Module, RankGroup] = {}
+
+    @abstractmethod
+    def experts(self, name: str) -> Fp8Experts | None:
+        """As the format has the module of that name; None: not in fp8."""
+
+    def divide(self, columns: Mapping[nn.Module, RankGroup]) -> None:
+        self._columns = columns
+
+    def create_expert_weights(self, name: str, module: nn.Module) -> None:
+        if (experts := self.experts(name)) is None:
+            return
+        if module in self._columns:
+            raise UnsupportedModel(f"{name}: experts that are stored in fp8 are divided as a whole, with {FLAG}")
+        experts.create(name, module)
+
+    def process_experts(self, name: str, module: nn.Module, dtype: torch.dtype) -> bool:
+        experts = self.experts(name)
+        return experts is not None and experts.process(name, module, dtype)

@@ -12,10 +12,9 @@ from torch import nn
 
 from baton_kernels.quantized_linear import QuantizedWeight
 from engine.model.errors import UnsupportedModel
-from engine.model.linear_method import LinearMethod, Quantization
+from engine.model.linear_method import LinearMethod
 from engine.model.load.safetensors_index import StoredTensor
-from engine.model.parallel.group import RankGroup
-from engine.model.quantization.experts import Fp8Experts, fp8_experts, refuse_divided
+from engine.model.quantization.experts import Fp8Experts, Fp8ExpertsToo, fp8_experts
 from engine.model.quantization.linear import install
 from engine.model.quantization.stored import (
     QuantizedLayers,
@@ -29,7 +28,7 @@ from engine.model.quantization.stored import (
 _SCALES = (".weight_scale_inv", ".weight_scale")
 
 
-class Fp8(Quantization):
+class Fp8(Fp8ExpertsToo):
     """weight: float8_e4m3fn, [out_features, in_features]; weight_scale_inv or weight_scale: one number, or
     [out_features / block, in_features / block], by which the weight is multiplied."""
 
@@ -40,7 +39,6 @@ class Fp8(Quantization):
             raise UnsupportedModel(f"fp8 with weight_block_size {block}: only square blocks can be run")
         self._block = int(block[0]) if block else 0
         self._stored = stored
-        self._columns: Mapping[nn.Module, RankGroup] = {}
         unquantized = stated.get("modules_to_not_convert") or stated.get("ignored_layers")
         self._layers = QuantizedLayers(stored, _SCALES, unquantized)
 
@@ -49,9 +47,6 @@ class Fp8(Quantization):
         """With a scale per tensor, or where blocks end at the ends of the ranks' parts."""
         scales = [tensor for name, tensor in self._stored.items() if name.endswith(_SCALES)]
         return bool(self._block) or all(math.prod(scale.shape) == 1 for scale in scales)
-
-    def divide(self, columns: Mapping[nn.Module, RankGroup]) -> None:
-        self._columns = columns
 
     def create_weights(self, name: str, module: nn.Linear) -> None:
         if name not in self._layers:
@@ -77,17 +72,7 @@ class Fp8(Quantization):
             return install(module, QuantizedWeight(weight, scale, None, self._block, self._block), dtype)
         return install(module, QuantizedWeight(weight, per_row(scale, weight.shape[0])), dtype)
 
-    def create_expert_weights(self, name: str, module: nn.Module) -> None:
-        if (experts := self._experts(name)) is not None:
-            if module in self._columns:
-                refuse_divided(name)
-            experts.create(name, module)
-
-    def process_experts(self, name: str, module: nn.Module, dtype: torch.dtype) -> bool:
-        experts = self._experts(name)
-        return experts is not None and experts.process(name, module, dtype)
-
-    def _experts(self, name: str) -> Fp8Experts | None:
+    def experts(self, name: str) -> Fp8Experts | None:
         if self._stored:
             return fp8_experts(name, self._stored, _SCALES, self._block)
         return Fp8Experts("weight_scale_inv", self._block, by_rows=False) if name in self._layers else None
