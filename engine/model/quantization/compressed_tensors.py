@@ -18,7 +18,7 @@ from baton_kernels.quantized_linear import QuantizedWeight, pack_halves, packed_
 from engine.model.errors import UnsupportedModel
 from engine.model.linear_method import LinearMethod
 from engine.model.load.safetensors_index import StoredTensor
-from engine.model.quantization.experts import Fp8Experts, Fp8ExpertsToo, first_scale
+from engine.model.quantization.experts import Fp8Experts, WithFp8Experts, first_scale
 from engine.model.quantization.linear import install
 from engine.model.quantization.stored import (
     per_row,
@@ -64,7 +64,7 @@ class _Scheme:
         return cls(kind, bits, packed, symmetric, strategy == "tensor", group, rows)
 
 
-class CompressedTensors(Fp8ExpertsToo):
+class CompressedTensors(WithFp8Experts):
     """weight: float8_e4m3fn or int8, [out_features, in_features]; or weight_packed, int32, [out_features, in_features *
     bits / 32], codes from the lowest bits on, each the value plus half of their number, and weight_shape. weight_scale:
     [1], [out_features, 1], or by groups or blocks. weight_zero_point: of asymmetric weights, packed along the rows."""

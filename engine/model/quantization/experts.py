@@ -98,7 +98,7 @@ def fp8_experts(
     return Fp8Experts(found.rpartition(".")[2], block, not block and max(shape, default=1) > 1)
 
 
-class Fp8ExpertsToo(Quantization):
+class WithFp8Experts(Quantization):
     """A format of linear layers in which experts may be in fp8."""
 
     _columns: Mapping[nn.Module, RankGroup] = {}
