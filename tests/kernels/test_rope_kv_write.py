@@ -100,6 +100,27 @@ def pairs(table: Tensor) -> Tensor:
     return table[:, : table.shape[1] // 2].repeat_interleave(2, dim=-1)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 3])
+@pytest.mark.parametrize("order", ["query key value", "key query value", "query value key", "apart"])
+def test_the_reference_turns_slices_in_any_order(num_tokens: int, order: str) -> None:
+    case, expected = Case(num_tokens), Case(num_tokens)
+    names = ("query", "key", "value")
+    heads = {name: getattr(case, name).clone() for name in names}
+    if order != "apart":
+        ordered = order.split()
+        widths = [heads[name].shape[1] for name in ordered]
+        slices = torch.cat([heads[name] for name in ordered], dim=1).split(widths, dim=1)
+        heads = dict(zip(ordered, slices, strict=True))
+    for name in names:
+        setattr(expected, name, getattr(expected, name).clone())
+        setattr(case, name, heads[name])
+    rope_kv_write(*case.tensors())
+    rope_kv_write(*expected.tensors())
+    assert torch.equal(case.query, expected.query)
+    for found, wanted in zip((case.key, *case.written()), (expected.key, *expected.written()), strict=True):
+        assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize(
     ("family", "rotary_dim", "interleaved"),
     [

@@ -46,9 +46,9 @@ def rope_kv_write(
     query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim]; any strides but a
         contiguous last dimension, so slices of one fused projection work.
     cos, sin: [num_tokens, rotary_dim], the last dimension contiguous, any floating dtype. `cos[t, i]` belongs to
-        element i of a head; elements from rotary_dim on pass through. Element i rotates with `i + rotary_dim / 2`, and
-        only the first half is read; if `interleaved` (GPT-J, Cohere), 2i rotates with 2i + 1, and only even columns are
-        read. Of transformers' tables, those of GLM, Helium and ERNIE 4.5 need `cos[:, : rotary_dim //
+        element i of a head; elements from rotary_dim on pass through. Element i rotates with `i + rotary_dim / 2`, or,
+        if `interleaved` (GPT-J, Cohere), 2i with 2i + 1; both have the same cos and sin, of which a kernel reads one.
+        Of transformers' tables, those of GLM, Helium and ERNIE 4.5 need `cos[:, : rotary_dim //
         2].repeat_interleave(2, -1)` and `interleaved`, those of gpt-oss need `cat((cos, cos), -1)`; the others fit.
 
     The rotation is computed in fp32 from cos and sin as given, and rounded once; transformers also rounds each of the

@@ -49,8 +49,8 @@ def rope_kv_write(
         query.copy_(_normalised(query, norm.q_weight, norm))
         key.copy_(_normalised(key, norm.k_weight, norm))
     cos, sin = cos.float(), sin.float()
-    _rotate(query, cos, sin, interleaved)
-    _rotate(key, cos, sin, interleaved)
+    for heads in _side_by_side(query, key):
+        _rotate(heads, cos, sin, interleaved)
     kv_write(key, value, key_cache, value_cache, slot_mapping)
 
 
@@ -62,14 +62,27 @@ def _normalised(heads: Tensor, weight: Tensor, norm: HeadNorm) -> Tensor:
     return x.to(heads.dtype) * weight
 
 
+def _side_by_side(query: Tensor, key: Tensor) -> list[Tensor]:
+    """Both as one tensor where they are slices of one product: on a CPU a decode takes half as many operations."""
+    num_tokens, num_heads, head_dim = query.shape
+    query_row, key_row = (x.stride()[1:] if num_tokens == 1 else x.stride() for x in (query, key))
+    follows = key.storage_offset() == query.storage_offset() + num_heads * head_dim
+    if query_row != key_row or query.stride(1) != head_dim or not follows:
+        return [query, key]
+    if query.untyped_storage().data_ptr() != key.untyped_storage().data_ptr():
+        return [query, key]
+    return [query.as_strided((num_tokens, num_heads + key.shape[1], head_dim), query.stride())]
+
+
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
     """heads: [num_tokens, num_heads, head_dim], changed in place. cos, sin: [num_tokens, rotary_dim], fp32."""
     rotary_dim = cos.shape[1]
+    rotated = heads[..., :rotary_dim]
+    x = rotated.float()
     if interleaved:
-        first, second = slice(0, rotary_dim, 2), slice(1, rotary_dim, 2)
+        turned = x.reshape(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
+        turned[..., ::2].neg_()
     else:
-        first, second = slice(rotary_dim // 2), slice(rotary_dim // 2, rotary_dim)
-    c, s = cos[:, None, first], sin[:, None, first]
-    x, y = heads[..., first].float(), heads[..., second].float()
-    # Compute both before writing either: x and y of an fp32 model are views.
-    heads[..., first], heads[..., second] = x * c - y * s, y * c + x * s
+        turned = x.roll(rotary_dim // 2, -1)
+        turned[..., : rotary_dim // 2].neg_()
+    rotated.copy_((x * cos[:, None]).add_(turned.mul_(sin[:, None])))

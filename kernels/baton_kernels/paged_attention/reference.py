@@ -63,7 +63,7 @@ class Tile:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A step's tiles, and buffers for the keys and values of one tile: [max_pieces, block_size * head_dim] each, or
-    [max_pieces, bytes of a piece], if they are quantized.
+    [max_pieces, bytes of a piece], if they are quantized. is_whole: one tile has all of the step's tokens, in order.
 
     New memory for each tile would cost more in page faults than the copy into it.
     """
@@ -71,6 +71,7 @@ class Plan:
     tiles: list[Tile]
     keys: Tensor
     values: Tensor
+    is_whole: bool
 
 
 def paged_attention(
@@ -83,22 +84,43 @@ def paged_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)  # padding entries are in no tile
     plan = _plan(batch, key_cache, sliding_window)
+    how = scale, sliding_window, softcap, sinks
+    if plan.is_whole:
+        (tile,) = plan.tiles
+        queries = query.reshape(*tile.tokens.shape, *query.shape[1:])
+        return _attend_tile(queries, key_cache, value_cache, plan, tile, *how).flatten(0, 1)
+    out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)  # padding entries are in no tile
     for tile in plan.tiles:
-        query_len = tile.tokens.shape[1]
-        key = _gather(key_cache, tile.pieces, plan.keys, query.dtype)
-        value = _gather(value_cache, tile.pieces, plan.values, query.dtype)
-        for first in range(0, query_len, QUERY_RUN):
-            end = min(first + QUERY_RUN, query_len)
-            num_keys = tile.num_keys - (query_len - end)
-            tokens = tile.tokens[:, first:end]
-            mask = tile.mask(sliding_window, first, end, num_keys)
-            mask = None if mask is None else mask.to(query.dtype)
-            q = query[tokens].transpose(1, 2)
-            attended = _attend(q, key[:, :, :num_keys], value[:, :, :num_keys], mask, scale, softcap, sinks)
-            out[tokens] = attended.transpose(1, 2)
+        out[tile.tokens] = _attend_tile(query[tile.tokens], key_cache, value_cache, plan, tile, *how)
     return out
+
+
+def _attend_tile(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    plan: Plan,
+    tile: Tile,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """query: of the tile's tokens, [num_seqs, query_len, num_heads, head_dim]; the result too."""
+    query_len = query.shape[1]
+    key = _gather(key_cache, tile.pieces, plan.keys, query.dtype)
+    value = _gather(value_cache, tile.pieces, plan.values, query.dtype)
+    runs = []
+    for first in range(0, query_len, QUERY_RUN):
+        end = min(first + QUERY_RUN, query_len)
+        num_keys = tile.num_keys - (query_len - end)
+        mask = tile.mask(sliding_window, first, end, num_keys)
+        mask = None if mask is None else mask.to(query.dtype)
+        q = query[:, first:end].transpose(1, 2)
+        attended = _attend(q, key[:, :, :num_keys], value[:, :, :num_keys], mask, scale, softcap, sinks)
+        runs.append(attended.transpose(1, 2))
+    return runs[0] if len(runs) == 1 else torch.cat(runs, 1)
 
 
 def _attend(
@@ -163,7 +185,8 @@ def _plan(batch: PagedBatch, cache: Tensor, window: int | None) -> Plan:
         most = max((tile.pieces.numel() for tile in tiles), default=0)
         dtype = torch.uint8 if is_quantized(cache) else cache.dtype
         room = torch.empty((2, most, head_stride(cache)), dtype=dtype, device=cache.device)
-        batch.plans[key] = Plan(tiles, room[0], room[1])
+        is_whole = len(tiles) == 1 and tiles[0].tokens.flatten().tolist() == list(range(batch.num_tokens))
+        batch.plans[key] = Plan(tiles, room[0], room[1], is_whole)
     plan: Plan = batch.plans[key]
     return plan
 
@@ -179,9 +202,10 @@ def _groups(batch: PagedBatch, spans: list[range], max_blocks: int) -> list[list
     blocks in all after padding (or one decode)."""
     groups = [[i] for i, query_len in enumerate(batch.query_lens) if query_len > 1]
     decodes = [i for i, query_len in enumerate(batch.query_lens) if query_len == 1 and spans[i]]
-    decodes.sort(key=lambda i: -len(spans[i]))
+    if len(decodes) * max((len(spans[i]) for i in decodes), default=0) > max_blocks:
+        decodes.sort(key=lambda i: -len(spans[i]))
     while decodes:
-        width = len(spans[decodes[0]])
+        width = max(len(spans[i]) for i in decodes)
         size = max(1, max_blocks // width)
         groups.append(decodes[:size])
         decodes = decodes[size:]
