@@ -30,6 +30,7 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.model.batch import BatchSize, DeviceState, Int32Array, ModelInputs, num_singles, pack, unpack
 from engine.model.layer_marks import SeesLayers
+from engine.model.parallel.data_parallel import GraphSize
 from engine.model.upload import upload_to
 from engine.step import Chunk
 from engine.step_padding import StepPadding
@@ -132,9 +133,8 @@ class StepGraphs:
     def fitting(self, chunks: Seq[Chunk]) -> StepGraph | None:
         """The graph for a step of chunks in the order of `singles_first`; None: there is none."""
         if all(chunk.is_decode for chunk in chunks):
-            longest = max(chunk.length for chunk in chunks) if chunks[-1].length > 1 else 1
-            size = _fitting(self._decode_query_lens, longest), _fitting(self._decode_sizes, len(chunks))
-            return self._decodes.get(size)
+            size = self.decode_size(chunks)
+            return None if size is None else self.decodes(size)
         num_decodes = num_singles(chunks)
         prompts = chunks[num_decodes:]
         if not prompts or not self._padding.takes(len(prompts), max(chunk.end for chunk in prompts)):
@@ -148,6 +148,18 @@ class StepGraphs:
             if square and (graph is None or square.num_tokens <= graph.num_tokens):
                 graph = square
         return graph
+
+    def decode_size(self, chunks: Seq[Chunk]) -> GraphSize | None:
+        """Of the graph for a step of decodes alone, in the order of `singles_first`; None: there is none."""
+        if not chunks or not all(chunk.is_decode for chunk in chunks):
+            return None
+        longest = max(chunk.length for chunk in chunks) if chunks[-1].length > 1 else 1
+        size = _fitting(self._decode_query_lens, longest), _fitting(self._decode_sizes, len(chunks))
+        return size if size in self._decodes else None
+
+    def decodes(self, size: GraphSize) -> StepGraph:
+        """The graph of a size that `decode_size` gave, or of the largest numbers of several."""
+        return self._decodes[size]
 
 
 @contextmanager

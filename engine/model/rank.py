@@ -98,7 +98,7 @@ class RankModel:
         padding lists, and of single prompts of at most `most_prompt_tokens`. Without it, all steps are launched op by
         op."""
         self._graphs = StepGraphs(
-            self._forward,
+            self._forward_padded,
             self._state,
             decode_sizes,
             self._config.padding,
@@ -107,16 +107,26 @@ class RankModel:
             decode_query_lens=sorted({1, 1 + self._config.num_speculative_tokens}),
         )
 
-    def graph_for(self, chunks: Seq[Chunk]) -> StepGraph | None:
-        """The captured step for chunks in the order of `singles_first`, if there is one."""
-        return self._graphs.fitting(chunks) if self._graphs is not None else None
+    def meet(self, chunks: Seq[Chunk], may_replay: bool = True) -> tuple[StepGraph | None, list[int]]:
+        """The captured step for chunks in the order of `singles_first`, if there is one, and how many rows each data
+        parallel node has: none, if there is one node. Several agree on the step; a node without chunks takes part in
+        that of others, and if none has rows, there is no step. may_replay: nothing is wanted that graphs lack."""
+        graphs = self._graphs if may_replay else None
+        if self._data.num_nodes == 1:
+            return None if graphs is None else graphs.fitting(chunks), []
+        size = None if graphs is None else graphs.decode_size(chunks)
+        met = self._data.meet(sum(chunk.length for chunk in chunks), size)
+        if met.graph is None or self._graphs is None:
+            return None, met.num_rows
+        return self._graphs.decodes(met.graph), met.num_rows
 
     @torch.inference_mode()
     def compute(self, step: RankStep, marks: SeesLayers | None = None, score: Score | None = None) -> Tensor:
         """Launch the step; its logits: [num_logits, vocab_size], or with padding below if they are from a graph, and
         then valid until the next step. score: takes what `step.scored` asks for. Of several stages, all but the last
         return hidden states, and the last one sends what it has to rank 0: what is scored, then the logits."""
-        self._data.meet(step.num_tokens)
+        if step.rows.size:
+            self._data.begin(step.rows.tolist())
         if step.tables.size:
             both = upload(step.tables, self.model.device)
             update_block_tables(self._state.block_tables, both[0], both[1])
@@ -126,19 +136,9 @@ class RankModel:
         if step.graph != EAGER:
             assert self._graphs is not None
             return self._graphs.run(step.graph, step.packed, marks)
+        if not step.num_tokens:
+            return self._compute_experts()
         return self._compute(step, self._inputs(step), marks, score)
-
-    @torch.inference_mode()
-    def idle(self) -> bool:
-        """Take part in a step of data parallel nodes, without tokens: the rank's experts compute the others'. False: no
-        node has any, so there is no step."""
-        if not self._data.meet(0):
-            return False
-        width = self.model.config.get_text_config().hidden_size
-        no_rows = torch.empty(1, 0, width, dtype=self.model.dtype, device=self.model.device)
-        for block in self._expert_blocks:
-            block(no_rows)
-        return True
 
     @torch.inference_mode()
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
@@ -161,6 +161,16 @@ class RankModel:
         those of this rank's pool."""
         if self.pipeline.stage.is_first:
             self.group.broadcast(self._state.last_tokens)
+
+    def _compute_experts(self) -> Tensor:
+        """The rank's part of a step without tokens of its own node; no logits."""
+        for context in self._steps:
+            context.row_slots = None
+        width = self.model.config.get_text_config().hidden_size
+        no_rows = torch.empty(1, 0, width, dtype=self.model.dtype, device=self.model.device)
+        for block in self._expert_blocks:
+            block(no_rows)
+        return no_rows[0]
 
     def _compute(self, step: RankStep, inputs: ModelInputs, marks: SeesLayers | None, score: Score | None) -> Tensor:
         stage = self.pipeline.stage
@@ -196,10 +206,19 @@ class RankModel:
         packed = upload(step.packed, self.model.device)
         return batch.unpack(packed, size, self._state, step.lengths.tolist(), step.ends.tolist())
 
-    def _forward(self, inputs: ModelInputs, marks: SeesLayers | None) -> Tensor:
-        """Logits; of a stage before the last hidden states, [num_tokens, hidden_size]."""
+    def _forward_padded(self, inputs: ModelInputs, marks: SeesLayers | None) -> Tensor:
+        """Of a graph, which all data parallel nodes replay at once."""
+        slots = inputs.groups[0].slot_mapping
+        if self._data.num_nodes > 1:
+            self._data.begin([len(slots)] * self._data.num_nodes)
+            slots = self._data.gather(slots[:, None])[:, 0]
+        return self._forward(inputs, marks, slots)
+
+    def _forward(self, inputs: ModelInputs, marks: SeesLayers | None, row_slots: Tensor | None = None) -> Tensor:
+        """Logits; of a stage before the last hidden states, [num_tokens, hidden_size]. row_slots: see StepContext."""
         for step, group in zip(self._steps, inputs.groups, strict=True):
             step.batch, step.slot_mapping, step.marks = group.paged, group.slot_mapping, marks
+            step.row_slots = row_slots
         arguments = _arguments(inputs)
         if self.pipeline.stage.is_last:
             logits: Tensor = self.model(**arguments).logits[0]

@@ -157,8 +157,11 @@ class TorchModelRunner:
         go on, as far as is known: then the next step must be launched or kept up with soon."""
         if not launched and self._waves.running:
             self._rebalance()
-            self._others.idle()
-            if not self.rank.idle():
+            graph, rows = self.rank.meet([])
+            if any(rows):
+                packed = np.zeros(0, np.int32) if graph is None else graph.pack([], [])
+                self._compute(RankStep.idle(EAGER if graph is None else graph.index, packed, rows))
+            else:
                 self._waves.end()
         return self._waves.running
 
@@ -180,7 +183,7 @@ class TorchModelRunner:
         self.rank.compute(step)
         return staged.launched(chunks, step, score, sample)
 
-    def _compute(self, step: RankStep, marks: LayerMarks | None, score: Score) -> Tensor:
+    def _compute(self, step: RankStep, marks: LayerMarks | None = None, score: Score | None = None) -> Tensor:
         self._others.compute(step)
         logits = self.rank.compute(step, marks, score)
         return logits if step.num_logits == ALL_TOKENS else logits[: step.num_logits]
@@ -188,8 +191,9 @@ class TorchModelRunner:
     def _as_numbers(
         self, chunks: list[Chunk], rows: list[int], tables: Int32Array, pieces: list[ScoredPiece]
     ) -> RankStep:
-        """The step as all ranks get it. What is scored is computed without a graph."""
-        graph = None if pieces else self.rank.graph_for(chunks)
+        """The step as all ranks get it, on which data parallel nodes agree here. What is scored is computed without a
+        graph."""
+        graph, num_rows = self.rank.meet(chunks, may_replay=not pieces)
         size = BatchSize.of(chunks, self.rank.extensions)
         return RankStep(
             graph=EAGER if graph is None else graph.index,
@@ -201,6 +205,7 @@ class TorchModelRunner:
             tables=tables,
             fresh=np.array(self._fresh_blocks(chunks), np.int32),
             scored=np.array([(piece.first, piece.count) for piece in pieces], np.int32).reshape(-1, 2),
+            rows=np.array(num_rows, np.int32),
         )
 
     def _marks(self, chunks: Seq[Chunk]) -> LayerMarks | None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, Qwen2MoeConfig
 from engine.engine import Engine
 from engine.model.expert_counts import ExpertCounts
 from engine.model.experts import expert_modules
-from engine.model.parallel.data_parallel import DataParallel
+from engine.model.parallel.data_parallel import DataParallel, GraphSize
 from engine.model.parallel.eplb import Eplb
 from engine.model.parallel.expert_slots import expert_slots
 from engine.model.parallel.group import GlooRanks, OneRank, RankGroup
@@ -172,14 +172,15 @@ def test_each_expert_is_on_one_rank(tmp_path: Path) -> None:
 
 
 class Seeing(OneRank):
-    """One of several ranks, which sees what all of them give. given: by each of them, of the same call."""
+    """One of several ranks, which sees what all of them give. calls: what each of them gives in each call."""
 
-    def __init__(self, rank: int, given: list[torch.Tensor]) -> None:
-        self.rank, self.size, self.given = rank, len(given), given
+    def __init__(self, rank: int, calls: list[list[torch.Tensor]]) -> None:
+        self.rank, self.size, self.calls = rank, len(calls[0]), iter(calls)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        assert torch.equal(x, self.given[self.rank])
-        return torch.cat(self.given, -1)
+        given = next(self.calls)
+        assert torch.equal(x, given[self.rank])
+        return torch.cat(given, -1)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.size
@@ -195,17 +196,15 @@ def test_rows_go_and_come_back(num_rows: list[int], meets: bool) -> None:
     """Whatever number each node has, in a step or outside."""
     rows = [torch.arange(num * 3.0).view(1, num, 3) + 100 * node for node, num in enumerate(num_rows)]
     numbers = [torch.tensor([num]) for num in num_rows]
+    told = [torch.tensor([num, 0, 0]) for num in num_rows]
     padded = [torch.cat([row[0], row.new_zeros(max(num_rows) - row.shape[1], 3)]).view(-1) for row in rows]
-    numbers_told = list(num_rows)
     for node, own in enumerate(rows):
-        group = Seeing(node, numbers)
+        group = Seeing(node, [told, padded] if meets else [numbers, padded])
         data = DataParallel(group, len(num_rows))
         if meets:
-            assert data.meet(num_rows[node]) == any(num_rows)
-            group.given = padded
-        else:
-            data._told = lambda num_rows: numbers_told
-            group.given = padded
+            met = data.meet(num_rows[node])
+            assert (met.num_rows, met.graph) == (num_rows, None)
+            data.begin(met.num_rows)
         everyone = data.gather(own)
         assert torch.equal(everyone, torch.cat(rows, 1))
         assert torch.equal(data.sum_own(everyone), own * len(num_rows))
@@ -215,7 +214,23 @@ def test_a_node_alone_gathers_nothing() -> None:
     x, data = torch.randn(1, 3, 4), DataParallel(OneRank())
     assert data.gather(x) is x
     assert data.sum_own(x) is x
-    assert data.meet(3)
+
+
+SIZES_OF_GRAPHS = st.none() | st.tuples(st.integers(1, 3), st.integers(1, 8))
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), SIZES_OF_GRAPHS), min_size=2, max_size=4))
+def test_nodes_replay_a_graph_where_all_that_have_tokens_can(said: list[tuple[int, GraphSize | None]]) -> None:
+    """One that has the most sequences of them all, and the most tokens of each."""
+    told = [torch.tensor([num, *(graph or (0, 0))]) for num, graph in said]
+    stepping = [graph for num, graph in said if num]
+    sizes = [graph for graph in stepping if graph]
+    expected = None
+    if sizes and len(sizes) == len(stepping):
+        expected = max(length for length, _ in sizes), max(number for _, number in sizes)
+    for node, (num, graph) in enumerate(said):
+        met = DataParallel(Seeing(node, [told]), len(said)).meet(num, graph)
+        assert met == ([num for num, _ in said], expected)
 
 
 def test_the_engine_goes_on_for_others() -> None:

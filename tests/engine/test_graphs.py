@@ -91,7 +91,7 @@ def test_prompts_have_graphs_within_the_budget() -> None:
 class LogitsOf(TorchModelRunner):
     """Keeps the logits of its last step."""
 
-    def _compute(self, step: RankStep, marks: LayerMarks | None, score: Score) -> Tensor:
+    def _compute(self, step: RankStep, marks: LayerMarks | None = None, score: Score | None = None) -> Tensor:
         self.last = super()._compute(step, marks, score).clone()
         return self.last
 

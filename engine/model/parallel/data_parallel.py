@@ -5,17 +5,31 @@
 
 Nodes step together: one that has no tokens still computes its experts for those of others. Nothing else couples them,
 so each has a scheduler, a KV pool and an address of its own. After vLLM's and SGLang's data parallel attention with
-expert parallel; rows are not padded with tokens, and a node without any runs nothing but its experts.
+expert parallel. Of a step that is launched op by op, rows are not padded with tokens, and a node without any runs
+nothing but its experts. Where all that have tokens have decodes alone, all nodes replay the same CUDA graph, padded to
+the one with the most.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.model.parallel.group import ONE_RANK, RankGroup
+
+GraphSize = tuple[int, int]
+"""Of a graph of decodes: the most tokens of a sequence, and the most sequences."""
+
+
+class Meeting(NamedTuple):
+    """What the nodes know of a step. num_rows: of each. graph: what all of them replay; None: it is launched op by
+    op."""
+
+    num_rows: list[int]
+    graph: GraphSize | None
 
 
 class DataParallel:
@@ -28,15 +42,21 @@ class DataParallel:
         self.everyone, self.num_nodes = everyone, num_nodes
         self.peers = everyone.part(everyone.rank // num_nodes * num_nodes, num_nodes)
         self._num_rows: list[int] = []
-        self._meets = False
+        self._steps = False
 
-    def meet(self, num_tokens: int) -> bool:
-        """Begin a step with the other nodes. num_tokens: of this one. False: no node has any, so there is no step.
-        Before the first call, nodes tell each other their numbers in each `gather`, as a loading model needs it."""
-        if self.num_nodes == 1:
-            return num_tokens > 0
-        self._meets, self._num_rows = True, self._told(num_tokens)
-        return any(self._num_rows)
+    def meet(self, num_tokens: int, graph: GraphSize | None = None) -> Meeting:
+        """Agree on a step with the other nodes; without tokens on any of them there is none. num_tokens: of this one.
+        graph: what it could replay. On rank 0 of each node, which tells the node's others."""
+        told = self.peers.all_gather(torch.tensor([num_tokens, *(graph or (0, 0))])).view(-1, 3)
+        stepping = told[told[:, 0] > 0]
+        query_len, num_seqs = stepping[:, 1:].amax(0).tolist() if len(stepping) else (0, 0)
+        can_replay = bool(stepping[:, 1:].all()) and len(stepping) > 0
+        return Meeting(told[:, 0].tolist(), (query_len, num_seqs) if can_replay else None)
+
+    def begin(self, num_rows: Sequence[int]) -> None:
+        """From now on `gather` and `sum_own` are of a step with so many rows of each node. Before the first call, nodes
+        tell each other their numbers in each `gather`, as a loading model needs it."""
+        self._steps, self._num_rows = True, list(num_rows)
 
     def gather(self, x: Tensor) -> Tensor:
         """The rows of all nodes, in their order. x: this node's, [..., num_tokens, width], with leading dimensions
@@ -44,12 +64,15 @@ class DataParallel:
         if self.num_nodes == 1:
             return x
         num_own, width = x.shape[-2:]
-        if not self._meets:
-            self._num_rows = self._told(num_own)
-        padded = x.new_zeros(max(self._num_rows), width)
-        padded[:num_own] = x.reshape(num_own, width)
-        found = self.peers.all_gather(padded.view(-1)).view(self.num_nodes, -1, width)
-        rows = torch.cat([found[node, :num] for node, num in enumerate(self._num_rows)])
+        if not self._steps:
+            self._num_rows = self.peers.all_gather(torch.tensor([num_own])).tolist()
+        most, padded = max(self._num_rows), x.reshape(num_own, width)
+        if num_own < most:
+            padded = torch.cat([padded, x.new_zeros(most - num_own, width)])
+        found = self.peers.all_gather(padded.view(-1)).view(self.num_nodes, most, width)
+        rows = found.view(-1, width)
+        if min(self._num_rows) < most:
+            rows = torch.cat([found[node, :num] for node, num in enumerate(self._num_rows)])
         return rows.view(*x.shape[:-2], *rows.shape)
 
     def sum_own(self, x: Tensor) -> Tensor:
@@ -61,9 +84,6 @@ class DataParallel:
         node = self.peers.rank
         first = sum(self._num_rows[:node])
         return total[..., first : first + self._num_rows[node], :]
-
-    def _told(self, num_rows: int) -> list[int]:
-        return self.peers.all_gather(torch.tensor([num_rows])).tolist()
 
 
 ONE_NODE = DataParallel(ONE_RANK)

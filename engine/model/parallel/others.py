@@ -19,8 +19,6 @@ class OtherRanks(Protocol):
 
     def compute(self, step: RankStep) -> None: ...
 
-    def idle(self) -> None: ...
-
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None: ...
 
     def rearrange_experts(self, layer: int, placement: Placement) -> None: ...
@@ -34,9 +32,6 @@ class NoOthers:
     """Of a node of one rank."""
 
     def compute(self, step: RankStep) -> None:
-        """Nothing to do."""
-
-    def idle(self) -> None:
         """Nothing to do."""
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
@@ -62,9 +57,8 @@ class Kind(IntEnum):
     COPY_BLOCKS = 1
     WARM_UP = 2
     CAPTURE = 3
-    IDLE = 4
-    REARRANGE_EXPERTS = 5
-    CLOSE = 6
+    REARRANGE_EXPERTS = 4
+    CLOSE = 5
 
 
 class RemoteRanks:
@@ -75,9 +69,6 @@ class RemoteRanks:
 
     def compute(self, step: RankStep) -> None:
         self._send(Kind.COMPUTE, step.to_array())
-
-    def idle(self) -> None:
-        self._send(Kind.IDLE, np.zeros(0, np.int32))
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         self._send(Kind.COPY_BLOCKS, np.array(pairs, np.int32).reshape(-1))
@@ -103,8 +94,6 @@ def serve(rank: RankModel, receive: Callable[[], tuple[int, Int32Array]]) -> Non
         match Kind(kind):
             case Kind.COMPUTE:
                 rank.compute(RankStep.from_array(array))
-            case Kind.IDLE:
-                rank.idle()
             case Kind.COPY_BLOCKS:
                 rank.copy_blocks([(source, target) for source, target in array.reshape(-1, 2).tolist()])
             case Kind.REARRANGE_EXPERTS:

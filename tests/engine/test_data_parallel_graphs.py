@@ -1,0 +1,114 @@
+"""Data parallel nodes replay the same graph, or launch a step op by op: each has the logits that it would have alone.
+Graphs of a CPU are stand-ins that compute their step when they are replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+
+from engine.model import graphs
+from engine.model.layer_marks import SeesLayers
+from engine.model.parallel.data_parallel import DataParallel
+from engine.model.parallel.group import GlooRanks
+from engine.model.rank_step import EAGER, RankStep
+from engine.step import Chunk
+from tests.engine import tiny_models
+from tests.engine.rank_threads import TIMEOUT_S, Load, Together, ranked_runner
+from tests.engine.test_data_parallel import Always
+from tests.engine.test_model_families import SIZES, sequences
+from tests.engine.test_sharding import LogitsOf
+
+torch.set_num_threads(1)
+
+DECODE_SIZES = [1, 4]
+NUM_STEPS = 5
+REPLAYED = {0: [1, 2], 1: [1, 2]}
+"""By node, the steps that are replayed: decodes on both nodes, on one alone; not beside a prompt on the other."""
+
+
+class OpByOp(graphs._Capture):
+    """A capture that records nothing."""
+
+    def __init__(self, forward: Any, state: Any, group_ends: tuple[int, ...], most_logits: int) -> None:
+        self.forward, self.state, self.group_ends, self.most_logits = forward, state, group_ends, most_logits
+
+    def __call__(
+        self, step: Callable[[SeesLayers | None], Tensor], group_ends: tuple[int, ...] = ()
+    ) -> tuple[Any, Tensor]:
+        logits = step(None).clone()
+
+        class Replayed:
+            def replay(self, marks: SeesLayers | None = None) -> None:
+                logits.copy_(step(marks))
+
+        return Replayed(), logits
+
+
+@pytest.fixture(autouse=True)
+def graphs_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_Capture", OpByOp)
+    monkeypatch.setattr(graphs, "upload_to", lambda out, array: out.copy_(torch.from_numpy(array)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+
+class Logged(LogitsOf):
+    """Remembers what kinds of steps its rank computed: True if replayed."""
+
+    kinds: list[bool]
+
+    def _compute(self, step: RankStep, *arguments: Any) -> Tensor:
+        self.kinds.append(step.graph != EAGER)
+        return super()._compute(step, *arguments)
+
+
+def steps_of(node: int) -> dict[int, list[Chunk]]:
+    """By number; none of the nodes has a step in the last one."""
+    a, b = sequences([40 + 7 * node, 21])
+    last_of_a, last_of_b = (Chunk.of(seq, seq.num_tokens - 1, 1) for seq in (a, b))
+    prompts = [Chunk.of(a, 0, a.num_tokens - 1), Chunk.of(b, 0, 20)]
+    if node == 0:
+        return {0: prompts, 1: [last_of_a], 2: [last_of_a, last_of_b], 3: [last_of_a]}
+    return {0: prompts, 1: [last_of_a, last_of_b], 3: [Chunk.of(b, 10, 11)]}
+
+
+def logits(load: Load, num_ranks: int, node: int, together: Together | None) -> tuple[Tensor, list[bool]]:
+    """Of all steps, one below the other, and whether each was replayed."""
+    with ranked_runner(num_ranks, load, Logged, together=together) as (runner, _):
+        assert isinstance(runner, Logged)
+        runner.kinds = []
+        if together is not None:
+            runner.capture(DECODE_SIZES, 0)
+        rows, steps = list[Tensor](), steps_of(node)
+        for number in range(NUM_STEPS):
+            if number in steps:
+                rows += runner(*steps[number])
+            runner.keep_up(number in steps)
+        return torch.stack(rows), runner.kinds
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_logits_are_those_of_a_node_alone(num_ranks: int, tmp_path: Path) -> None:
+    folder, store = tiny_models.save(tiny_models.MIXTURES["qwen3_moe"], tmp_path), HashStore()
+    load = Load(folder, SIZES, fused=True, whole_experts=True)
+
+    def of_node(node: int) -> tuple[Tensor, list[bool]]:
+        def join(rank: int) -> DataParallel:
+            return DataParallel(GlooRanks(store, rank * 2 + node, num_ranks * 2, TIMEOUT_S), 2)
+
+        return logits(load, num_ranks, node, Together(join, Always()))
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(of_node, range(2), timeout=TIMEOUT_S))
+    for node, (own, kinds) in enumerate(found):
+        alone, _ = logits(Load(folder, SIZES, fused=True), 1, node, None)
+        assert kinds == [number in REPLAYED[node] for number in range(NUM_STEPS - 1)]
+        assert own.shape == alone.shape
+        error = (own - alone).norm(dim=-1) / alone.norm(dim=-1)
+        assert float(error.max()) < 1e-5
