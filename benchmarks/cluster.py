@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import shlex
 import sys
 from collections import deque
@@ -49,8 +50,8 @@ async def running_cluster(flags: str, *more_routers: str) -> AsyncIterator[Addre
         f"router-{i}": parse(UpSettings, shlex.split(f"{flags} {own}")) for i, own in enumerate(("", *more_routers))
     }
     names = (*routers, *node_names(routers["router-0"]))
-    held = {name: (HeldPort(LOCAL), HeldPort(LOCAL)) for name in names}
-    ports = {name: NodePorts(a.address, b.address) for name, (a, b) in held.items()}
+    held = {name: [HeldPort(LOCAL) for _ in range(3)] for name in names}
+    ports = {name: NodePorts(*(port.address for port in own)) for name, own in held.items()}
     fronts = {name: ports.pop(name) for name in routers}
     last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
     failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -82,9 +83,8 @@ async def running_cluster(flags: str, *more_routers: str) -> AsyncIterator[Addre
         yield Addresses(http, roles["prefill"], roles["decode"], tuple(more_http), send)
     finally:
         await supervisor.stop([child.name for child in children], STOP_TIMEOUT_S)
-        for pair in held.values():
-            for port in pair:
-                port.close()
+        for port in itertools.chain(*held.values()):
+            port.close()
 
 
 async def _serving(grpc_address: HostPort, failed: asyncio.Future[str], last_lines: deque[str]) -> None:
