@@ -203,7 +203,7 @@ def _build(
         engine=Engine(config, runner, keep_up=runner.keep_up),
         runner=runner,
         graph_sizes=_graph_sizes(settings, config, device),
-        most_prompt_tokens=settings.captured_tokens[0],
+        most_prompt_tokens=settings.captured_prompt_tokens,
         layer_groups=layer_groups,
         pools=pools,
         layout=layout,

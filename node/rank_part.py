@@ -117,7 +117,7 @@ def _limits(settings: NodeSettings, checkpoint: Checkpoint, device: torch.device
         target_itl_s=settings.target_itl_s,
     )
     if on_gpu and settings.captures_graphs:
-        padding = step_padding(limits, *settings.captured_tokens)
+        padding = step_padding(limits, settings.captured_prompt_tokens, settings.captured_mixed_tokens)
         limits = dataclasses.replace(limits, padding=padding)
     has_windows = getattr(checkpoint.config.get_text_config(), "sliding_window", None) is not None
     if settings.num_gpu_blocks_override is not None and not has_windows:

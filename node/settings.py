@@ -188,14 +188,6 @@ class NodeSettings(ParallelSettings):
         are mostly too long for a graph, and a stage's graph would need hidden states at an address of its own."""
         return not self.enforce_eager and self.pipeline_parallel_size == 1
 
-    @property
-    def captured_tokens(self) -> tuple[int, int]:
-        """The most tokens of prompts in a step with a CUDA graph: alone, and beside decodes. None of data parallel
-        nodes, which replay a graph together: one with a prompt would have all of them pad their decodes to it."""
-        if self.data_parallel_size > 1:
-            return 0, 0
-        return self.captured_prompt_tokens, self.captured_mixed_tokens
-
     def layer_groups(self, on_gpu: bool) -> int:
         """--kv-layer-groups, or the device's default: 1 on a CPU, where a turn sees a step's layers all at once, and
         with several ranks, of which rank 0 knows only at a step's end what they have computed."""

@@ -22,7 +22,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.model.batch import BatchSize, DeviceState, Int32Array, ModelInputs, num_singles, pack, unpack
 from engine.model.layer_marks import SeesLayers
-from engine.model.parallel.data_parallel import GraphSize
 from engine.model.upload import upload_to
 from engine.step import Chunk
 from engine.step_padding import StepPadding
@@ -94,6 +93,41 @@ def num_logits_rows(decode_sizes: Iterable[int], padding: StepPadding) -> int:
     return sum(decode_sizes) + sum((places + MAX_PROMPTS) * len(sizes) for places, sizes in padding.ladders)
 
 
+class StepNeeds(NamedTuple):
+    """What a graph must have room for. Of a step of decodes alone: num_seqs, each of up to query_len tokens. Of any
+    step: num_singles, sequences with one token each, beside num_prompts of num_prompt_tokens in all, the longest ending
+    at prompt_end. Each is the largest of all data parallel nodes'."""
+
+    query_len: int
+    num_seqs: int
+    num_singles: int
+    num_prompts: int
+    num_prompt_tokens: int
+    prompt_end: int
+    has_prompts: int
+
+    @classmethod
+    def of(cls, chunks: Seq[Chunk]) -> StepNeeds:
+        """chunks: in the order of `singles_first`."""
+        singles = num_singles(chunks)
+        prompts, has_prompts = chunks[singles:], not all(chunk.is_decode for chunk in chunks)
+        if has_prompts and not prompts:
+            return NO_GRAPH  # the places of single tokens have logits
+        return cls(
+            query_len=max((chunk.length for chunk in prompts), default=1),
+            num_seqs=len(chunks),
+            num_singles=singles,
+            num_prompts=len(prompts),
+            num_prompt_tokens=sum(chunk.length for chunk in prompts),
+            prompt_end=max((chunk.end for chunk in prompts), default=0),
+            has_prompts=int(has_prompts),
+        )
+
+
+NO_GRAPH = StepNeeds(*[1 << 30] * len(StepNeeds._fields))
+"""Of a step that must be launched op by op."""
+
+
 class StepGraphs:
     """Graphs of `forward`. Owns their static inputs and outputs. padding: of steps with prompts. group_ends: the
     layers, counted from 1, after which graphs of prompts are cut. decode_query_lens: for each ladder of decodes, the
@@ -132,34 +166,23 @@ class StepGraphs:
 
     def fitting(self, chunks: Seq[Chunk]) -> StepGraph | None:
         """The graph for a step of chunks in the order of `singles_first`; None: there is none."""
-        if all(chunk.is_decode for chunk in chunks):
-            size = self.decode_size(chunks)
-            return None if size is None else self.decodes(size)
-        num_decodes = num_singles(chunks)
-        prompts = chunks[num_decodes:]
-        if not prompts or not self._padding.takes(len(prompts), max(chunk.end for chunk in prompts)):
-            return None
-        num_tokens = sum(chunk.length for chunk in prompts)
-        graph: StepGraph | None = None
-        if fitting := self._padding.fitting(num_decodes, num_tokens):
-            graph = self._prompts[fitting]
-        if not num_decodes and len(prompts) == 1 and prompts[0].start == 0:
-            square = self._squares.get(_fitting(self._square_sizes, num_tokens))
-            if square and (graph is None or square.num_tokens <= graph.num_tokens):
-                graph = square
+        graph, prompt = self.with_room(StepNeeds.of(chunks)), chunks[0]
+        if len(chunks) == 1 and prompt.start == 0 and prompt.length > 1 and not prompt.is_decode:
+            square = self._squares.get(_fitting(self._square_sizes, prompt.length))
+            can_take = self._padding.takes(1, prompt.end)
+            if square and can_take and (graph is None or square.num_tokens <= graph.num_tokens):
+                return square
         return graph
 
-    def decode_size(self, chunks: Seq[Chunk]) -> GraphSize | None:
-        """Of the graph for a step of decodes alone, in the order of `singles_first`; None: there is none."""
-        if not chunks or not all(chunk.is_decode for chunk in chunks):
+    def with_room(self, needs: StepNeeds) -> StepGraph | None:
+        """The smallest graph that has room; None: there is none."""
+        if not needs.has_prompts:
+            lengths, sizes = self._decode_query_lens, self._decode_sizes
+            return self._decodes.get((_fitting(lengths, needs.query_len), _fitting(sizes, needs.num_seqs)))
+        if not self._padding.takes(needs.num_prompts, needs.prompt_end):
             return None
-        longest = max(chunk.length for chunk in chunks) if chunks[-1].length > 1 else 1
-        size = _fitting(self._decode_query_lens, longest), _fitting(self._decode_sizes, len(chunks))
-        return size if size in self._decodes else None
-
-    def decodes(self, size: GraphSize) -> StepGraph:
-        """The graph of a size that `decode_size` gave, or of the largest numbers of several."""
-        return self._decodes[size]
+        fitting = self._padding.fitting(needs.num_singles, needs.num_prompt_tokens)
+        return self._prompts[fitting] if fitting else None
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from engine.model.attention import Probe, attach
 from engine.model.batch import BatchSize, DeviceState, ModelInputs
 from engine.model.experts import expert_blocks
 from engine.model.extensions import BatchExtension
-from engine.model.graphs import StepGraph, StepGraphs, single_prompt_sizes
+from engine.model.graphs import NO_GRAPH, StepGraph, StepGraphs, StepNeeds, single_prompt_sizes
 from engine.model.kv_pool import KvPool
 from engine.model.layer_marks import SeesLayers
 from engine.model.parallel.data_parallel import ONE_NODE, DataParallel
@@ -97,12 +97,13 @@ class RankModel:
         """Capture CUDA graphs of decodes of `decode_sizes` sequences, of the steps with prompts that the config's
         padding lists, and of single prompts of at most `most_prompt_tokens`. Without it, all steps are launched op by
         op."""
+        most_alone = most_prompt_tokens if self._data.num_nodes == 1 else 0  # others have tokens, too, or padding
         self._graphs = StepGraphs(
             self._forward_padded,
             self._state,
             decode_sizes,
             self._config.padding,
-            single_prompt_sizes(self._config.max_num_batched_tokens, most_prompt_tokens),
+            single_prompt_sizes(self._config.max_num_batched_tokens, most_alone),
             self.group_ends,
             decode_query_lens=sorted({1, 1 + self._config.num_speculative_tokens}),
         )
@@ -111,14 +112,12 @@ class RankModel:
         """The captured step for chunks in the order of `singles_first`, if there is one, and how many rows each data
         parallel node has: none, if there is one node. Several agree on the step; a node without chunks takes part in
         that of others, and if none has rows, there is no step. may_replay: nothing is wanted that graphs lack."""
-        graphs = self._graphs if may_replay else None
         if self._data.num_nodes == 1:
-            return None if graphs is None else graphs.fitting(chunks), []
-        size = None if graphs is None else graphs.decode_size(chunks)
-        met = self._data.meet(sum(chunk.length for chunk in chunks), size)
-        if met.graph is None or self._graphs is None:
-            return None, met.num_rows
-        return self._graphs.decodes(met.graph), met.num_rows
+            return self._graphs.fitting(chunks) if self._graphs is not None and chunks and may_replay else None, []
+        needs = StepNeeds.of(chunks) if may_replay else NO_GRAPH
+        met = self._data.meet(sum(chunk.length for chunk in chunks), needs)
+        graph = None if self._graphs is None else self._graphs.with_room(StepNeeds(*met.needs))
+        return graph, met.num_rows
 
     @torch.inference_mode()
     def compute(self, step: RankStep, marks: SeesLayers | None = None, score: Score | None = None) -> Tensor:

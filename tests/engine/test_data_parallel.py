@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, Qwen2MoeConfig
 from engine.engine import Engine
 from engine.model.expert_counts import ExpertCounts
 from engine.model.experts import expert_modules
-from engine.model.parallel.data_parallel import DataParallel, GraphSize
+from engine.model.parallel.data_parallel import DataParallel
 from engine.model.parallel.eplb import Eplb
 from engine.model.parallel.expert_slots import expert_slots
 from engine.model.parallel.group import GlooRanks, OneRank, RankGroup
@@ -196,14 +196,14 @@ def test_rows_go_and_come_back(num_rows: list[int], meets: bool) -> None:
     """Whatever number each node has, in a step or outside."""
     rows = [torch.arange(num * 3.0).view(1, num, 3) + 100 * node for node, num in enumerate(num_rows)]
     numbers = [torch.tensor([num]) for num in num_rows]
-    told = [torch.tensor([num, 0, 0]) for num in num_rows]
+    told = [torch.tensor([num, 7 + num]) for num in num_rows]
     padded = [torch.cat([row[0], row.new_zeros(max(num_rows) - row.shape[1], 3)]).view(-1) for row in rows]
     for node, own in enumerate(rows):
         group = Seeing(node, [told, padded] if meets else [numbers, padded])
         data = DataParallel(group, len(num_rows))
         if meets:
-            met = data.meet(num_rows[node])
-            assert (met.num_rows, met.graph) == (num_rows, None)
+            met = data.meet(num_rows[node], [7 + num_rows[node]])
+            assert (met.num_rows, met.needs) == (num_rows, [max((7 + num for num in num_rows if num), default=0)])
             data.begin(met.num_rows)
         everyone = data.gather(own)
         assert torch.equal(everyone, torch.cat(rows, 1))
@@ -214,23 +214,6 @@ def test_a_node_alone_gathers_nothing() -> None:
     x, data = torch.randn(1, 3, 4), DataParallel(OneRank())
     assert data.gather(x) is x
     assert data.sum_own(x) is x
-
-
-SIZES_OF_GRAPHS = st.none() | st.tuples(st.integers(1, 3), st.integers(1, 8))
-
-
-@given(st.lists(st.tuples(st.integers(0, 2), SIZES_OF_GRAPHS), min_size=2, max_size=4))
-def test_nodes_replay_a_graph_where_all_that_have_tokens_can(said: list[tuple[int, GraphSize | None]]) -> None:
-    """One that has the most sequences of them all, and the most tokens of each."""
-    told = [torch.tensor([num, *(graph or (0, 0))]) for num, graph in said]
-    stepping = [graph for num, graph in said if num]
-    sizes = [graph for graph in stepping if graph]
-    expected = None
-    if sizes and len(sizes) == len(stepping):
-        expected = max(length for length, _ in sizes), max(number for _, number in sizes)
-    for node, (num, graph) in enumerate(said):
-        met = DataParallel(Seeing(node, [told]), len(said)).meet(num, graph)
-        assert met == ([num for num, _ in said], expected)
 
 
 def test_the_engine_goes_on_for_others() -> None:

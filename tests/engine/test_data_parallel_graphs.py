@@ -1,9 +1,8 @@
 """Data parallel nodes replay the same graph, or launch a step op by op: each has the logits that it would have alone.
-Graphs of a CPU are stand-ins that compute their step when they are replayed."""
+The graphs are stand-ins (`cpu_graphs`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,6 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from engine.model import graphs
-from engine.model.layer_marks import SeesLayers
 from engine.model.parallel.data_parallel import DataParallel
 from engine.model.parallel.group import GlooRanks
 from engine.model.rank_step import EAGER, RankStep
@@ -29,33 +26,9 @@ torch.set_num_threads(1)
 
 DECODE_SIZES = [1, 4]
 NUM_STEPS = 5
-REPLAYED = {0: [1, 2], 1: [1, 2]}
-"""By node, the steps that are replayed: decodes on both nodes, on one alone; not beside a prompt on the other."""
-
-
-class OpByOp(graphs._Capture):
-    """A capture that records nothing."""
-
-    def __init__(self, forward: Any, state: Any, group_ends: tuple[int, ...], most_logits: int) -> None:
-        self.forward, self.state, self.group_ends, self.most_logits = forward, state, group_ends, most_logits
-
-    def __call__(
-        self, step: Callable[[SeesLayers | None], Tensor], group_ends: tuple[int, ...] = ()
-    ) -> tuple[Any, Tensor]:
-        logits = step(None).clone()
-
-        class Replayed:
-            def replay(self, marks: SeesLayers | None = None) -> None:
-                logits.copy_(step(marks))
-
-        return Replayed(), logits
-
-
-@pytest.fixture(autouse=True)
-def graphs_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "_Capture", OpByOp)
-    monkeypatch.setattr(graphs, "upload_to", lambda out, array: out.copy_(torch.from_numpy(array)))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+REPLAYED = [1, 2]
+"""The steps of decodes on both nodes, and on one alone; not those with a prompt, for which there are no graphs: the
+reference of attention, which the stand-ins use, has to know a prompt's length."""
 
 
 class Logged(LogitsOf):
@@ -75,7 +48,7 @@ def steps_of(node: int) -> dict[int, list[Chunk]]:
     prompts = [Chunk.of(a, 0, a.num_tokens - 1), Chunk.of(b, 0, 20)]
     if node == 0:
         return {0: prompts, 1: [last_of_a], 2: [last_of_a, last_of_b], 3: [last_of_a]}
-    return {0: prompts, 1: [last_of_a, last_of_b], 3: [Chunk.of(b, 10, 11)]}
+    return {0: prompts, 1: [last_of_a, last_of_b], 3: [last_of_a, Chunk.of(b, 10, 11)]}
 
 
 def logits(load: Load, num_ranks: int, node: int, together: Together | None) -> tuple[Tensor, list[bool]]:
@@ -93,8 +66,10 @@ def logits(load: Load, num_ranks: int, node: int, together: Together | None) -> 
         return torch.stack(rows), runner.kinds
 
 
+@pytest.mark.usefixtures("graphs_of_a_cpu")
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_logits_are_those_of_a_node_alone(num_ranks: int, tmp_path: Path) -> None:
+    """All nodes replay what has room for the largest of them, idle ones as well; without that graph none does."""
     folder, store = tiny_models.save(tiny_models.MIXTURES["qwen3_moe"], tmp_path), HashStore()
     load = Load(folder, SIZES, fused=True, whole_experts=True)
 
@@ -108,7 +83,7 @@ def test_logits_are_those_of_a_node_alone(num_ranks: int, tmp_path: Path) -> Non
         found = list(pool.map(of_node, range(2), timeout=TIMEOUT_S))
     for node, (own, kinds) in enumerate(found):
         alone, _ = logits(Load(folder, SIZES, fused=True), 1, node, None)
-        assert kinds == [number in REPLAYED[node] for number in range(NUM_STEPS - 1)]
+        assert kinds == [number in REPLAYED for number in range(NUM_STEPS - 1)]
         assert own.shape == alone.shape
         error = (own - alone).norm(dim=-1) / alone.norm(dim=-1)
         assert float(error.max()) < 1e-5

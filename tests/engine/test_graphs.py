@@ -17,7 +17,15 @@ from baton.sampling import SamplingParams
 from engine.config import EngineConfig
 from engine.model import fast
 from engine.model.attention import probe
-from engine.model.graphs import decode_capture_sizes, single_prompt_sizes, step_padding
+from engine.model.batch import DeviceState
+from engine.model.graphs import (
+    NO_GRAPH,
+    StepGraphs,
+    StepNeeds,
+    decode_capture_sizes,
+    single_prompt_sizes,
+    step_padding,
+)
 from engine.model.layer_marks import LayerMarks
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
@@ -26,6 +34,7 @@ from engine.model.rank_step import RankStep
 from engine.model.runner import TorchModelRunner, TorchStep
 from engine.sequence import Sequence
 from engine.step import Chunk
+from engine.step_padding import StepPadding
 from tests.engine import tiny_models
 
 SIZES = EngineConfig(num_blocks=400, max_model_len=600, vocab_size=tiny_models.VOCAB_SIZE, max_num_seqs=24)
@@ -86,6 +95,46 @@ def test_prompts_have_graphs_within_the_budget() -> None:
     assert ladders(8192, 512, 0)[0][-1] == 512
     assert single_prompt_sizes(8192, 2048) == [2048]
     assert single_prompt_sizes(2048, 512) == single_prompt_sizes(736, 2048) == []
+
+
+def test_what_a_step_needs() -> None:
+    a, b, c = sequences([40, 30, 20])
+    decodes = [Chunk.of(a, 39, 1), Chunk.of(b, 29, 1)]
+    drafted = dataclasses.replace(Chunk.of(c, 17, 3), num_logits=3)
+    prompt, single = Chunk.of(c, 0, 12), Chunk.of(c, 0, 1)
+    assert StepNeeds.of(decodes) == StepNeeds(1, 2, 2, 0, 0, 0, has_prompts=0)
+    assert StepNeeds.of([*decodes, drafted]) == StepNeeds(3, 3, 2, 1, 3, 20, has_prompts=0)
+    assert StepNeeds.of([*decodes, prompt]) == StepNeeds(12, 3, 2, 1, 12, 12, has_prompts=1)
+    assert StepNeeds.of([*decodes, single]) == NO_GRAPH, "its place among the decodes would have logits"
+    assert not any(StepNeeds.of([])[1:])
+
+
+@pytest.mark.usefixtures("graphs_of_a_cpu")
+def test_a_graph_has_room_for_what_each_data_parallel_node_has() -> None:
+    tables = torch.zeros(1, SIZES.max_num_seqs, 40, dtype=torch.int32)
+    state = DeviceState(tables, torch.zeros(SIZES.max_num_seqs, dtype=torch.int32), SIZES.block_size, ())
+    padding = StepPadding(((0, (32, 64)), (4, (32, 128))), most_prompts=2, most_context=300)
+    found = StepGraphs(lambda inputs, marks: torch.zeros(1), state, [1, 4], padding, decode_query_lens=[1, 3])
+    a, b, c = sequences([40, 200, 400])
+    decode, drafted = Chunk.of(a, 39, 1), dataclasses.replace(Chunk.of(b, 197, 3), num_logits=3)
+
+    def room(*nodes: list[Chunk]) -> int:
+        """Tokens of the graph; 0: there is none."""
+        needs = StepNeeds(*map(max, zip(*map(StepNeeds.of, nodes), strict=True)))
+        graph = found.with_room(needs)
+        return 0 if graph is None else graph.num_tokens
+
+    assert room([decode], []) == 1
+    assert room([decode], [drafted]) == 3
+    assert room([decode] * 3, [drafted]) == 4 * 3
+    assert room([Chunk.of(b, 0, 40)], []) == 64
+    assert room([Chunk.of(b, 0, 20)], [decode] * 2) == 4 + 32
+    assert room([Chunk.of(b, 0, 40)], [decode, Chunk.of(b, 0, 50)]) == 4 + 128
+    assert room([Chunk.of(b, 0, 20)], [drafted, Chunk.of(a, 0, 14)]) == 32
+    assert room([Chunk.of(b, 0, 20)], [decode] * 5) == 0
+    assert room([Chunk.of(b, 0, 20)], [Chunk.of(b, 0, 5)] * 3) == 0
+    assert room([decode], [Chunk.of(c, 290, 20)]) == 0
+    assert StepGraphs.fitting(found, [Chunk.of(b, 0, 40)]) is found.with_room(StepNeeds.of([Chunk.of(b, 0, 40)]))
 
 
 class LogitsOf(TorchModelRunner):

@@ -224,14 +224,6 @@ def test_what_data_parallel_nodes_need_is_named(changes, why):
         NodeSettings(model="none", **{**DATA_PARALLEL, **changes})
 
 
-def test_data_parallel_nodes_capture_graphs_of_decodes_alone():
-    for kind in (DecodeSettings, PrefillSettings):
-        assert any(kind(model="none").captured_tokens)
-        together = kind(model="none", **DATA_PARALLEL)
-        assert together.captures_graphs
-        assert together.captured_tokens == (0, 0)
-
-
 def test_stages_are_not_for_data_parallel_nodes():
     with pytest.raises(ValueError, match="--pipeline-parallel-size: not with --data-parallel-size so far"):
         PrefillSettings(model="none", pipeline_parallel_size=2, **DATA_PARALLEL)

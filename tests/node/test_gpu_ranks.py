@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -187,19 +188,22 @@ async def test_ranks_on_two_hosts(ways: Sequence[str], monkeypatch: pytest.Monke
 
 
 async def test_data_parallel_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two decode nodes with a GPU each divide the experts; both have requests at the same time, and stop together."""
+    """Two prefill nodes with a GPU each divide the experts, and so do two decode nodes; all have requests at the same
+    time, and stop together."""
     wanted = made(MOE, random_prompts(24, 40, 100, 140, 200, 300))
-    with HeldPort(HostPort("127.0.0.1", 0)) as port, contextlib.ExitStack() as nodes:
-        flags = (*IN_FP32, "--transport=ipc")
-        group = ("--enable-expert-parallel", "--data-parallel-size=2", f"--data-parallel-rpc-port={port.address.port}")
-        prefill = nodes.enter_context(node("prefill", MOE, *flags))
-        decodes = []
-        for rank, gpus in enumerate(("0,1", "1,0")):
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-            decodes.append(nodes.enter_context(node("decode", MOE, *flags, *group, f"--data-parallel-rank={rank}")))
-        for process in (prefill, *decodes):
+    with contextlib.ExitStack() as held:
+        nodes: dict[str, list[Process]] = {"prefill": [], "decode": []}
+        for role, processes in nodes.items():
+            at = held.enter_context(HeldPort(HostPort("127.0.0.1", 0))).address
+            group = ("--enable-expert-parallel", "--data-parallel-size=2", f"--data-parallel-rpc-port={at.port}")
+            for rank, gpus in enumerate(("0,1", "1,0")):
+                monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+                flags = (*IN_FP32, "--transport=ipc", *group, f"--data-parallel-rank={rank}")
+                processes.append(held.enter_context(node(role, MOE, *flags)))
+        for process in itertools.chain(*nodes.values()):
             process.wait_ready()
-        said = await asyncio.gather(*(ask_twice(prefill, decode, wanted, []) for decode in decodes))
+        pairs = zip(nodes["prefill"], nodes["decode"], strict=True)
+        said = await asyncio.gather(*(ask_twice(*pair, wanted, []) for pair in pairs))
     assert min(agreement(answers, wanted) for answers in said) > MOE_AGREEMENT
 
 

@@ -5,9 +5,8 @@
 
 Nodes step together: one that has no tokens still computes its experts for those of others. Nothing else couples them,
 so each has a scheduler, a KV pool and an address of its own. After vLLM's and SGLang's data parallel attention with
-expert parallel. Of a step that is launched op by op, rows are not padded with tokens, and a node without any runs
-nothing but its experts. Where all that have tokens have decodes alone, all nodes replay the same CUDA graph, padded to
-the one with the most.
+expert parallel. If a CUDA graph has room for what any of them has, all replay that one, one without tokens as well. A
+step that is launched op by op is not padded, and a node without tokens runs nothing but its experts.
 """
 
 from __future__ import annotations
@@ -20,16 +19,12 @@ from torch import Tensor
 
 from engine.model.parallel.group import ONE_RANK, RankGroup
 
-GraphSize = tuple[int, int]
-"""Of a graph of decodes: the most tokens of a sequence, and the most sequences."""
-
 
 class Meeting(NamedTuple):
-    """What the nodes know of a step. num_rows: of each. graph: what all of them replay; None: it is launched op by
-    op."""
+    """What the nodes know of a step. num_rows: of each. needs: the largest of each number that one with rows needs."""
 
     num_rows: list[int]
-    graph: GraphSize | None
+    needs: list[int]
 
 
 class DataParallel:
@@ -44,14 +39,13 @@ class DataParallel:
         self._num_rows: list[int] = []
         self._steps = False
 
-    def meet(self, num_tokens: int, graph: GraphSize | None = None) -> Meeting:
+    def meet(self, num_tokens: int, needs: Sequence[int]) -> Meeting:
         """Agree on a step with the other nodes; without tokens on any of them there is none. num_tokens: of this one.
-        graph: what it could replay. On rank 0 of each node, which tells the node's others."""
-        told = self.peers.all_gather(torch.tensor([num_tokens, *(graph or (0, 0))])).view(-1, 3)
-        stepping = told[told[:, 0] > 0]
-        query_len, num_seqs = stepping[:, 1:].amax(0).tolist() if len(stepping) else (0, 0)
-        can_replay = bool(stepping[:, 1:].all()) and len(stepping) > 0
-        return Meeting(told[:, 0].tolist(), (query_len, num_seqs) if can_replay else None)
+        needs: of its graph, not negative. On rank 0 of each node, which tells the node's others."""
+        own = torch.tensor([num_tokens, *needs])
+        told = self.peers.all_gather(own).view(self.num_nodes, len(own))
+        stepping = told * (told[:, :1] > 0)
+        return Meeting(told[:, 0].tolist(), stepping[:, 1:].amax(0).tolist())
 
     def begin(self, num_rows: Sequence[int]) -> None:
         """From now on `gather` and `sum_own` are of a step with so many rows of each node. Before the first call, nodes
