@@ -164,7 +164,20 @@ def _meet_peers(settings: NodeSettings, checkpoint: Checkpoint, wake: Callable[[
         "--eplb-config": str(settings.eplb),
         "--seed": str(settings.seed if is_dummy else None),  # of weights
     }
+    if device == "cuda":
+        serves |= _same_graphs(settings)
     return meet(settings, serves, wake or (lambda: None))
+
+
+def _same_graphs(settings: NodeSettings) -> dict[str, str]:
+    """What CUDA graphs, and the steps that come before them, depend on: all nodes capture and replay them together."""
+    return {
+        "--enforce-eager": str(settings.enforce_eager),
+        "--max-num-seqs": str(settings.max_num_seqs),
+        "--max-num-batched-tokens": str(settings.batched_tokens(on_gpu=True)),
+        "--cudagraph-capture-sizes": ",".join(map(str, sorted(settings.cudagraph_capture_sizes or ()))),
+        "--target-itl": "none" if settings.target_itl_s is None else "some",
+    }
 
 
 def _build(

@@ -116,7 +116,7 @@ def test_padding_reads_no_expert() -> None:
     probed = probe(model, MAX_MODEL_LEN)
     assert fast.apply(model, probed, MAX_MODEL_LEN).pieces["experts"].fused == 2
     (step,) = attach(probed.layers, KvPool(probed.kv, 3, 16, device))
-    step.slot_mapping = torch.tensor([17, 0, 18, 0], device=device)
+    step.row_slots = torch.tensor([17, 0, 18, 0], device=device)
     module: Any = expert_modules(model)[0][1]
     of = weights_of(module)
     assert of is not None

@@ -313,6 +313,34 @@ def test_data_parallel_nodes_say_what_they_serve(checkpoint, monkeypatch):
     assert said[0]["the command"] != DecodeSettings.prog
 
 
+@pytest.mark.parametrize(
+    ("flag", "fields"),
+    [
+        ("--enforce-eager", {"enforce_eager": True}),
+        ("--max-num-seqs", {"max_num_seqs": 8}),
+        ("--max-num-batched-tokens", {"max_num_batched_tokens": 64}),
+        ("--cudagraph-capture-sizes", {"cudagraph_capture_sizes": (1, 4)}),
+        ("--target-itl", {"target_itl": 10.0}),
+    ],
+)
+def test_on_gpus_data_parallel_nodes_say_what_graphs_depend_on(checkpoint, monkeypatch, flag, fields):
+    """They replay the same ones."""
+    said = []
+
+    def meet(_, serves, wake):
+        said.append(serves)
+        raise StartupError("alone")
+
+    monkeypatch.setattr("node.build.meet", meet)
+    for device in ("cpu", "cuda"):
+        monkeypatch.setattr("node.build.device_of", lambda _, device=device: torch.device(device))
+        for own in ({}, fields):
+            with pytest.raises(StartupError, match="alone"):
+                build(settings(checkpoint, **DATA_PARALLEL, **own))
+    assert said[0] == said[1]
+    assert {name for name in said[2] if said[2][name] != said[3][name]} == {flag}
+
+
 REFUSED = Tally(refused=[("layers.0.mlp.experts", "its sizes are no multiples of 16")])
 
 
