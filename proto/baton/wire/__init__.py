@@ -20,6 +20,7 @@ from baton.wire.handoffs import (
 from baton.wire.limits import Limits
 from baton.wire.nodes import read_node_info, write_kv_audit, write_node_info
 from baton.wire.prompt_logprobs import read_prompt_logprobs, write_prompt_logprobs
+from baton.wire.sampling import read_processors, read_structured, write_processors, write_structured
 from baton.wire.sessions import (
     NodeToRouter,
     RouterToNode,
@@ -35,15 +36,11 @@ from baton.wire.values import (
     read_error,
     read_finish_reason,
     read_logprobs,
-    read_processors,
-    read_structured,
     unpack_tokens,
     write_attempt_id,
     write_error,
     write_finish_reason,
     write_logprobs,
-    write_processors,
-    write_structured,
 )
 
 __all__ = [

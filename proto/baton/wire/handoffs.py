@@ -23,6 +23,7 @@ from baton.messages import Auth
 from baton.v1 import node_pb2
 from baton.wire import values
 from baton.wire.limits import ANY, MAX_LEASES, MAX_MOVES, MAX_PARTS, MAX_SAMPLES, Limits
+from baton.wire.sampling import read_sampling, write_sampling
 
 FromPrefill = Auth | Hello | Heartbeat | PrefillToDecode
 FromDecode = Auth | Hello | Heartbeat | DecodeToPrefill
@@ -208,7 +209,7 @@ def _write_commit(message: Commit) -> node_pb2.Commit:
         target_incarnation=message.target_incarnation,
         prompt_tokens=values.pack_tokens(message.prompt_tokens, "prompt"),
         samples=values.write_samples(message.samples),
-        sampling=values.write_sampling(message.sampling),
+        sampling=write_sampling(message.sampling),
         deadline_s=values.write_time_left(message.deadline_s),
         cache_salt=message.cache_salt,
         age_s=message.age_s,
@@ -220,7 +221,7 @@ def _read_commit(wire: node_pb2.Commit, limits: Limits) -> Commit:
     if not prompt:
         raise InvalidRequest("prompt: no tokens", "prompt")
     samples = values.read_samples(wire.samples, limits, most_shared=1)
-    sampling = values.read_sampling(wire.sampling, limits)
+    sampling = read_sampling(wire.sampling, limits)
     least = 0 if sampling.beam_width else 1  # a beam search starts with no token chosen
     if not least <= len(samples[0].output_tokens) < (1 if sampling.beam_width else sampling.max_tokens):
         text = f"samples: outputs of {len(samples[0].output_tokens)} tokens, of {sampling.max_tokens} at most"

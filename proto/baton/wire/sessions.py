@@ -33,6 +33,7 @@ from baton.wire import values
 from baton.wire.limits import ANY, MAX_KV_EVENTS, MAX_MOVES, MAX_SAMPLES, Limits
 from baton.wire.node_times import read_decode_times, read_prompt_times, write_decode_times, write_prompt_times
 from baton.wire.prompt_logprobs import read_prompt_logprobs, write_prompt_logprobs
+from baton.wire.sampling import read_sampling, write_sampling
 
 RouterToNode = Auth | Subscribe | Prefill | Abort | Migrate
 NodeToRouter = Auth | Subscribed | Load | KvEvents | tuple[Update, ...]
@@ -94,7 +95,7 @@ def write_prefill(message: Prefill) -> node_pb2.Prefill:
         target_incarnation=message.target_incarnation,
         prompt_tokens=values.pack_tokens(message.prompt_tokens, "prompt"),
         samples=values.write_samples(message.samples),
-        sampling=values.write_sampling(message.sampling),
+        sampling=write_sampling(message.sampling),
         deadline_s=values.write_time_left(message.deadline_s),
         decode=_write_target(message.decode) if message.decode else None,
         cache_salt=message.cache_salt,
@@ -116,7 +117,7 @@ def read_prefill(wire: node_pb2.Prefill, limits: Limits = ANY) -> Prefill:
         target_incarnation=values.read_text(wire.target_incarnation, "target_incarnation"),
         prompt_tokens=prompt,
         samples=values.read_samples(wire.samples, limits, most_shared=0),
-        sampling=values.read_sampling(wire.sampling, limits),
+        sampling=read_sampling(wire.sampling, limits),
         deadline_s=values.read_seconds(wire.deadline_s, "deadline_s", limits.max_seconds),
         decode=_read_target(wire.decode) if wire.HasField("decode") else None,
         cache_salt=values.read_salt(wire.cache_salt),

@@ -1,35 +1,25 @@
-"""Values that several messages contain: token ids, attempt ids, sampling parameters, errors, layouts."""
+"""Values that several messages contain: token ids, attempt ids, errors, layouts."""
 
 from __future__ import annotations
 
 import array
-import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from baton.block_hash import HASH_BYTES, BlockHash
 from baton.errors import BatonError, InvalidRequest, from_code
 from baton.kv_groups import MAX_GROUPS
 from baton.layout import MAX_LAYERS, MAX_RANKS, KvLayout, KvSlice, LayerKv
-from baton.logits_processors import MAX_LOGITS_PROCESSORS, LogitsProcessor
 from baton.messages import AttemptId, Auth, Sample, TokenLogprobs
 from baton.node_info import TransportEndpoint
 from baton.sampling import (
-    MAX_ALLOWED_TOKEN_IDS,
-    MAX_BAD_WORD_TOKENS,
-    MAX_BAD_WORDS,
     MAX_CACHE_SALT_CHARS,
-    MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
-    MAX_STOP_TOKEN_IDS,
-    NAMES,
     FinishReason,
-    SamplingParams,
 )
-from baton.structured_output import StructuredKind, StructuredOutput
 from baton.v1 import common_pb2, node_pb2
 from baton.wire.limits import (
     ANY,
@@ -42,7 +32,7 @@ from baton.wire.limits import (
     Limits,
 )
 
-_TOKEN_BYTES = 4
+TOKEN_BYTES = 4
 _NUM_ATTEMPT_IDS = 16_384
 """Remembered, since each token names its attempt; more than are live at once."""
 _SWAP = sys.byteorder == "big"
@@ -67,10 +57,10 @@ def pack_tokens(tokens: Sequence[int], param: str = "token ids") -> bytes:
 
 def unpack_tokens(data: bytes, param: str = "token ids") -> tuple[int, ...]:
     """The reverse of `pack_tokens`. Raises InvalidRequest if bytes are left over."""
-    if len(data) == _TOKEN_BYTES:  # one token, as for most requests of a step: this takes a quarter of the time
+    if len(data) == TOKEN_BYTES:  # one token, as for most requests of a step: this takes a quarter of the time
         return (int.from_bytes(data, "little"),)
-    if len(data) % _TOKEN_BYTES:
-        raise InvalidRequest(f"{param}: {len(data)} bytes are not a multiple of {_TOKEN_BYTES}", param)
+    if len(data) % TOKEN_BYTES:
+        raise InvalidRequest(f"{param}: {len(data)} bytes are not a multiple of {TOKEN_BYTES}", param)
     if not _SWAP:
         return tuple(memoryview(data).cast("I"))
     packed = array.array("I", data)
@@ -80,8 +70,8 @@ def unpack_tokens(data: bytes, param: str = "token ids") -> tuple[int, ...]:
 
 def read_tokens(data: bytes, limits: Limits, param: str = "token ids") -> tuple[int, ...]:
     """Valid token ids of the model, at most as many as its context. Raises InvalidRequest before unpacking too many."""
-    if len(data) > _TOKEN_BYTES * limits.max_model_len:
-        raise InvalidRequest(f"{param}: {len(data) // _TOKEN_BYTES} tokens are more than {limits.max_model_len}", param)
+    if len(data) > TOKEN_BYTES * limits.max_model_len:
+        raise InvalidRequest(f"{param}: {len(data) // TOKEN_BYTES} tokens are more than {limits.max_model_len}", param)
     tokens = unpack_tokens(data, param)
     if tokens and max(tokens) >= limits.vocab_size:
         raise InvalidRequest(f"{param}: token ids must be in [0, {limits.vocab_size}), not {max(tokens)}", param)
@@ -198,7 +188,7 @@ def read_samples(wire: Sequence[common_pb2.Sample], limits: Limits, most_shared:
         raise InvalidRequest(f"samples: {len(wire)} are more than {MAX_SAMPLES}", "samples")
     if len({len(s.output_tokens) for s in wire}) != 1:
         raise InvalidRequest("samples: outputs differ in length", "samples")
-    if len(wire) > 1 and len(wire[0].output_tokens) > _TOKEN_BYTES * most_shared:
+    if len(wire) > 1 and len(wire[0].output_tokens) > TOKEN_BYTES * most_shared:
         raise InvalidRequest("samples: several with such output cannot share one prefill", "samples")
     indexes = [read_below(s.index, MAX_SAMPLES, "samples") for s in wire]
     if len(set(indexes)) != len(indexes):
@@ -211,90 +201,6 @@ def read_indexes(wire: Sequence[int]) -> tuple[int, ...]:
     if len(wire) > MAX_SAMPLES or (wire and max(wire) >= MAX_SAMPLES):
         raise InvalidRequest(f"samples: indexes must be below {MAX_SAMPLES}", "samples")
     return tuple(wire)
-
-
-def write_sampling(params: SamplingParams) -> common_pb2.SamplingParams:
-    given: dict[str, Any] = {name: value for name in NAMES if (value := getattr(params, name)) or name in _EXPLICIT}
-    for name in given.keys() & _SAMPLING_WRITERS.keys():
-        given[name] = _SAMPLING_WRITERS[name](given[name])
-    return common_pb2.SamplingParams(**given)
-
-
-def read_sampling(wire: common_pb2.SamplingParams, limits: Limits = ANY) -> SamplingParams:
-    """Raises InvalidRequest before building anything from too many token ids."""
-    for param, ids, most in (
-        ("stop_token_ids", wire.stop_token_ids, MAX_STOP_TOKEN_IDS),
-        ("logit_bias", wire.logit_bias, MAX_LOGIT_BIAS),
-        ("allowed_token_ids", wire.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS),
-    ):
-        if len(ids) > most:
-            raise InvalidRequest(f"{param}: {len(ids)} tokens are more than {most}", param)
-    for param, ids in (("logit_bias", wire.logit_bias), ("allowed_token_ids", wire.allowed_token_ids)):
-        highest = max(ids, default=0)
-        if highest >= limits.vocab_size:
-            text = f"token ids of {param} must be in [0, {limits.vocab_size}), not {highest}"
-            raise InvalidRequest(text, param)
-    given = {name: getattr(wire, name) for name in NAMES}
-    others = {
-        "logit_bias": dict(wire.logit_bias),
-        "stop_token_ids": frozenset(wire.stop_token_ids),
-        "allowed_token_ids": frozenset(wire.allowed_token_ids),
-        "bad_words_token_ids": _read_bad_words(wire.bad_words_token_ids, limits) if wire.bad_words_token_ids else (),
-        "structured_outputs": read_structured(wire.structured_outputs) if wire.HasField("structured_outputs") else None,
-        "num_prompt_logprobs": wire.num_prompt_logprobs if wire.HasField("num_prompt_logprobs") else None,
-        "logits_processors": read_processors(wire.logits_processors),
-        "length_penalty": wire.length_penalty if wire.HasField("length_penalty") else 1.0,
-    }
-    return SamplingParams(**{**given, **others})
-
-
-def write_structured(structured: StructuredOutput) -> common_pb2.StructuredOutput:
-    return common_pb2.StructuredOutput(kind=structured.kind.value, text=structured.text)
-
-
-def read_structured(wire: common_pb2.StructuredOutput) -> StructuredOutput:
-    """Raises InvalidRequest."""
-    try:
-        kind = StructuredKind(wire.kind)
-    except ValueError:
-        text = f"structured_outputs: {wire.kind[:64]!r} is no known kind"
-        raise InvalidRequest(text, "structured_outputs") from None
-    return StructuredOutput(kind, wire.text)
-
-
-def write_processors(processors: Iterable[LogitsProcessor]) -> list[common_pb2.LogitsProcessor]:
-    return [common_pb2.LogitsProcessor(name=one.name, arguments=one.arguments) for one in processors]
-
-
-def read_processors(wire: Sequence[common_pb2.LogitsProcessor]) -> tuple[LogitsProcessor, ...]:
-    """Raises InvalidRequest."""
-    if len(wire) > MAX_LOGITS_PROCESSORS:
-        text = f"logits_processors must be at most {MAX_LOGITS_PROCESSORS}, not {len(wire)}"
-        raise InvalidRequest(text, "logits_processors")
-    return tuple(LogitsProcessor(one.name, one.arguments) for one in wire)
-
-
-def _read_bad_words(wire: Sequence[bytes], limits: Limits) -> tuple[tuple[int, ...], ...]:
-    if len(wire) > MAX_BAD_WORDS or sum(map(len, wire)) > _TOKEN_BYTES * MAX_BAD_WORD_TOKENS:
-        text = f"bad_words: more than {MAX_BAD_WORDS} token sequences, or than {MAX_BAD_WORD_TOKENS} tokens"
-        raise InvalidRequest(text, "bad_words")
-    known = dataclasses.replace(limits, max_model_len=MAX_BAD_WORD_TOKENS)
-    return tuple(read_tokens(word, known, "bad_words") for word in wire)
-
-
-def _write_bad_words(words: Iterable[Sequence[int]]) -> list[bytes]:
-    return [pack_tokens(word, "bad_words") for word in words]
-
-
-_EXPLICIT = {field.name for field in common_pb2.SamplingParams.DESCRIPTOR.fields if field.has_presence}
-"""To be said although it is 0. Of the others, protobuf does not send what is 0, false or empty."""
-_SAMPLING_WRITERS: dict[str, Callable[[Any], Any]] = {
-    "stop_token_ids": sorted,
-    "structured_outputs": lambda structured: structured and write_structured(structured),
-    "allowed_token_ids": sorted,
-    "bad_words_token_ids": _write_bad_words,
-    "logits_processors": write_processors,
-}
 
 
 def write_finish_reason(reason: FinishReason) -> node_pb2.FinishReason:
