@@ -171,13 +171,16 @@ def _meet_peers(settings: NodeSettings, checkpoint: Checkpoint, wake: Callable[[
 
 def _same_graphs(settings: NodeSettings) -> dict[str, str]:
     """What CUDA graphs, and the steps that come before them, depend on: all nodes capture and replay them together."""
-    return {
-        "--enforce-eager": str(settings.enforce_eager),
+    sizes = sorted({min(size, settings.max_num_seqs) for size in settings.cudagraph_capture_sizes or ()})
+    flags = {
         "--max-num-seqs": str(settings.max_num_seqs),
         "--max-num-batched-tokens": str(settings.batched_tokens(on_gpu=True)),
-        "--cudagraph-capture-sizes": ",".join(map(str, sorted(settings.cudagraph_capture_sizes or ()))),
-        "--target-itl": "none" if settings.target_itl_s is None else "some",
+        "--cudagraph-capture-sizes": ",".join(map(str, sizes)) or "its default",
+        "--target-itl": "none" if settings.target_itl_s is None else "a target",
     }
+    if settings.enforce_eager:
+        flags = dict.fromkeys(flags, "any")
+    return {"--enforce-eager": str(settings.enforce_eager), **flags}
 
 
 def _build(

@@ -53,9 +53,13 @@ def _pool_bytes(
 
 
 def graph_bytes(settings: NodeSettings, limits: EngineConfig, logits_bytes: int) -> int:
-    """To be kept free for the CUDA graphs of a node with these limits and their padding."""
+    """To be kept free for the CUDA graphs of a node with these limits and their padding. Those of data parallel nodes
+    have the rows of all nodes."""
     sizes = settings.cudagraph_capture_sizes or decode_capture_sizes(limits.max_num_seqs)
-    return max(_GRAPHS_BYTES, _GRAPHS_BYTES // 4 + num_logits_rows(sizes, limits.padding) * logits_bytes)
+    return max(
+        _GRAPHS_BYTES,
+        _GRAPHS_BYTES // 4 * settings.data_parallel_size + num_logits_rows(sizes, limits.padding) * logits_bytes,
+    )
 
 
 def _profile(model: PreTrainedModel, probed: Probe, limits: EngineConfig, pipeline: Pipeline) -> ProfiledMemory:

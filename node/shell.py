@@ -176,8 +176,10 @@ class Node:
         status = NodeStatus(info, self._parts.tokenizer, self._books, self._gate)
         node_pb2_grpc.add_NodeStatusServicer_to_server(status, self._server)  # type: ignore[no-untyped-call]
         self._health = Health(self._server, ["baton.v1.NodeStatus", self._side.service])
+        # Before the first turn, in which a data parallel node may take part in others' steps, which are their warm-up.
+        warm_up = self._loop.run_engine_call(self._parts.warm_up)
         self._loop.start(self._parts.role, self._deliver, self._failed, self._parts.count)
-        await self._warm_up()
+        await self._end_of(asyncio.wrap_future(warm_up))
         await self._server.start()
         await self._health.serving()
         self._why_not = None
@@ -216,9 +218,8 @@ class Node:
         await asyncio.to_thread(self.metrics.close)
         return ended
 
-    async def _warm_up(self) -> None:
-        """Run `warm_up` and raise what it raises; StartupError if the engine's thread dies or hangs in it."""
-        warm_up = asyncio.wrap_future(self._loop.run_engine_call(self._parts.warm_up))
+    async def _end_of(self, warm_up: asyncio.Future[None]) -> None:
+        """Wait, and raise what it raises; StartupError if the engine's thread dies or hangs in it."""
         ends: list[asyncio.Future[Any]] = [warm_up, self.failure]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if not warm_up.done():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from engine.model.attention import padding_slots
 from engine.model.experts import NAMES, argument_names, expert_modules, expert_shape
-from engine.model.parallel.expert_slots import slots_of
+from engine.model.parallel.expert_slots import real_choices, slots_of
 
 
 class ExpertCounts:
@@ -24,6 +25,8 @@ class ExpertCounts:
         """num_parts: ranks among which whole experts are divided, so that each module has a part of them. attention: a
         module that knows which tokens of a step are padding."""
         self._slots = [slots for module in modules if (slots := slots_of(module)) is not None]
+        for one in self._slots:
+            one.padding_slots = partial(padding_slots, attention)
         held = [expert_shape(module, NAMES[0])[0] * num_parts for module in modules]
         most = max(slots.num_experts for slots in self._slots) if self._slots else max(held)
         self.num_parts = num_parts
@@ -80,8 +83,7 @@ def _count(module: nn.Module, into: Tensor, attention: nn.Module) -> Callable[..
 
     def count(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         x, ids = (*given, *(named[name] for name in names[len(given) :]))[:2]
-        chosen, slots = ids.long(), padding_slots(attention, x)
-        counted = torch.ones_like(chosen) if slots is None else (slots != 0).long()[:, None].expand_as(chosen)
-        into.scatter_add_(0, chosen.flatten(), counted.flatten())
+        chosen = ids.long()
+        into.scatter_add_(0, chosen.flatten(), real_choices(chosen, padding_slots(attention, x)).flatten())
 
     return count

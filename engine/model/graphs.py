@@ -94,9 +94,9 @@ def num_logits_rows(decode_sizes: Iterable[int], padding: StepPadding) -> int:
 
 
 class StepNeeds(NamedTuple):
-    """What a graph must have room for. Of a step of decodes alone: num_seqs, each of up to query_len tokens. Of any
-    step: num_singles, sequences with one token each, beside num_prompts of num_prompt_tokens in all, the longest ending
-    at prompt_end. Each is the largest of all data parallel nodes'."""
+    """What a graph must have room for. Of a step of decodes alone: num_seqs, each of up to query_len tokens. Of one
+    that has_prompts (else 0): num_singles, sequences with one token each, beside num_prompts, which are all others, of
+    num_prompt_tokens in all, the furthest ending at prompt_end. Each is the largest of all data parallel nodes'."""
 
     query_len: int
     num_seqs: int

@@ -42,7 +42,8 @@ class RankModel:
 
     last_tokens: [max_num_seqs] int32, the last token of each row of the batch. The sampler of rank 0 writes its own;
     the other ranks of the first stage get them with each step. pipeline, data: the rank's place, for which the model
-    was loaded; nodes that are data parallel must compute or idle together. memory: where the pool is to be, see KvPool.
+    was loaded; nodes that are data parallel must meet, then compute, together. memory: where the pool is to be, see
+    KvPool.
     """
 
     def __init__(
@@ -110,8 +111,9 @@ class RankModel:
 
     def meet(self, chunks: Seq[Chunk], may_replay: bool = True) -> tuple[StepGraph | None, list[int]]:
         """The captured step for chunks in the order of `singles_first`, if there is one, and how many rows each data
-        parallel node has: none, if there is one node. Several agree on the step; a node without chunks takes part in
-        that of others, and if none has rows, there is no step. may_replay: nothing is wanted that graphs lack."""
+        parallel node has, an empty list if there is one node. Several agree on the step; a node without chunks takes
+        part in that of others, and if none has rows, there is no step. may_replay: nothing is wanted that graphs
+        lack."""
         if self._data.num_nodes == 1:
             return self._graphs.fitting(chunks) if self._graphs is not None and chunks and may_replay else None, []
         needs = StepNeeds.of(chunks) if may_replay else NO_GRAPH

@@ -231,6 +231,36 @@ def test_the_engine_goes_on_for_others() -> None:
     assert told == [True, False, False]
 
 
+def test_a_node_with_a_step_in_flight_does_not_go_on_without_tokens() -> None:
+    """Its own next step follows: else nodes with requests would take turns."""
+    told: list[bool] = []
+
+    def keep_up(launched: bool) -> bool:
+        told.append(launched)
+        return True
+
+    model: Any = Counting()
+    model.slow = True
+    engine = Engine(dataclasses.replace(counting.SIZES, async_scheduling=True), model, keep_up=keep_up)
+    engine.add(sequence(5, max_tokens=3))
+
+    def turn() -> bool:
+        return engine.compute(engine.schedule(0.0), wait=False).again
+
+    turn(), turn()
+    assert told == [True, True]
+    assert not engine.has_room
+    assert not turn()
+    assert told == [True, True], "it waits for room"
+    for _ in range(4):
+        for step in model.steps:
+            step.running = False
+        turn()
+    assert not engine.num_running
+    assert turn()
+    assert told[-1] is False
+
+
 def test_steps_begin_waves_and_an_idle_one_ends_them(tmp_path: Path) -> None:
     class Counted:
         """Of one node, so that none of the others has a step."""

@@ -114,7 +114,7 @@ def test_a_graph_has_room_for_what_each_data_parallel_node_has() -> None:
     tables = torch.zeros(1, SIZES.max_num_seqs, 40, dtype=torch.int32)
     state = DeviceState(tables, torch.zeros(SIZES.max_num_seqs, dtype=torch.int32), SIZES.block_size, ())
     padding = StepPadding(((0, (32, 64)), (4, (32, 128))), most_prompts=2, most_context=300)
-    found = StepGraphs(lambda inputs, marks: torch.zeros(1), state, [1, 4], padding, decode_query_lens=[1, 3])
+    found = StepGraphs(lambda inputs, marks: torch.zeros(1), state, [1, 4], padding, (64,), decode_query_lens=[1, 3])
     a, b, c = sequences([40, 200, 400])
     decode, drafted = Chunk.of(a, 39, 1), dataclasses.replace(Chunk.of(b, 197, 3), num_logits=3)
 
@@ -134,7 +134,10 @@ def test_a_graph_has_room_for_what_each_data_parallel_node_has() -> None:
     assert room([Chunk.of(b, 0, 20)], [decode] * 5) == 0
     assert room([Chunk.of(b, 0, 20)], [Chunk.of(b, 0, 5)] * 3) == 0
     assert room([decode], [Chunk.of(c, 290, 20)]) == 0
-    assert StepGraphs.fitting(found, [Chunk.of(b, 0, 40)]) is found.with_room(StepNeeds.of([Chunk.of(b, 0, 40)]))
+    alone = [Chunk.of(b, 0, 40)]
+    assert found.fitting(alone) is found._squares[64]
+    assert found.with_room(StepNeeds.of(alone)) is found._prompts[0, 64], "others may have tokens, too"
+    assert found.fitting([Chunk.of(b, 1, 40)]) is found._prompts[0, 64]
 
 
 class LogitsOf(TorchModelRunner):

@@ -5,16 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton_kernels.packed_linear import (
-    MAX_FEW_ROWS,
-    PackedWeight,
-    can_pack,
-    can_pack_int8,
-    pack,
-    pack_int8,
-    packed_linear,
-    reference,
-)
+from baton_kernels.packed_linear import can_pack, can_pack_int8, pack, pack_int8, packed_linear, reference
 
 torch.set_num_threads(1)
 
@@ -61,29 +52,6 @@ def test_8_bit_rows_are_multiplied_as_by_the_reference(dtype: torch.dtype, biase
     assert float(((out - exact).abs().amax(1) / largest).max()) < 0.04
     few = packed_linear(x[:2], packed, bias if biased else None).float()
     assert float(((out[:2] - few).abs().amax(1) / largest[:2]).max()) < EPS[dtype], "rows have no part in one another"
-
-
-@pytest.mark.parametrize("biased", [False, True])
-def test_few_rows_of_a_small_weight_are_not_rounded(biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight, bias = operands(MAX_FEW_ROWS + 1, torch.bfloat16)
-    values, scale = torch.randint(-127, 128, weight.shape, dtype=torch.int8), torch.rand(48, 1) + 0.1
-    exact = x.float() @ (values * scale).T + (bias.float() if biased else 0)
-    kept = pack_int8(values, scale)
-    monkeypatch.setattr("baton_kernels.packed_linear.MAX_KEPT", values.numel() - 1)
-    large = pack_int8(values, scale)
-    if not can_pack_int8():
-        pytest.skip("this processor multiplies no 8-bit numbers")
-    assert kept.few_rows is not None
-    assert large.few_rows is None
-    values.zero_()
-
-    def error(num_rows: int, packed: PackedWeight) -> float:
-        out = packed_linear(x[:num_rows], packed, bias if biased else None).float()
-        return float(((out - exact[:num_rows]).norm(dim=1) / exact[:num_rows].norm(dim=1)).max())
-
-    assert error(MAX_FEW_ROWS, kept) < 0.004 < error(MAX_FEW_ROWS, large), "rounded to bf16, not to 8 bits"
-    assert error(MAX_FEW_ROWS + 1, kept) > 0.004
-    assert error(MAX_FEW_ROWS + 1, kept) == error(MAX_FEW_ROWS + 1, large)
 
 
 def test_the_reference_stands_in_where_a_processor_has_no_such_instruction(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -316,7 +316,6 @@ def test_data_parallel_nodes_say_what_they_serve(checkpoint, monkeypatch):
 @pytest.mark.parametrize(
     ("flag", "fields"),
     [
-        ("--enforce-eager", {"enforce_eager": True}),
         ("--max-num-seqs", {"max_num_seqs": 8}),
         ("--max-num-batched-tokens", {"max_num_batched_tokens": 64}),
         ("--cudagraph-capture-sizes", {"cudagraph_capture_sizes": (1, 4)}),
@@ -324,7 +323,7 @@ def test_data_parallel_nodes_say_what_they_serve(checkpoint, monkeypatch):
     ],
 )
 def test_on_gpus_data_parallel_nodes_say_what_graphs_depend_on(checkpoint, monkeypatch, flag, fields):
-    """They replay the same ones."""
+    """They replay the same ones. With --enforce-eager there are none."""
     said = []
 
     def meet(_, serves, wake):
@@ -334,11 +333,14 @@ def test_on_gpus_data_parallel_nodes_say_what_graphs_depend_on(checkpoint, monke
     monkeypatch.setattr("node.build.meet", meet)
     for device in ("cpu", "cuda"):
         monkeypatch.setattr("node.build.device_of", lambda _, device=device: torch.device(device))
-        for own in ({}, fields):
+        for own in ({}, fields, {"enforce_eager": True}, {"enforce_eager": True, **fields}):
             with pytest.raises(StartupError, match="alone"):
                 build(settings(checkpoint, **DATA_PARALLEL, **own))
-    assert said[0] == said[1]
-    assert {name for name in said[2] if said[2][name] != said[3][name]} == {flag}
+    assert said[0] == said[1] == said[2] == said[3]
+    captured, other, eager, other_eager = said[4:]
+    assert {name for name in captured if captured[name] != other[name]} == {flag}
+    assert eager == other_eager
+    assert captured["--enforce-eager"] != eager["--enforce-eager"]
 
 
 REFUSED = Tally(refused=[("layers.0.mlp.experts", "its sizes are no multiples of 16")])

@@ -221,6 +221,17 @@ async def test_a_warm_up_that_hangs_ends_the_start():
     assert await node.stop()
 
 
+async def test_no_turn_comes_before_the_warm_up():
+    """In which a data parallel node would take part in what others compute to warm up."""
+    order = []
+    node, role, *_ = make_node(PREFILL_SIDE, NodeRole.PREFILL, warm_up=lambda: order.append("warm-up"))
+    compute = role.compute
+    role.compute = lambda now: (order.append("turn"), compute(now))[1]
+    await node.start()
+    assert await node.stop()
+    assert order[0] == "warm-up"
+
+
 async def test_what_a_warm_up_raises_ends_the_start():
     def fail():
         raise ValueError("too large")

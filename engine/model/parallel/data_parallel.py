@@ -40,8 +40,8 @@ class DataParallel:
         self._steps = False
 
     def meet(self, num_tokens: int, needs: Sequence[int]) -> Meeting:
-        """Agree on a step with the other nodes; without tokens on any of them there is none. num_tokens: of this one.
-        needs: of its graph, not negative. On rank 0 of each node, which tells the node's others."""
+        """Agree on a step with the other nodes; if none of them has tokens, there is no step. num_tokens: of this one.
+        needs: of its graph, not negative. Only rank 0 of each node calls it, and tells the node's others."""
         own = torch.tensor([num_tokens, *needs])
         told = self.peers.all_gather(own).view(self.num_nodes, len(own))
         stepping = told * (told[:, :1] > 0)

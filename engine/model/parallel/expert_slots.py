@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,8 @@ class ExpertSlots:
         self._names = argument_names(module)
         most, device = self._size * group.size - num_experts + 1, self._rows[0].device
         self._rank_tokens = torch.zeros(group.size, dtype=torch.int64, device=device)
+        self.padding_slots: Callable[[Tensor], Tensor | None] = lambda x: None
+        """Of rows x: see `engine.model.attention.padding_slots`."""
         self._slots = torch.zeros(num_experts, most, dtype=torch.int64, device=device)
         self._counts = torch.zeros(num_experts, dtype=torch.int64, device=device)
         self._place(first_placement(num_experts, self._size * group.size, group.size))
@@ -101,10 +104,15 @@ class ExpertSlots:
         x, ids, weights = (*given, *(named[name] for name in self._names[len(given) :]))
         slots = self.choose(ids)
         ranks = (slots // self._size).flatten()
-        self._rank_tokens.scatter_add_(0, ranks, torch.ones_like(ranks))
+        self._rank_tokens.scatter_add_(0, ranks, real_choices(slots, self.padding_slots(x)).flatten())
         own = slots - self._group.rank * self._size
         own = own.masked_fill((own < 0) | (own >= self._size), self._size)
         return (x, own.to(ids.dtype), weights), {}
+
+
+def real_choices(ids: Tensor, row_slots: Tensor | None) -> Tensor:
+    """For what rows chose, [num_rows, top_k]: 1, and 0 where a row is padding, by its slot."""
+    return torch.ones_like(ids) if row_slots is None else (row_slots != 0).to(ids.dtype)[:, None].expand_as(ids)
 
 
 def connect_slots(layer: int, module: nn.Module, group: RankGroup, num_redundant: int) -> None:

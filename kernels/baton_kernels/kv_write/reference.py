@@ -63,7 +63,7 @@ def _normalised(heads: Tensor, weight: Tensor, norm: HeadNorm) -> Tensor:
 
 
 def _side_by_side(query: Tensor, key: Tensor) -> list[Tensor]:
-    """Both as one tensor where they are slices of one product: on a CPU a decode takes half as many operations."""
+    """Both as one tensor where they are slices of one product, for half as many operations."""
     num_tokens, num_heads, head_dim = query.shape
     query_row, key_row = (x.stride()[1:] if num_tokens == 1 else x.stride() for x in (query, key))
     follows = key.storage_offset() == query.storage_offset() + num_heads * head_dim
@@ -80,7 +80,7 @@ def _rotate(heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
     rotated = heads[..., :rotary_dim]
     x = rotated.float()
     if interleaved:
-        turned = x.reshape(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
+        turned = x.reshape(*x.shape[:-1], rotary_dim // 2, 2).flip(-1).flatten(-2)
         turned[..., ::2].neg_()
     else:
         turned = x.roll(rotary_dim // 2, -1)

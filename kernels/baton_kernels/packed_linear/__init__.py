@@ -3,9 +3,6 @@
 On two cores with AVX512 (Zen 5, 9728 x 896 weights, 1 / 8 / 128 rows), `F.linear` takes 2.1 / 2.8 / 14.0 ms in fp32 and
 0.65 / 0.75 / 3.1 ms in bf16; the same products with packed weights take 0.83 / 0.96 / 5.4 ms and 0.42 / 0.46 / 2.6 ms,
 and with 8-bit weights and rows 0.25 / 0.27 / 1.3 ms.
-
-Of a small 8-bit weight, calls cost more than numbers: a product of one row takes 12 us by an operation that takes rows
-in bf16, and 45 us by oneDNN (896 x 896), half of them to round the row. So small weights are kept in both layouts.
 """
 
 from __future__ import annotations
@@ -19,22 +16,16 @@ from baton_kernels.packed_linear import onednn, reference
 
 __all__ = ["PackedWeight", "can_pack", "can_pack_int8", "has_bfloat16", "pack", "pack_int8", "packed_linear"]
 
-MAX_FEW_ROWS = 4
-MAX_KEPT = 2 << 20
-"""The most values of a weight that is kept in both layouts."""
-
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
     """Made by `pack` or `pack_int8`. weight: in a layout of oneDNN's own, or int8 as it was, where oneDNN has none.
-    scale: [out_features], fp32, of int8 values; None: they are not. few_rows: the int8 values in their own layout, and
-    their scale in bf16, for a few rows of x in bf16; None: the weight is large."""
+    scale: [out_features], fp32, of int8 values; None: they are not."""
 
     weight: Tensor
     scale: Tensor | None
     out_features: int
     in_features: int
-    few_rows: tuple[Tensor, Tensor] | None = None
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -62,26 +53,19 @@ def pack_int8(values: Tensor, scale: Tensor) -> PackedWeight:
     """values: [out_features, in_features], int8, not changed nor referred to. scale: [out_features] or [out_features,
     1], fp32."""
     packed = onednn.pack_int8(values) if can_pack_int8() else values.clone()
-    scale, few_rows = scale.float().reshape(-1).contiguous(), None
-    if can_pack_int8() and values.numel() <= MAX_KEPT:
-        few_rows = values.detach().clone(), scale.bfloat16()
-    out_features, in_features = values.shape
-    return PackedWeight(packed, scale, out_features, in_features, few_rows)
+    return PackedWeight(packed, scale.float().reshape(-1).contiguous(), *values.shape)
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """Return `x @ weight.T + bias`, [..., out_features], of x's dtype.
 
     x: [..., in_features]. bias: [out_features]. With an int8 weight, x is rounded to 8 bits with a scale per row, so a
-    row's result does not depend on what its neighbours are; only where there are few and the weight is small, x is not
-    rounded.
+    row's result does not depend on its neighbours.
     """
     assert x.shape[-1] == weight.in_features
     rows = x.reshape(-1, weight.in_features)
     if weight.scale is None:
         out = onednn.linear(rows, weight.weight, bias)
-    elif weight.few_rows is not None and len(rows) <= MAX_FEW_ROWS and x.dtype == torch.bfloat16:
-        out = onednn.few_rows_linear(rows, *weight.few_rows, bias)
     elif can_pack_int8():
         out = onednn.int8_linear(rows, weight.weight, weight.scale, bias)
     else:

@@ -13,7 +13,7 @@ _ROWS = 128
 (Zen 5: 0.89 instead of 0.83 ms for 1, 1.27 instead of 0.96 for 8); in bf16 they are equal."""
 _ZERO = 128
 """What stands for 0 in rows of uint8: x86 multiplies unsigned numbers by signed ones."""
-_MIDDLE = torch.tensor(_ZERO + 0.5)
+_MIDDLE = torch.tensor(_ZERO + 0.5, dtype=torch.float32, device="cpu")
 _VNNI = ("avx512_vnni", "avx_vnni", "amx_int8")
 
 _mkldnn: Any = torch.ops.mkldnn
@@ -67,18 +67,7 @@ def int8_linear(x: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None) -
     out: Tensor = _onednn.qlinear_pointwise(
         rounded, 1 / 127, _ZERO, values, scale, zeros, None, 1.0, 0, x.dtype, "none", [], ""
     )
-    return _plus(out.mul_(largest), bias)
-
-
-def few_rows_linear(x: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """x: [num_rows, in_features], bf16. values: [out_features, in_features], int8, not packed. scale: [out_features],
-    bf16."""
-    out: Tensor = torch._weight_int8pack_mm(x, values, scale)  # not oneDNN's, but of the same kind
-    return _plus(out, bias)
-
-
-def _plus(out: Tensor, bias: Tensor | None) -> Tensor:
-    """out, changed in place."""
+    out.mul_(largest)
     return out if bias is None else out.add_(bias)
 
 

@@ -89,7 +89,7 @@ def paged_attention(
     if plan.is_whole:
         (tile,) = plan.tiles
         queries = query.reshape(*tile.tokens.shape, *query.shape[1:])
-        return _attend_tile(queries, key_cache, value_cache, plan, tile, *how).flatten(0, 1)
+        return _attend_tile(queries, key_cache, value_cache, plan, tile, *how).flatten(0, 1).contiguous()
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)  # padding entries are in no tile
     for tile in plan.tiles:
         out[tile.tokens] = _attend_tile(query[tile.tokens], key_cache, value_cache, plan, tile, *how)
