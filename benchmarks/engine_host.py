@@ -35,6 +35,10 @@ class TimedRunner:
     def only_launches(self) -> bool:
         return self._runner.only_launches
 
+    @property
+    def waited_s(self) -> float:
+        return self._runner.waited_s
+
     def launch(self, chunks: Seq[Chunk]) -> LaunchedStep:
         began = time.perf_counter()
         launched = _TimedStep(self._runner.launch(chunks), self.times)

@@ -56,7 +56,7 @@ class Recorder:
         self._runner = runner
         self.sizes: deque[tuple[StepSize, float]] = deque()
         self.copy_blocks, self.forget = runner.copy_blocks, runner.forget
-        self.only_launches = runner.only_launches
+        self.only_launches, self.waited_s = runner.only_launches, 0.0
 
     def launch(self, chunks: Sequence[Chunk]) -> LaunchedStep:
         self.sizes.append((StepSize.of(chunks), time.monotonic()))

@@ -232,13 +232,19 @@ class Engine:
                 self._tier.store(plan.evicted)
             began, counted = self.clock(), time.perf_counter()
             step = self._runner.launch(plan.chunks)
-            launch_s = self.clock() - began
+            waited_s = self._runner.waited_s
+            launch_s = self.clock() - began - waited_s
             self.counters.launched(counted, computes=not self.only_launches)
             size = StepSize.of(plan.chunks)
             newcomers_since = self._decided if self._adopted_since is None and plan.started else self._adopted_since
             self._adopted_since = None
             self._timing.pace.launched(
-                size, self._decided, self.clock(), idle=self._oldest_is_done, newcomers_since=newcomers_since
+                size,
+                self._decided,
+                self.clock(),
+                idle=self._oldest_is_done,
+                newcomers_since=newcomers_since,
+                waited_s=waited_s,
             )
             leaves_prompts = not all(chunk.num_logits for chunk in plan.chunks)
             self._in_flight.append(InFlight(plan.chunks, step, size, self._decided, launch_s, leaves_prompts))

@@ -110,16 +110,24 @@ class Pace:
         return self.busy_since + wait_s if wait_s > 0 else None
 
     def launched(
-        self, size: StepSize, decided: float, now: float, *, idle: bool, newcomers_since: float | None = None
+        self,
+        size: StepSize,
+        decided: float,
+        now: float,
+        *,
+        idle: bool,
+        newcomers_since: float | None = None,
+        waited_s: float = 0.0,
     ) -> None:
         """Record a launch. decided: when its turn began. idle: the step before it, if there is one in flight, was done
-        before this one was launched. newcomers_since: when the first of them came; None: there are none."""
+        before this one was launched. newcomers_since: when the first of them came; None: there are none. waited_s: for
+        data parallel nodes, which is no cost: each would launch before the others."""
         kind = LaunchKind(size.has_prompts, newcomers_since is not None)
         due, known_s = self.launch_at(kind), self._cost_s[kind]
         if due is not None and newcomers_since is not None and newcomers_since > due:
             due = None  # the launch could not begin before they came
-        cost_s = now - (decided if due is None else min(decided, due))
-        if due is not None and idle:  # the launch waited too long
+        cost_s = now - waited_s - (decided if due is None else min(decided, due))
+        if due is not None and idle and waited_s < SLACK_S:  # the launch waited too long
             cost_s = max(cost_s, known_s) + SLACK_S
         self._cost_s[kind] = max(cost_s, known_s + (cost_s - known_s) * FORGETTING)
         if not self._in_flight:

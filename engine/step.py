@@ -110,6 +110,10 @@ class ModelRunner(Protocol):
         """Whether `launch` returns before the device has begun. If False, it takes as long as the step itself, or as
         its first stage."""
 
+    @property
+    def waited_s(self) -> float:
+        """For how long the last launch waited for data parallel nodes."""
+
     def launch(self, chunks: Seq[Chunk]) -> LaunchedStep:
         """Start to compute the chunks in one batch."""
 

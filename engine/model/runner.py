@@ -82,6 +82,8 @@ class TorchModelRunner:
         self._others, self._waves, self._eplb = others, waves, eplb
         self._input_batch = InputBatch(config, self._sampler)
         self._wake = wake
+        self.waited_s = 0.0
+        """See `engine.step.ModelRunner`."""
         self._watch = EventThread(model.device, "device-watch") if wake and model.device.type == "cuda" else None
         self._staged: StagedSteps | None = None
         if pipeline.stage.size > 1:
@@ -193,7 +195,9 @@ class TorchModelRunner:
     ) -> RankStep:
         """The step as all ranks get it, on which data parallel nodes agree here. What is scored is computed without a
         graph."""
+        began = time.perf_counter()
         graph, num_rows = self.rank.meet(chunks, may_replay=not pieces)
+        self.waited_s = time.perf_counter() - began if num_rows else 0.0
         size = BatchSize.of(chunks, self.rank.extensions)
         return RankStep(
             graph=EAGER if graph is None else graph.index,

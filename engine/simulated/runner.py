@@ -23,6 +23,7 @@ class SimulatedModelRunner:
     """
 
     only_launches = True
+    waited_s = 0.0
 
     def __init__(
         self,

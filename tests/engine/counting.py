@@ -53,6 +53,7 @@ class Counting:
     """A model that says 10, 11, 12, ... as the outputs of every sample, and remembers its batches."""
 
     only_launches = True
+    waited_s = 0.0
 
     def __init__(self) -> None:
         self.batches: list[list[Chunk]] = []

@@ -122,6 +122,17 @@ def test_launches_with_newcomers_do_not_make_the_others_early() -> None:
     assert abs(waits(pace, newcomers=True) - (plain - COST_FACTOR * 0.003)) < 1e-9
 
 
+def test_to_wait_for_other_nodes_is_no_cost_of_a_launch() -> None:
+    pace = paced(0.010, 0.010, cost_s=0.001)
+    plain = waits(pace)
+    pace.launched(TEN, 100.005, 100.009, idle=False, waited_s=0.003)
+    assert abs(waits(pace) - plain) < 1e-9
+    pace = paced(0.010, 0.010, cost_s=0.001)
+    pace.launched(TEN, 100.005, 100.014, idle=True, waited_s=0.008)
+    pace.retired(100.014)
+    assert abs(waits(pace) - plain) < 1e-9, "they were late, not this one"
+
+
 def test_a_launch_with_newcomers_costs_at_least_what_one_without_does() -> None:
     pace = paced(0.010, 0.010, cost_s=0.002)
     assert waits(pace, newcomers=True) == waits(pace)

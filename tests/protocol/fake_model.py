@@ -128,6 +128,7 @@ class FakeModel:
     """
 
     only_launches = True
+    waited_s = 0.0
     blocks: BlockManager | None = None
     chooses_nothing: Callable[[], bool] = staticmethod(lambda: False)
     """Asked at each sampling chunk: whether its sequence sits this one out."""
