@@ -248,15 +248,16 @@ class Engine:
             )
             leaves_prompts = not all(chunk.num_logits for chunk in plan.chunks)
             self._in_flight.append(InFlight(plan.chunks, step, size, self._decided, launch_s, leaves_prompts))
-        # While a step is in flight, the next one is this node's own: nodes that joined each other's with none of their
-        # requests would take turns.
-        keeps_up = (bool(plan.chunks) or not self._in_flight) and self._keep_up(bool(plan.chunks))
         retires = len(self._in_flight) > (self._num_ahead if plan.chunks else 0) and (wait or self._oldest_is_done)
         if retires:
             self._retire(self._in_flight.popleft(), result)
         moved = retires or bool(plan.chunks)
         result.again = (self.has_work and self.has_room and moved) or (wait and bool(self._in_flight))
-        result.again |= self._oldest_is_done or keeps_up
+        result.again |= self._oldest_is_done
+        # A step in flight, or more to do, is followed by one of this node's own: nodes that joined each other's with
+        # none of their requests would take turns.
+        if plan.chunks or not (self._in_flight or result.again):
+            result.again |= self._keep_up(bool(plan.chunks))
         return result
 
     def retire(self) -> StepResult:
