@@ -254,10 +254,11 @@ class Engine:
         moved = retires or bool(plan.chunks)
         result.again = (self.has_work and self.has_room and moved) or (wait and bool(self._in_flight))
         result.again |= self._oldest_is_done
-        # A step in flight, or more to do, is followed by one of this node's own: nodes that joined each other's with
-        # none of their requests would take turns.
-        if plan.chunks or not (self._in_flight or result.again):
-            result.again |= self._keep_up(bool(plan.chunks))
+        # A step in flight, or more to do, may be followed by one of this node's own: nodes that joined each other's
+        # with none of their requests would take turns. Results are told first, since others may be long in coming.
+        busy = bool(plan.chunks) or retires
+        if busy or not (self._in_flight or result.again):
+            result.again |= self._keep_up(busy)
         return result
 
     def retire(self) -> StepResult:

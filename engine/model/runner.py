@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from engine.model.attention import Probe, probe
 from engine.model.batch import BatchSize
 from engine.model.choices import Sampled
 from engine.model.extensions import BatchExtension
+from engine.model.graphs import StepGraph
 from engine.model.input_batch import InputBatch
 from engine.model.kv_pool import KvPool
 from engine.model.layer_marks import LayerMarks
@@ -36,6 +38,9 @@ from engine.model.staged_step import Sample, StagedStep, StagedSteps
 from engine.model.warm_up import first_steps
 from engine.sequence import Sequence
 from engine.step import Choice, Chunk, LaunchedStep
+
+_MEETINGS_KNOWN = 16
+"""The shortest of so many meetings of data parallel nodes is taken for one without a wait."""
 
 
 class TorchModelRunner:
@@ -83,7 +88,8 @@ class TorchModelRunner:
         self._input_batch = InputBatch(config, self._sampler)
         self._wake = wake
         self.waited_s = 0.0
-        """See `engine.step.ModelRunner`."""
+        """See `engine.step.ModelRunner`; a meeting for which nobody waits takes some time, too."""
+        self._meetings_s: deque[float] = deque(maxlen=_MEETINGS_KNOWN)
         self._watch = EventThread(model.device, "device-watch") if wake and model.device.type == "cuda" else None
         self._staged: StagedSteps | None = None
         if pipeline.stage.size > 1:
@@ -154,18 +160,26 @@ class TorchModelRunner:
             for event in events:
                 self._watch.add(event, self._wake)
 
-    def keep_up(self, launched: bool) -> bool:
-        """If no step was launched, take part in one of the data parallel nodes, should they step. Returns whether they
-        go on, as far as is known: then the next step must be launched or kept up with soon."""
-        if not launched and self._waves.running:
+    def keep_up(self, busy: bool) -> bool:
+        """Without anything else to do, take part in a step of the data parallel nodes, should one of them have begun
+        it. Returns whether one has: then the next step must be launched or kept up with soon."""
+        if not busy and self._waves.running:
             self._rebalance()
-            graph, rows = self.rank.meet([])
+            graph, rows = self._meet([])
             if any(rows):
                 packed = np.zeros(0, np.int32) if graph is None else graph.pack([], [])
                 self._compute(RankStep.idle(EAGER if graph is None else graph.index, packed, rows))
-            else:
-                self._waves.end()
         return self._waves.running
+
+    def _meet(self, chunks: list[Chunk], may_replay: bool = True) -> tuple[StepGraph | None, list[int]]:
+        """See RankModel. The next step is a wave of its own, so that idle nodes sleep until one of them begins it."""
+        began = time.perf_counter()
+        graph, num_rows = self.rank.meet(chunks, may_replay)
+        if num_rows:
+            self._meetings_s.append(time.perf_counter() - began)
+            self.waited_s = self._meetings_s[-1] - min(self._meetings_s)
+        self._waves.end()
+        return graph, num_rows
 
     def _rebalance(self) -> None:
         """Between two steps, let the experts of one layer change places, if it is time for that. Data parallel nodes
@@ -195,9 +209,7 @@ class TorchModelRunner:
     ) -> RankStep:
         """The step as all ranks get it, on which data parallel nodes agree here. What is scored is computed without a
         graph."""
-        began = time.perf_counter()
-        graph, num_rows = self.rank.meet(chunks, may_replay=not pieces)
-        self.waited_s = time.perf_counter() - began if num_rows else 0.0
+        graph, num_rows = self._meet(chunks, may_replay=not pieces)
         size = BatchSize.of(chunks, self.rank.extensions)
         return RankStep(
             graph=EAGER if graph is None else graph.index,

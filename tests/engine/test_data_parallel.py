@@ -253,18 +253,18 @@ def test_a_node_with_a_step_in_flight_does_not_go_on_without_tokens() -> None:
     assert not turn()
     assert told == [True, True], "it waits for room"
     while engine.num_running:
-        assert all(told), "it has a step of its own"
         for step in model.steps:
             step.running = False
-        last = turn()
-    assert last, "the turn that ends the last request goes on for the others"
+        assert turn(), "the one that ends the last request goes on for the others, after its results are told"
+        assert all(told), "it has a step of its own"
+    turn()
     assert told[-1] is False
 
 
-def test_steps_begin_waves_and_an_idle_one_ends_them(tmp_path: Path) -> None:
-    class Counted:
-        """Of one node, so that none of the others has a step."""
+def test_each_step_is_a_wave(tmp_path: Path) -> None:
+    """Which this node begins, or another."""
 
+    class Counted:
         def __init__(self) -> None:
             self.running, self.calls = False, list[str]()
 
@@ -282,7 +282,31 @@ def test_steps_begin_waves_and_an_idle_one_ends_them(tmp_path: Path) -> None:
         assert not runner.keep_up(False)
         seq: Sequence = sequences([5])[0]
         runner.launch([Chunk.of(seq, 0, 5)])
-        assert runner.keep_up(True)
-        assert waves.calls == ["start"]
-        assert not runner.keep_up(False)
         assert waves.calls == ["start", "end"]
+        assert not runner.keep_up(True)
+        waves.running = True
+        assert runner.keep_up(True), "busy, but another node has begun a step"
+        assert waves.calls == ["start", "end"]
+        assert not runner.keep_up(False)
+        assert waves.calls == ["start", "end", "end"]
+
+
+def test_a_launch_costs_what_it_takes_without_the_wait_for_others() -> None:
+    now, told = 0.0, []
+
+    class Waiting(Counting):
+        def launch(self, chunks: Any) -> Any:
+            nonlocal now
+            now, self.waited_s = now + 0.005, 0.003
+            return super().launch(chunks)
+
+    model: Any = Waiting()
+    engine = Engine(dataclasses.replace(counting.SIZES), model, clock=lambda: now)
+    pace: Any = engine._timing.pace
+    pace.launched = lambda *_, waited_s, **__: told.append(waited_s)
+    pace.retired = lambda _: None
+    engine.add(sequence(5, max_tokens=3))
+    model.slow = True
+    engine.compute(engine.schedule(0.0), wait=False)
+    assert told == [0.003]
+    assert [round(step.launch_s, 6) for step in engine._in_flight] in ([0.002], [])

@@ -84,8 +84,8 @@ ONE_NODE = DataParallel(ONE_RANK)
 
 
 class Waves(Protocol):
-    """When the nodes step: from the moment that one of them has a step until none of them has. The engine's thread
-    only. The name is vLLM's."""
+    """When the nodes step: a wave begins when one of them has a step, and ends when all have met for it. The engine's
+    thread only. The name is vLLM's, where a wave has all steps until no node has one."""
 
     @property
     def running(self) -> bool: ...
@@ -94,7 +94,7 @@ class Waves(Protocol):
         """Let all nodes know that there is a step, unless they do."""
 
     def end(self) -> None:
-        """No node had one."""
+        """All nodes have met for it."""
 
 
 class NoWaves:
