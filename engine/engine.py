@@ -50,7 +50,8 @@ class Engine:
     `hand_off` it is parked after its prompt and keeps them until it is released. Blocks that others `allocate`, as a
     role does for its leases, are theirs until they release them to `blocks`, or `adopt` takes them over. `tier` gets
     each evicted block while its content is still there. `keep_up`, of a node that steps together with others, takes
-    part in their step if none was launched, and returns whether they go on, so that it must soon be called again.
+    part in a step of theirs unless told that this one is busy, and returns whether one of them has begun the next, so
+    that it must soon be called again.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Engine:
         blocks: BlockManager | None = None,
         clock: Callable[[], float] = time.monotonic,
         tier: KvTier | None = None,
-        keep_up: Callable[[bool], bool] = lambda launched: False,
+        keep_up: Callable[[bool], bool] = lambda busy: False,
     ) -> None:
         self.config = config
         self.clock = clock

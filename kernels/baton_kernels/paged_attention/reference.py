@@ -202,10 +202,11 @@ def _groups(batch: PagedBatch, spans: list[range], max_blocks: int) -> list[list
     blocks in all after padding (or one decode)."""
     groups = [[i] for i, query_len in enumerate(batch.query_lens) if query_len > 1]
     decodes = [i for i, query_len in enumerate(batch.query_lens) if query_len == 1 and spans[i]]
-    if len(decodes) * max((len(spans[i]) for i in decodes), default=0) > max_blocks:
-        decodes.sort(key=lambda i: -len(spans[i]))
+    if decodes and len(decodes) * max(len(spans[i]) for i in decodes) <= max_blocks:
+        return [*groups, decodes]  # in their order, which a tile of the whole step needs
+    decodes.sort(key=lambda i: -len(spans[i]))
     while decodes:
-        width = max(len(spans[i]) for i in decodes)
+        width = len(spans[decodes[0]])
         size = max(1, max_blocks // width)
         groups.append(decodes[:size])
         decodes = decodes[size:]

@@ -15,11 +15,7 @@ from baton.kv_groups import MAX_GROUPS
 from baton.layout import MAX_LAYERS, MAX_RANKS, KvLayout, KvSlice, LayerKv
 from baton.messages import AttemptId, Auth, Sample, TokenLogprobs
 from baton.node_info import TransportEndpoint
-from baton.sampling import (
-    MAX_CACHE_SALT_CHARS,
-    MAX_LOGPROBS,
-    FinishReason,
-)
+from baton.sampling import MAX_CACHE_SALT_CHARS, MAX_LOGPROBS, FinishReason
 from baton.v1 import common_pb2, node_pb2
 from baton.wire.limits import (
     ANY,
