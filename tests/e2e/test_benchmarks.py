@@ -46,7 +46,7 @@ async def test_serve_as_requests_come(house: House, capsys: pytest.CaptureFixtur
     assert (line["request_rate"], line["concurrency"], line["num_prompts"]) == (40, None, 6)
     assert line["attainment"] == 1
     assert line["itl_ms_p50"] <= line["longest_gap_ms_p50"] <= line["e2e_ms_p99"]
-    assert 0 < line["first_gap_ms_p50"] <= line["longest_gap_ms_p99"]
+    assert 0 <= line["first_gap_ms_p50"] <= line["longest_gap_ms_p99"]  # 0: of one event, where the router was behind
     assert line["scatter_ms_p50"] <= line["transfer_ms_p50"] <= line["handoff_ms_p50"]
     parts = sum(line[f"{part}_ms_mean"] for part in ("commit", "transfer", "step_wait"))
     assert line["handoff_ms_mean"] == pytest.approx(parts, abs=0.01)
