@@ -142,6 +142,7 @@ class Node:
         self._profiling = Profiling(settings.profile_dir, name, loop.run_engine_call, parts.watch_steps)
         self._why_not: str | None = "starting"
         self._idle = asyncio.Event()
+        self._first_turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
@@ -180,6 +181,7 @@ class Node:
         warm_up = self._loop.run_engine_call(self._parts.warm_up)
         self._loop.start(self._parts.role, self._deliver, self._failed, self._parts.count)
         await self._end_of(asyncio.wrap_future(warm_up))
+        await self._end_of(self._first_turn)  # from here on the metrics page has its counts
         await self._server.start()
         await self._health.serving()
         self._why_not = None
@@ -218,13 +220,14 @@ class Node:
         await asyncio.to_thread(self.metrics.close)
         return ended
 
-    async def _end_of(self, warm_up: asyncio.Future[None]) -> None:
-        """Wait, and raise what it raises; StartupError if the engine's thread dies or hangs in it."""
-        ends: list[asyncio.Future[Any]] = [warm_up, self.failure]
+    async def _end_of(self, stage: asyncio.Future[None]) -> None:
+        """Wait for a stage of the warm-up, and raise what it raises; StartupError if the engine's thread dies or hangs
+        in it."""
+        ends: list[asyncio.Future[Any]] = [stage, self.failure]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        if not warm_up.done():
+        if not stage.done():
             raise StartupError(f"warm-up: {self.failure.result()}")
-        await warm_up
+        await stage
 
     def _bind(self, listen: HostPort, trust: Trust) -> int:
         try:
@@ -261,6 +264,8 @@ class Node:
             self._metrics.set_counts(counts.blocks, counts.num_preemptions, damaged, rebalances)
             if counts.steps is not None:
                 self._metrics.set_steps(counts.steps.seconds, counts.steps.num_steps, counts.steps.num_tokens)
+        if not self._first_turn.done():
+            self._first_turn.set_result(None)
         self._sessions.deliver(turn)
         self._peers.deliver(turn)
 
