@@ -31,6 +31,7 @@ class VllmFigures:
 
 
 LLAMA_8B = (4096, 14336, 32, 32, 8, 128256)
+LLAMA_70B = (8192, 28672, 80, 64, 8, 128256)
 VLLM = {
     (LLAMA_8B, None, "auto", 1): VllmFigures(
         version="0.26.0",
@@ -70,6 +71,14 @@ VLLM = {
         decode_ms={(1, 1024): 3.50, (32, 1024): 4.29, (128, 1024): 6.60},
         prefill_ms={2048: 34.4, 8192: 127.7},
         saturated_tokens_per_s=72_526.0,
+        offline_tokens_per_s=None,
+    ),
+    (LLAMA_70B, None, "auto", 4): VllmFigures(
+        version="0.26.0",
+        machine="four NVIDIA H200",
+        decode_ms={(1, 1024): 12.43, (32, 1024): 14.26, (128, 1024): 18.98},
+        prefill_ms={2048: 143.7, 8192: 578.5},
+        saturated_tokens_per_s=15_036.0,
         offline_tokens_per_s=None,
     ),
 }

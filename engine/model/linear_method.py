@@ -206,6 +206,11 @@ class Quantization(ABC):
     def create_expert_weights(self, name: str, module: nn.Module) -> None:  # noqa: B027 - most have plain experts
         """As `create_weights`, for experts (see `engine.model.experts`)."""
 
+    def expert_parameter_shape(self, name: str, parameter: str, weight: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Of the parameter that `create_expert_weights` gives a module which has experts that files hold one by one, in
+        place of a weight of that shape; None: none of such experts. name: the module's."""
+        return None
+
     def process_experts(self, name: str, module: nn.Module, dtype: torch.dtype) -> bool:
         """As `process_weights_after_loading`, for experts; it may be called again. Returns whether they are quantized
         now."""

@@ -127,7 +127,8 @@ def _load_directly(
     model, sharding, weights = _skeleton(config, dtype, quantization, part)
     stored = weights.of(stored)
     if sharding is not None:
-        sharding.follow(model, {name: tensor.shape for name, tensor in stored.items()})
+        shapes = {name: tensor.shape for name, tensor in stored.items()}
+        sharding.follow(model, shapes, quantization.expert_parameter_shape)
     cut_of = sharding.cut_of if sharding is not None else lambda _: None
     matched = match(model, stored, cut_of)
     loaded = Loaded(sum(source.num_bytes for sources in matched.values() for source in sources))

@@ -46,8 +46,8 @@ class Fp8Experts:
     block: int
     by_rows: bool
 
-    def create(self, name: str, module: nn.Module) -> None:
-        """Raises UnsupportedModel."""
+    def create(self, name: str, module: nn.Module, hint: str = "") -> None:
+        """Raises UnsupportedModel, with the hint where the sizes are those of a rank's part."""
         if is_transposed(module):
             raise UnsupportedModel(f"{name}: experts in fp8 whose outputs are columns cannot be run")
         if self.block not in (0, BLOCK):
@@ -55,16 +55,26 @@ class Fp8Experts:
                 f"{name}: experts in fp8 with blocks of {self.block}: only those of {BLOCK} can be run"
             )
         for weight, num_joined in _JOINED.items():
-            num_experts, rows, columns = expert_shape(module, weight)
+            shape = expert_shape(module, weight)
+            _, rows, columns = shape
             if self.block and (rows // num_joined % self.block or columns % self.block):
-                sizes = f"{rows // num_joined} rows and {columns} columns"
+                sizes = f"{rows // num_joined} rows and {columns} columns{hint}"
                 raise UnsupportedModel(f"{name}.{weight}: blocks of {self.block} do not divide its {sizes}")
-            scales: tuple[int, ...] = (rows // self.block, columns // self.block) if self.block else (num_joined,)
-            scales = (rows, 1) if self.by_rows else scales
             delattr(module, weight)
-            codes = torch.empty(num_experts, rows, columns, dtype=torch.float8_e4m3fn)
-            for own, tensor in ((weight, codes), (f"{weight}_{self.scale}", torch.empty(num_experts, *scales))):
+            scale = f"{weight}_{self.scale}"
+            codes = torch.empty(shape, dtype=torch.float8_e4m3fn)
+            for own, tensor in ((weight, codes), (scale, torch.empty(self.parameter_shape(scale, shape)))):
                 module.register_parameter(own, nn.Parameter(tensor, requires_grad=False))
+
+    def parameter_shape(self, parameter: str, weight: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the codes or scales, by name, of a weight of that shape."""
+        name = parameter.removesuffix(f"_{self.scale}")
+        if name == parameter:
+            return weight
+        num_experts, rows, columns = weight
+        if self.block:
+            return num_experts, rows // self.block, columns // self.block
+        return (num_experts, rows, 1) if self.by_rows else (num_experts, _JOINED[name])
 
     def process(self, name: str, module: nn.Module, dtype: torch.dtype) -> bool:
         if hasattr(module, f"{NAMES[0]}_{self.scale}"):
@@ -113,9 +123,11 @@ class WithFp8Experts(Quantization):
     def create_expert_weights(self, name: str, module: nn.Module) -> None:
         if (experts := self.experts(name)) is None:
             return
-        if module in self._columns:
-            raise UnsupportedModel(f"{name}: experts that are stored in fp8 are divided as a whole, with {FLAG}")
-        experts.create(name, module)
+        experts.create(name, module, f" on each rank ({FLAG} divides whole experts)" if module in self._columns else "")
+
+    def expert_parameter_shape(self, name: str, parameter: str, weight: tuple[int, ...]) -> tuple[int, ...] | None:
+        experts = self.experts(name)
+        return None if experts is None else experts.parameter_shape(parameter, weight)
 
     def process_experts(self, name: str, module: nn.Module, dtype: torch.dtype) -> bool:
         experts = self.experts(name)
