@@ -49,7 +49,8 @@ def write_gguf(folder: Path, file: Path) -> None:
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
-    for name, tensor in load_file(folder / "model.safetensors").items():
+    shards = [load_file(file) for file in sorted(folder.glob("*.safetensors"))]
+    for name, tensor in (entry for shard in shards for entry in shard.items()):
         values = tensor.float().numpy()
         if values.ndim == 2:
             kind = gguf.GGMLQuantizationType.Q8_0

@@ -62,10 +62,11 @@ class StartupSettings(Settings):
 
 @dataclass(slots=True)
 class Start:
-    """Seconds since the launch. `stages`: (name, end, duration as logged); a stage may be part of the next one."""
+    """Seconds since the launch. `stages`: by name, the end and the duration as logged, of several ranks those of the
+    last one; a stage may be part of the next one."""
 
     ready_s: float = 0.0
-    stages: list[tuple[str, float, float]] = field(default_factory=list)
+    stages: dict[str, tuple[float, float]] = field(default_factory=dict)
     answer: tuple[int, ...] = ()
 
 
@@ -104,7 +105,7 @@ def run(settings: StartupSettings) -> dict[str, Any]:
         "goal_s": GOAL_S,
         **{f"{name}_ready_s": round(start.ready_s, 2) for name, start in starts.items()},
         **{
-            f"{name}_stages": {stage: round(took, 2) for stage, _, took in start.stages}
+            f"{name}_stages": {stage: round(took, 2) for stage, (_, took) in start.stages.items()}
             for name, start in starts.items()
         },
     }
@@ -155,7 +156,8 @@ def _follow(settings: StartupSettings, process: subprocess.Popen[str], launched:
             address, pages = HostPort.parse(found[1]), found[2]
             _page_says_ok(f"{pages}/health")
             start.ready_s = time.perf_counter() - launched
-            start.stages.append(("serving", start.ready_s, start.ready_s - start.stages[-1][1]))
+            last = max(end for end, _ in start.stages.values())
+            start.stages["serving"] = start.ready_s, start.ready_s - last
             if settings.role == "decode":
                 start.answer = _answer(address, loop)
             _page_says_ok(f"{pages}/integrity")
@@ -163,8 +165,8 @@ def _follow(settings: StartupSettings, process: subprocess.Popen[str], launched:
         if stage := STAGE.search(line):
             if not start.stages:
                 began = at - float(stage[2])
-                start.stages.append(("imports", began, began))
-            start.stages.append((stage[1], at, float(stage[2])))
+                start.stages["imports"] = began, began
+            start.stages[stage[1]] = at, float(stage[2])
     raise RuntimeError("the node did not get ready:\n" + "".join(lines[-20:]))
 
 
@@ -191,7 +193,7 @@ def _stop(process: subprocess.Popen[str]) -> None:
 
 
 def _table(name: str, start: Start) -> str:
-    rows = [f"{stage:20} {at:9.2f} {took:9.2f}" for stage, at, took in start.stages]
+    rows = [f"{stage:20} {at:9.2f} {took:9.2f}" for stage, (at, took) in start.stages.items()]
     return "\n".join([f"{f'caches {name}':20} {'at, s':>9} {'took, s':>9}", *rows])
 
 

@@ -43,7 +43,8 @@ FLAGS = (
 IN_FP32 = ("--dtype", "float32")
 TWO_STAGES = ("--pipeline-parallel-size=2", "--max-num-batched-tokens=64")
 """Prompts of some chunks, so that both stages are busy."""
-TWO, ONE = "--tensor-parallel-size=2", "--tensor-parallel-size=1"
+FOUR, TWO, ONE = (f"--tensor-parallel-size={size}" for size in (4, 2, 1))
+FOUR_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="there are no four GPUs")
 EOS = (4, 2)
 NEAR_TIE = 1e-2
 MOE_AGREEMENT, QUANTIZED_AGREEMENT = 0.9, 0.7
@@ -136,6 +137,10 @@ def random_prompts(*lengths: int) -> list[list[int]]:
         ((TWO,), (TWO,), "ucx"),
         (TWO_STAGES, (ONE,), "ipc"),
         (TWO_STAGES, (TWO,), "ucx"),
+        pytest.param((FOUR,), (FOUR,), "ipc", marks=FOUR_GPUS),
+        pytest.param((ONE,), (FOUR,), "ipc", marks=FOUR_GPUS),
+        pytest.param((FOUR,), (TWO,), "ucx", marks=FOUR_GPUS),
+        pytest.param((*TWO_STAGES, TWO), (FOUR,), "ipc", marks=FOUR_GPUS),
     ],
 )
 async def test_answers_are_those_of_transformers(prefill: Sequence[str], decode: Sequence[str], transport: str) -> None:
@@ -153,17 +158,25 @@ async def test_a_model_with_windows(prefill: Sequence[str], decode: Sequence[str
 MOVING = '--eplb-config={"window_size": 4, "step_interval": 8, "num_redundant_experts": 2}'
 
 
+WHOLE = "--enable-expert-parallel"
+
+
 @pytest.mark.parametrize(
-    "ways",
-    [(), ("--enable-expert-parallel",), ("--enable-expert-parallel", "--enable-eplb", MOVING)],
-    ids=["parts", "whole", "moving"],
+    ("degree", "ways"),
+    [
+        pytest.param(TWO, (), id="parts"),
+        pytest.param(TWO, (WHOLE,), id="whole"),
+        pytest.param(TWO, (WHOLE, "--enable-eplb", MOVING), id="moving"),
+        pytest.param(FOUR, (WHOLE,), id="whole-4", marks=FOUR_GPUS),
+        pytest.param(FOUR, (WHOLE, "--enable-eplb", MOVING), id="moving-4", marks=FOUR_GPUS),
+    ],
 )
-async def test_a_mixture_of_experts(ways: Sequence[str]) -> None:
-    """With a part of each expert on each rank, with half of them as a whole, and while these change places. Half of the
+async def test_a_mixture_of_experts(degree: str, ways: Sequence[str]) -> None:
+    """With a part of each expert on each rank, with some of them as a whole, and while these change places. Half of the
     prompts are longer than its window of 128."""
     wanted = made(MOE, random_prompts(24, 40, 64, 100, 140, 200, 300, 600))
-    flags = (*IN_FP32, "--transport=ipc")
-    with node("prefill", MOE, TWO, *ways, *flags) as prefill, node("decode", MOE, TWO, *ways, *flags) as decode:
+    flags = (degree, *ways, *IN_FP32, "--transport=ipc")
+    with node("prefill", MOE, *flags) as prefill, node("decode", MOE, *flags) as decode:
         prefill.wait_ready()
         decode.wait_ready()
         said = await ask_twice(prefill, decode, wanted, [])
@@ -187,17 +200,19 @@ async def test_ranks_on_two_hosts(ways: Sequence[str], monkeypatch: pytest.Monke
         check(await ask_twice(prefill, decode, of_tiny(), []), of_tiny())
 
 
-async def test_data_parallel_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two prefill nodes with a GPU each divide the experts, and so do two decode nodes; all have requests at the same
-    time, and stop together."""
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=FOUR_GPUS)])
+async def test_data_parallel_nodes(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill nodes with a GPU each divide the experts, and so do decode nodes; all have requests at the same time, and
+    stop together."""
     wanted = made(MOE, random_prompts(24, 40, 100, 140, 200, 300))
     with contextlib.ExitStack() as held:
         nodes: dict[str, list[Process]] = {"prefill": [], "decode": []}
         for role, processes in nodes.items():
             at = held.enter_context(HeldPort(HostPort("127.0.0.1", 0))).address
-            group = ("--enable-expert-parallel", "--data-parallel-size=2", f"--data-parallel-rpc-port={at.port}")
-            for rank, gpus in enumerate(("0,1", "1,0")):
-                monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+            group = (WHOLE, f"--data-parallel-size={size}", f"--data-parallel-rpc-port={at.port}")
+            for rank in range(size):
+                gpus = [str((rank + other) % size) for other in range(size)]  # the first is its own
+                monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(gpus))
                 flags = (*IN_FP32, "--transport=ipc", *group, f"--data-parallel-rank={rank}")
                 processes.append(held.enter_context(node(role, MOE, *flags)))
         for process in itertools.chain(*nodes.values()):
