@@ -27,7 +27,7 @@ from baton.address import HostPort
 from baton.settings import Settings, Sizes, parse
 from baton.settings import load as load_settings
 from benchmarks import serve
-from benchmarks.checks import WrongAnswers
+from benchmarks.checks import NUM_COMPARED, WrongAnswers, check_concurrency
 from benchmarks.cluster import running_cluster
 from benchmarks.http_stream import Connection, RequestFailed
 from benchmarks.load import Load, Prompts
@@ -38,6 +38,7 @@ AT_ONCE = "--first-token prefill"
 """Flags of a second router, for prompts sent one at a time: the default, where no first token waits for the handoff."""
 NUM_ALONE = 7
 ALONE_OUTPUT = 8
+CHECKED_INPUT, CHECKED_OUTPUT = 200, 16
 GOOD_SHARE = 0.9
 GOAL_HANDOFF_MS = {2048: 5.0, 8192: 8.0, 32768: 15.0}
 GOAL_FIRST_TOKEN = 1.03
@@ -87,7 +88,7 @@ class DisaggregationSettings(Settings):
     before: str = Field("", description="flags of one more set, as the first one was before a change; empty: none")
     workloads: str = Field(
         "1024/128@21.4x384:200:25,1024/128@30x384:200:25,8192/256@3x96:1000:100",
-        description="IN/OUT@RATExCOUNT:TTFT:GAP,...: tokens, requests per second and in all, limits in ms",
+        description="IN/OUT@RATExCOUNT:TTFT:GAP,...: tokens, requests per second and in all, limits in ms; empty: none",
     )
     alone: Sizes = Field((2048, 8192, 32768), description="tokens of the prompts that come one at a time; empty: none")
     tie_tolerance: float = Field(1e-4, ge=0, description="as for benchmarks.serve")
@@ -113,7 +114,7 @@ def seeds_of(text: str) -> list[int]:
 
 def workloads_of(text: str) -> list[Workload]:
     """Raises ValueError."""
-    return [Workload.parse(part) for part in text.split(",")]
+    return [Workload.parse(part) for part in text.split(",")] if text else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,17 +142,22 @@ async def run(settings: DisaggregationSettings) -> dict[str, Any]:
             rows.append([load.name, name, *_texts(own), _attained(own)])
             behind += [f"{load.name} {cell}" for cell in cells_behind(name, figures, told)]
         rows += [[load.name, reference.name, *map(_text, reference.figures), ""] for reference in told]
-    print(Table(["load", "set", *COLUMNS, "within"], rows).plain())
+    if workloads:
+        print(Table(["load", "set", *COLUMNS, "within"], rows).plain())
     for cell in behind:
         print(f"not better: {cell}")
-    goodput = {name: goodput_of(workloads, of.serving) for name, of in measured.items()}
+    goodput = {name: goodput_of(workloads, of.serving) for name, of in measured.items() if workloads}
     for name, rates in goodput.items():
         print(f"goodput of {name}: {', '.join(f'{shape}: {rate:g}/s' for shape, rate in rates.items()) or 'none'}")
     alone = _alone(measured)
     if alone:
-        columns = list(next(iter(alone.values())))
-        rows = [[str(length), *(_text(row[column]) for column in columns)] for length, row in alone.items()]
-        print(Table(["tokens", *columns], rows).plain())
+        columns = max((list(row) for of in alone.values() for row in of.values()), key=len)
+        rows = [
+            [str(length), name, *(_text(row[column]) if column in row else "" for column in columns)]
+            for name, of in alone.items()
+            for length, row in of.items()
+        ]
+        print(Table(["tokens", "set", *columns], rows).plain())
     return {
         "benchmark": "disaggregation",
         "node": settings.node,
@@ -181,10 +187,19 @@ async def _measure(settings: DisaggregationSettings, workloads: Sequence[Workloa
             }
             serving.append(await serve.measure(load_settings(serve.ServeSettings, request), cluster.http, seeds))
         alone, at_once = dict[int, dict[str, float]](), dict[int, float]()
+        if not workloads:
+            await _check(cluster.http, seeds[0], settings.tie_tolerance)
         for length in filter(None, settings.alone):
             alone[length] = await _one_at_a_time(seeds[0], cluster.http, length)
             at_once[length] = (await _one_at_a_time(seeds[0], cluster.more_http[0], length))["TTFT"]
         return Measured(serving, alone, at_once)
+
+
+async def _check(address: HostPort, seed: int, tolerance: float) -> None:
+    """Raises WrongAnswers. Whoever measures a workload does this by itself."""
+    async with Connection(address) as connection:
+        prompts = await Prompts.of(connection, seed)
+    await check_concurrency(Load(address, prompts, CHECKED_INPUT, CHECKED_OUTPUT), NUM_COMPARED, tolerance)
 
 
 async def _one_at_a_time(seed: int, address: HostPort, length: int) -> dict[str, float]:
@@ -259,19 +274,19 @@ def _text(value: float) -> str:
     return f"{value:.2f}" if abs(value) < 10 else f"{value:.1f}"
 
 
-def _alone(measured: Mapping[str, Measured]) -> dict[int, dict[str, float]]:
-    """By prompt length: the handoff with its parts, and the times to the first token with both sets. For the pair, the
-    token comes from the decode node or at once; each is also given relative to a single node."""
-    if not {"pair", "singles"} <= measured.keys():
-        return {}
-    pair, singles = measured["pair"], measured["singles"]
-    rows = dict[int, dict[str, float]]()
-    for length, row in pair.alone.items():
-        phases = {name: ms for name, ms in row.items() if name != "TTFT"}
-        at_once, single = pair.at_once[length], (singles.alone[length]["TTFT"] + singles.at_once[length]) / 2
-        ratios = {"ratio": round(row["TTFT"] / single, 4), "at once, ratio": round(at_once / single, 4)}
-        rows[length] = {**phases, "TTFT pair": row["TTFT"], "at once": at_once, "single": single, **ratios}
-    return rows
+def _alone(measured: Mapping[str, Measured]) -> dict[str, dict[int, dict[str, float]]]:
+    """By set that hands over, then by prompt length: the handoff with its parts, and the times to the first token, which
+    comes from the decode node or at once; and each of these relative to a single node, if there are some."""
+    found = dict[str, dict[int, dict[str, float]]]()
+    for name in (name for name in measured if name != "singles"):
+        for length, row in measured[name].alone.items():
+            phases = {phase: ms for phase, ms in row.items() if phase != "TTFT"}
+            times = {"TTFT": row["TTFT"], "at once": measured[name].at_once[length]}
+            if singles := measured.get("singles"):
+                single = (singles.alone[length]["TTFT"] + singles.at_once[length]) / 2
+                times |= {f"{of}, ratio": round(ms / single, 4) for of, ms in times.items()} | {"single": single}
+            found.setdefault(name, {})[length] = phases | times
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> None:
