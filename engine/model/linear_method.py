@@ -186,9 +186,13 @@ class Quantization(ABC):
 
     @property
     def can_divide(self) -> bool:
-        """Whether each rank can read its part of the stored tensors: all are [rows, columns] of the weight, or of
-        equal parts of it."""
-        return False
+        """Whether each rank can read its part of the stored tensors."""
+        return True
+
+    def stored_dim(self, parameter: str, dim: int) -> int | None:
+        """The dimension of a linear layer's stored tensor of that name that runs along the weight's outputs, `dim` 0,
+        or inputs, 1; each entry stands for equally many of these. None: none does."""
+        return dim if parameter.startswith("weight") else None
 
     def divide(self, columns: Mapping[nn.Module, RankGroup]) -> None:  # noqa: B027 - most find nothing
         """The model is a rank's part; these linear layers and experts (their down) have some of the columns, and the
@@ -219,10 +223,6 @@ class Quantization(ABC):
 
 class Unquantized(Quantization):
     """Weights as nn.Linear has them."""
-
-    @property
-    def can_divide(self) -> bool:
-        return True
 
     def create_weights(self, name: str, module: nn.Linear) -> None:
         """Nothing to do: nn.Linear has them."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch._C._distributed_c10d import HashStore
 from transformers import LlamaConfig, PreTrainedModel
 
@@ -187,13 +188,48 @@ def test_blocks_on_several_ranks_are_refused(form: str, sizes: dict[str, int], r
         loader.load_model(Checkpoint.open(tmp_path / "q"), part=RankPart(group))
 
 
-@pytest.mark.parametrize("form", ["compressed-w4a16", "awq", "gptq"])
-def test_quantized_weights_that_cannot_be_divided_are_refused(form: str, tmp_path: Path) -> None:
-    write(EMBEDDED["baton-tiny"], tmp_path / "q", form)
-    with (
-        in_threads(2, lambda _: None) as group,
-        pytest.raises(UnsupportedModel, match="in this form cannot"),
-    ):
+FOUR_BITS = ["compressed-w4a16", "compressed-w4a16-asym", "compressed-w4a16-channel", "awq", "gptq", "gptq-asym"]
+
+
+@pytest.mark.parametrize("form", FOUR_BITS)
+def test_a_rank_has_its_words_and_groups(form: str, tmp_path: Path) -> None:
+    """In words of several codes, along inputs or outputs."""
+    source = tiny_models.save(LlamaConfig(**{**WIDE, "intermediate_size": 512}), tmp_path / "source")
+    write(source, tmp_path / "q", form)
+    check_parts(tmp_path / "q", 2, head_dim=128)
+
+
+def test_biases_that_only_the_files_have(tmp_path: Path) -> None:
+    """AutoGPTQ writes some for all layers. Those after a sum are added once."""
+    source = tiny_models.save(LlamaConfig(**{**WIDE, "intermediate_size": 512}), tmp_path / "source")
+    write(source, tmp_path / "q", "gptq")
+    file = tmp_path / "q" / "model.safetensors"
+    weights = load_file(file)
+    torch.manual_seed(1)
+    for name, words in list(weights.items()):
+        if name.endswith("qweight"):
+            weights[name.replace("qweight", "bias")] = torch.randn(words.shape[1]).half() * 0.1
+    save_file(weights, file, metadata={"format": "pt"})
+    check_same(tmp_path / "q", 2, fused=True)
+
+
+@pytest.mark.parametrize(
+    ("form", "sizes", "reason"),
+    [
+        ("gptq-desc-act", {}, "o_proj: columns in another order than their groups cannot be divided among ranks"),
+        ("awq", {"intermediate_size": 384}, "down_proj of 192 x 256 cannot have AWQ groups of 128"),
+        ("gptq", {"intermediate_size": 384}, "down_proj of 192 x 256 cannot have GPTQ groups of 128"),
+        ("compressed-w4a16", {"intermediate_size": 384}, "down_proj: groups of 128 do not divide its 192 columns"),
+        ("awq", {"head_dim": 12, "num_attention_heads": 32}, "k_proj of 256 x 12 cannot have AWQ groups of 128"),
+        ("gptq", {"head_dim": 12, "num_attention_heads": 32}, "k_proj of 256 x 12 cannot have GPTQ groups of 128"),
+    ],
+)
+def test_words_and_groups_on_several_ranks_are_refused(
+    form: str, sizes: dict[str, int], reason: str, tmp_path: Path
+) -> None:
+    source = tiny_models.save(LlamaConfig(**{**WIDE, "intermediate_size": 512, **sizes}), tmp_path / "source")
+    write(source, tmp_path / "q", form)
+    with in_threads(2, lambda _: None) as group, pytest.raises(UnsupportedModel, match=reason):
         loader.load_model(Checkpoint.open(tmp_path / "q"), part=RankPart(group))
 
 
@@ -272,8 +308,6 @@ def request(name: str, number: int) -> Sequence:
 
 def fill_biases(folder: Path) -> None:
     """And norms: transformers' initializers make them zero, or one."""
-    from safetensors.torch import load_file, save_file
-
     weights = load_file(folder / "model.safetensors")
     torch.manual_seed(2)
     for name, tensor in weights.items():

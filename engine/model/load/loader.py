@@ -128,7 +128,7 @@ def _load_directly(
     stored = weights.of(stored)
     if sharding is not None:
         shapes = {name: tensor.shape for name, tensor in stored.items()}
-        sharding.follow(model, shapes, quantization.expert_parameter_shape)
+        sharding.follow(model, shapes, quantization)
     cut_of = sharding.cut_of if sharding is not None else lambda _: None
     matched = match(model, stored, cut_of)
     loaded = Loaded(sum(source.num_bytes for sources in matched.values() for source in sources))

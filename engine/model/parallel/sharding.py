@@ -12,7 +12,7 @@ Plans: `engine.model.parallel.plan`; the head, the embedding and experts are alw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from baton.layout import KvSlice
 from engine.model.errors import UnsupportedModel
 from engine.model.experts import expert_modules, is_transposed
+from engine.model.linear_method import Quantization
 from engine.model.parallel.cut import Cut
 from engine.model.parallel.experts import expert_cuts
 from engine.model.parallel.group import RankGroup
@@ -30,8 +31,6 @@ from engine.model.parallel.plan import HEADS, REPLICATED, styles
 from engine.model.parallel.stages import WHOLE, Stage, StandIn, num_held_layers
 
 Shape = tuple[int, ...]
-ExpertShapes = Callable[[str, str, Shape], Shape | None]
-"""See `Quantization.expert_parameter_shape`."""
 
 _KV = ("k_proj", "v_proj")
 _NORMED = {"q_proj": "q_norm", "k_proj": "k_norm"}
@@ -100,10 +99,9 @@ class Sharding:
         self.cuts[id(parameter)] = cut
         self._parts[module, name] = parameter  # kept, so that no other object gets its id
 
-    def follow(self, model: nn.Module, stored: Mapping[str, Shape], of_experts: ExpertShapes) -> None:
-        """Once quantized layers and experts have other parameters in place of a weight, with names that begin with its
-        name: cut these as it was. stored: the shapes of the files' tensors; of_experts: of parameters of experts that
-        the files hold one by one. Raises UnsupportedModel for one that cannot be cut at the same place."""
+    def follow(self, model: nn.Module, stored: Mapping[str, Shape], quantization: Quantization) -> None:
+        """Once quantized layers and experts have other parameters in place of a weight, cut these as it was. stored:
+        the shapes of the files' tensors. Raises UnsupportedModel for one that cannot be cut at the same place."""
         names = {module: name for name, module in model.named_modules()}
         experts = set(self.experts.values())
         for (module, weight), former in self._parts.items():
@@ -113,10 +111,15 @@ class Sharding:
             for name, parameter in module.named_parameters(recurse=False):
                 own, part = f"{names[module]}.{name}", tuple(parameter.shape)
                 whole = stored.get(own)
-                if whole is None and module in experts:
-                    whole = of_experts(names[module], name, cut.whole)
-                if name.startswith(weight) and id(parameter) not in self.cuts and whole not in (None, part):
-                    self.cuts[id(parameter)] = _in_proportion(own, cut, _by_rows(module, cut), whole, part)
+                if module not in experts:
+                    dim = quantization.stored_dim(name, cut.dim)
+                elif name.startswith(weight):
+                    dim = _by_rows(module, cut)
+                    whole = whole or quantization.expert_parameter_shape(names[module], name, cut.whole)
+                else:
+                    continue
+                if dim is not None and id(parameter) not in self.cuts and whole not in (None, part):
+                    self.cuts[id(parameter)] = _in_proportion(own, cut, dim, whole, part)
 
 
 def shard(

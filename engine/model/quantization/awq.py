@@ -32,6 +32,9 @@ class Awq(Quantization):
         self._group = int(stated.get("group_size", stated.get("q_group_size", 128)))
         self._layers = QuantizedLayers(stored, ".qweight", stated.get("modules_to_not_convert"))
 
+    def stored_dim(self, parameter: str, dim: int) -> int | None:
+        return 1 - dim
+
     def create_weights(self, name: str, module: nn.Linear) -> None:
         if name not in self._layers:
             return

@@ -18,9 +18,11 @@ from baton_kernels.quantized_linear import QuantizedWeight, pack_halves, packed_
 from engine.model.errors import UnsupportedModel
 from engine.model.linear_method import LinearMethod
 from engine.model.load.safetensors_index import StoredTensor
+from engine.model.parallel.group import ONE_RANK
 from engine.model.quantization.experts import Fp8Experts, WithFp8Experts, first_scale
 from engine.model.quantization.linear import install
 from engine.model.quantization.stored import (
+    columns_by_group,
     per_row,
     replace_weight,
     require_whole_blocks,
@@ -92,10 +94,10 @@ class CompressedTensors(WithFp8Experts):
             if group.get("weights")
         ]
 
-    @property
-    def can_divide(self) -> bool:
-        """Words of several codes need not end where a rank's part does; blocks that do not are refused by name."""
-        return all(not scheme.packed for _, scheme in self._groups)
+    def stored_dim(self, parameter: str, dim: int) -> int | None:
+        if parameter == "weight_g_idx":
+            return 0 if dim == 1 else None
+        return None if parameter == "weight_shape" else super().stored_dim(parameter, dim)
 
     def create_weights(self, name: str, module: nn.Linear) -> None:
         scheme = self._scheme(name)
@@ -136,7 +138,7 @@ class CompressedTensors(WithFp8Experts):
                 zero = zero.reshape(1, 1).expand(module.out_features, 1).contiguous()
             weight = QuantizedWeight(stored_parameter(module, "weight"), scale, zero, scheme.group, scheme.rows)
             return install(module, weight, dtype)
-        columns = self._sorted_columns(name, module, scheme.group)
+        columns = self._columns_by_group(name, module, scheme.group)
         return install(module, _unpacked(module, scheme, scale, zero, columns), dtype, columns)
 
     def experts(self, name: str) -> Fp8Experts | None:
@@ -147,17 +149,14 @@ class CompressedTensors(WithFp8Experts):
             return None
         return Fp8Experts(_SCALE[1:], scheme.group, not scheme.group and not scheme.per_tensor)
 
-    def _sorted_columns(self, name: str, module: nn.Linear, group: int) -> Tensor | None:
-        """The order in which the columns of each group are adjacent, if they are not (`actorder`)."""
+    def _columns_by_group(self, name: str, module: nn.Linear, group: int) -> Tensor | None:
+        """See `columns_by_group`. Files may leave the numbers out (-1), then columns are in order."""
         if not hasattr(module, "weight_g_idx") or not group:
             return None
-        groups = stored_parameter(module, "weight_g_idx").long()
-        own = torch.arange(groups.numel(), device=groups.device) // group
-        if torch.equal(groups, own) or (groups < 0).any():
+        groups = stored_parameter(module, "weight_g_idx")
+        if (groups < 0).any():
             return None
-        if not torch.equal(groups.sort().values, own):
-            raise UnsupportedModel(f"{name}: groups of unequal sizes (weight_g_idx) cannot be run")
-        return groups.argsort(stable=True)
+        return columns_by_group(name, groups, group, self._columns.get(module, ONE_RANK))
 
     def _scheme(self, name: str) -> _Scheme | None:
         if _matches(name, self._ignored):
@@ -169,8 +168,9 @@ def _unpacked(
     module: nn.Linear, scheme: _Scheme, scale: Tensor, zero: Tensor | None, columns: Tensor | None
 ) -> QuantizedWeight:
     shape = stored_parameter(module, "weight_shape").tolist()
-    if shape != [module.out_features, module.in_features]:
-        raise UnsupportedModel(f"a packed weight of {shape} for a layer of {[module.out_features, module.in_features]}")
+    own = [module.out_features, module.in_features]  # of a rank, equal parts of the shape
+    if any(whole % part for whole, part in zip(shape, own, strict=True)):
+        raise UnsupportedModel(f"a packed weight of {shape} for a layer of {own}")
     codes = unpack_words(stored_parameter(module, "weight_packed"), scheme.bits, 1)[:, : module.in_features]
     if columns is not None:
         codes = codes.index_select(1, columns)

@@ -7,14 +7,21 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from baton_kernels.quantized_linear import QuantizedWeight, pack_halves, packed_columns
 from engine.model.errors import UnsupportedModel
 from engine.model.linear_method import LinearMethod, Quantization
 from engine.model.load.safetensors_index import StoredTensor
+from engine.model.parallel.group import ONE_RANK, RankGroup
 from engine.model.quantization.linear import install
-from engine.model.quantization.stored import QuantizedLayers, replace_weight, stored_parameter, unpack_words
+from engine.model.quantization.stored import (
+    QuantizedLayers,
+    columns_by_group,
+    replace_weight,
+    stored_parameter,
+    unpack_words,
+)
 
 _ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}
 """By `checkpoint_format`: what to add to a stored zero."""
@@ -38,6 +45,15 @@ class Gptq(Quantization):
         self._group = int(stated.get("group_size", 128))
         self._stored = stored
         self._layers = QuantizedLayers(stored, ".qweight", stated.get("modules_to_not_convert"))
+        self._columns: Mapping[nn.Module, RankGroup] = {}
+
+    def divide(self, columns: Mapping[nn.Module, RankGroup]) -> None:
+        self._columns = columns
+
+    def stored_dim(self, parameter: str, dim: int) -> int | None:
+        if parameter in ("g_idx", "bias"):
+            return 0 if dim == (parameter == "g_idx") else None
+        return 1 - dim
 
     def create_weights(self, name: str, module: nn.Linear) -> None:
         if name not in self._layers:
@@ -64,7 +80,11 @@ class Gptq(Quantization):
         zero = unpack_words(stored_parameter(module, "qzeros"), self._bits, 1).t() + self._zero_offset
         scale = stored_parameter(module, "scales").t().contiguous()
         group = codes.shape[1] // scale.shape[1]
-        columns = _sorted_columns(module, group)
+        columns = None
+        if hasattr(module, "g_idx"):
+            columns = columns_by_group(
+                name, stored_parameter(module, "g_idx"), group, self._columns.get(module, ONE_RANK)
+            )
         if columns is not None:
             codes = codes.index_select(1, columns)
         if module.bias is not None:
@@ -76,17 +96,3 @@ class Gptq(Quantization):
             values, centred = (codes.int() - 128).to(torch.int8), (zero.int() - 128).clamp(max=127).to(torch.int8)
             weight = QuantizedWeight(values.contiguous(), scale, centred.contiguous() if centred.any() else None, group)
         return install(module, weight, dtype, columns)
-
-
-def _sorted_columns(module: nn.Linear, group: int) -> Tensor | None:
-    """The order in which the columns of each group are adjacent; None: their own."""
-    if not hasattr(module, "g_idx"):
-        return None
-    groups = stored_parameter(module, "g_idx").long()
-    own = torch.arange(groups.numel(), device=groups.device)
-    if torch.equal(groups, own // group):
-        return None
-    counts = groups.bincount(minlength=groups.numel() // group)
-    if counts.numel() != groups.numel() // group or (counts != group).any():
-        raise UnsupportedModel("GPTQ groups of unequal sizes (g_idx) cannot be run")
-    return groups.argsort(stable=True)

@@ -38,11 +38,6 @@ class Mxfp4(Quantization):
         self._columns: Mapping[nn.Module, RankGroup] = {}
         self._is_divided = False
 
-    @property
-    def can_divide(self) -> bool:
-        """Where blocks end at the ends of the ranks' parts."""
-        return True
-
     def divide(self, columns: Mapping[nn.Module, RankGroup]) -> None:
         self._columns, self._is_divided = columns, True
 

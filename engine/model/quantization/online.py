@@ -32,10 +32,6 @@ class _Online(Quantization):
     def __init__(self) -> None:
         self._columns: Mapping[nn.Module, RankGroup] = {}
 
-    @property
-    def can_divide(self) -> bool:
-        return True
-
     def divide(self, columns: Mapping[nn.Module, RankGroup]) -> None:
         self._columns = columns
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from engine.model.errors import UnsupportedModel
 from engine.model.load.safetensors_index import StoredTensor
+from engine.model.parallel.group import RankGroup
 
 _UNUSED = (
     ".input_scale",
@@ -54,6 +55,20 @@ def unpack_words(words: Tensor, bits: int, dim: int, order: tuple[int, ...] | No
         positions[torch.tensor(order, device=words.device)] = torch.arange(num_codes, device=words.device)
         codes = codes.index_select(-1, positions)
     return codes.flatten(-2).movedim(-1, dim)
+
+
+def columns_by_group(name: str, groups: Tensor, group: int, others: RankGroup) -> Tensor | None:
+    """The order in which a weight's columns of each group of so many are adjacent, given the group of each; None: their
+    own. others: the ranks that have the other columns. Raises UnsupportedModel."""
+    groups = groups.long()
+    num = groups.numel() // group
+    if torch.equal(groups, torch.arange(groups.numel(), device=groups.device) // group + others.rank * num):
+        return None
+    if others.size > 1:
+        raise UnsupportedModel(f"{name}: columns in another order than their groups cannot be divided among ranks")
+    if (groups < 0).any() or groups.bincount(minlength=num).tolist() != [group] * num:
+        raise UnsupportedModel(f"{name}: groups of unequal sizes (g_idx) cannot be run")
+    return groups.argsort(stable=True)
 
 
 def scale_shape(name: str, stored: Mapping[str, StoredTensor], num_rows: int) -> tuple[int, ...]:
