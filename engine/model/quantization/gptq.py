@@ -51,8 +51,10 @@ class Gptq(Quantization):
         self._columns = columns
 
     def stored_dim(self, parameter: str, dim: int) -> int | None:
-        if parameter in ("g_idx", "bias"):
-            return 0 if dim == (parameter == "g_idx") else None
+        if parameter == "bias":
+            return 0 if dim == 0 else None
+        if parameter == "g_idx":
+            return 0 if dim == 1 else None
         return 1 - dim
 
     def create_weights(self, name: str, module: nn.Linear) -> None:
