@@ -275,8 +275,8 @@ def _text(value: float) -> str:
 
 
 def _alone(measured: Mapping[str, Measured]) -> dict[str, dict[int, dict[str, float]]]:
-    """By set that hands over, then by prompt length: the handoff with its parts, and the times to the first token, which
-    comes from the decode node or at once; and each of these relative to a single node, if there are some."""
+    """By set that hands over, then by prompt length: the handoff with its parts, and the times to the first token,
+    which comes from the decode node or at once; and each of these relative to a single node, if there are some."""
     found = dict[str, dict[int, dict[str, float]]]()
     for name in (name for name in measured if name != "singles"):
         for length, row in measured[name].alone.items():

@@ -40,8 +40,16 @@ def expert_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _holds_experts(module: nn.Module) -> bool:
-    weights = [getattr(module, name, getattr(module, f"{name}_blocks", None)) for name in NAMES]
-    return all(isinstance(weight, Tensor) and weight.ndim >= 3 for weight in weights)
+    return all(_weight_or_codes(module, name) for name in NAMES)
+
+
+def _weight_or_codes(module: nn.Module, name: str) -> bool:
+    """Whether the module has a weight of that name, or anything in its place, with a matrix for each expert."""
+    if isinstance(weight := getattr(module, name, None), Tensor):
+        return weight.ndim == 3
+    return any(
+        own.startswith(name) and tensor.ndim >= 3 for own, tensor in module._parameters.items() if tensor is not None
+    )
 
 
 def expert_shape(module: nn.Module, name: str) -> tuple[int, int, int]:

@@ -215,6 +215,11 @@ class Quantization(ABC):
         place of a weight of that shape; None: none of such experts. name: the module's."""
         return None
 
+    def expert_stored_dim(self, name: str, kind: str, dim: int) -> int | None:
+        """As `stored_dim`, of a parameter that stands for a weight of experts: dimension 0 has one entry for each.
+        kind: what is behind the weight's name in the parameter's."""
+        return dim
+
     def process_experts(self, name: str, module: nn.Module, dtype: torch.dtype) -> bool:
         """As `process_weights_after_loading`, for experts; it may be called again. Returns whether they are quantized
         now."""

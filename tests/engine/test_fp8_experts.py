@@ -24,6 +24,7 @@ from engine.model.errors import UnsupportedModel
 from engine.model.experts import NAMES, expert_modules, keep_quantized, own_forward, weights_of
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.loader import load_model
+from engine.model.parallel.group import ONE_RANK
 from engine.model.quantization.experts import Fp8Experts
 from tests.engine import tiny_models
 from tests.engine.test_expert_parallel import load_all
@@ -139,7 +140,7 @@ def test_modules_that_keep_8_bits_compute_the_same(block: int, by_rows: bool, so
         getattr(whole, name).copy_(getattr(module, name))
     whole.gate_up_proj_weight_scale.copy_(_as_stored(gate_up[1], block, by_rows, 2))
     whole.down_proj_weight_scale.copy_(_as_stored(down[1], block, by_rows, 1))
-    assert form.process("experts", whole, torch.float32)
+    form.process("experts", whole, torch.float32, ONE_RANK)
     assert getattr(whole, NAMES[0]).dtype == torch.float32
     torch.testing.assert_close(kept, own_forward(whole)(whole, x, ids, weights))
 

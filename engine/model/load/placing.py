@@ -17,8 +17,11 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 from engine.model.errors import UnsupportedModel
 from engine.model.parallel.cut import Cut
 
-SCALES = ("weight_scale", "weight_scale_inv")
-"""What the names of scales end with, where those of weights have "weight"."""
+QUANTIZED = (
+    *("weight_scale", "weight_scale_inv", "weight_packed", "weight_zero_point", "weight_shape", "weight_g_idx"),
+    *("qweight", "qzeros", "scales", "g_idx"),
+)
+"""What the names of tensors of quantized weights end with, where those of others have "weight"."""
 
 
 class NotDirect(Exception):
@@ -74,10 +77,10 @@ class Placing:
         self._others = [one for one in transforms if not isinstance(one, WeightRenaming)]
 
     def of(self, stored: str) -> Place:
-        """Of the stored tensor of that name. An expert's scale is placed like its weight, in a tensor that has the
-        scale's name after the weight's. Raises NotDirect."""
+        """Of the stored tensor of that name. What files have of an expert's quantized weight is placed like the weight,
+        in a tensor that has its own name after the weight's. Raises NotDirect."""
         layer, _, kind = stored.rpartition(".")
-        if kind in SCALES and (weight := self._of(f"{layer}.weight")).expert is not None:
+        if kind in QUANTIZED and (weight := self._of(f"{layer}.weight")).expert is not None:
             return weight._replace(name=f"{weight.name}_{kind}")
         return self._of(stored)
 

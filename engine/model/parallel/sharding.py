@@ -114,7 +114,8 @@ class Sharding:
                 if module not in experts:
                     dim = quantization.stored_dim(name, cut.dim)
                 elif name.startswith(weight):
-                    dim = _by_rows(module, cut)
+                    kind = name.removeprefix(weight).removeprefix("_")
+                    dim = quantization.expert_stored_dim(names[module], kind, _by_rows(module, cut))
                     whole = whole or quantization.expert_parameter_shape(names[module], name, cut.whole)
                 else:
                     continue
@@ -259,8 +260,10 @@ def _by_rows(module: nn.Module, cut: Cut) -> int:
 def _in_proportion(name: str, cut: Cut, dim: int, whole: tuple[int, ...], part: tuple[int, ...]) -> Cut:
     """The part, of such a shape, of a tensor of which each entry along `dim` stands for equally many of the weight's
     along its cut."""
-    per_entry, rest = divmod(cut.whole[cut.dim], whole[dim] if len(whole) > dim else 1)
-    found = Cut(dim, cut.first // max(1, per_entry), cut.end // max(1, per_entry), whole, cut.sections)
+    sections = cut.sections if dim == 1 else 1  # gate and up follow each other in dimension 1, whatever runs there
+    num_entries = whole[dim] // sections if len(whole) > dim else 1
+    per_entry, rest = divmod(cut.whole[cut.dim] // cut.sections, num_entries)
+    found = Cut(dim, cut.first // max(1, per_entry), cut.end // max(1, per_entry), whole, sections)
     if (
         rest
         or not per_entry

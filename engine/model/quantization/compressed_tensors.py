@@ -18,16 +18,17 @@ from baton_kernels.quantized_linear import QuantizedWeight, pack_halves, packed_
 from engine.model.errors import UnsupportedModel
 from engine.model.linear_method import LinearMethod
 from engine.model.load.safetensors_index import StoredTensor
-from engine.model.parallel.group import ONE_RANK
-from engine.model.quantization.experts import Fp8Experts, WithFp8Experts, first_scale
+from engine.model.parallel.group import ONE_RANK, RankGroup
+from engine.model.quantization.experts import Fp8Experts, StoredExperts, WithStoredExperts, first_scale
 from engine.model.quantization.linear import install
+from engine.model.quantization.packed_experts import PackedExperts
 from engine.model.quantization.stored import (
     columns_by_group,
     per_row,
     replace_weight,
     require_whole_blocks,
     scale_shape,
-    stored_parameter,
+    stored_parameters,
     unpack_words,
 )
 
@@ -66,7 +67,7 @@ class _Scheme:
         return cls(kind, bits, packed, symmetric, strategy == "tensor", group, rows)
 
 
-class CompressedTensors(WithFp8Experts):
+class CompressedTensors(WithStoredExperts):
     """weight: float8_e4m3fn or int8, [out_features, in_features]; or weight_packed, int32, [out_features, in_features *
     bits / 32], codes from the lowest bits on, each the value plus half of their number, and weight_shape. weight_scale:
     [1], [out_features, 1], or by groups or blocks. weight_zero_point: of asymmetric weights, packed along the rows."""
@@ -100,10 +101,12 @@ class CompressedTensors(WithFp8Experts):
         return None if parameter == "weight_shape" else super().stored_dim(parameter, dim)
 
     def create_weights(self, name: str, module: nn.Linear) -> None:
+        if self._scheme(name) is not None:
+            replace_weight(module, **self.tensors(name, module.out_features, module.in_features))
+
+    def tensors(self, name: str, rows: int, columns: int) -> dict[str, Tensor]:
         scheme = self._scheme(name)
-        if scheme is None:
-            return
-        rows, columns = module.out_features, module.in_features
+        assert scheme is not None
         if scheme.group and (columns % scheme.group):
             raise UnsupportedModel(f"{name}: groups of {scheme.group} do not divide its {columns} columns")
         require_whole_blocks(name, rows, scheme.rows, self._stored.get(f"{name}{_SCALE}"))
@@ -123,64 +126,68 @@ class CompressedTensors(WithFp8Experts):
             parameters["weight_zero_point"] = torch.zeros(zeros, dtype=dtype)
         if f"{name}.weight_g_idx" in self._stored:
             parameters["weight_g_idx"] = torch.empty(columns, dtype=torch.int32)
-        replace_weight(module, **parameters)
+        return parameters
 
     def process_weights_after_loading(self, name: str, module: nn.Linear, dtype: torch.dtype) -> LinearMethod:
         scheme = self._scheme(name)
         if scheme is None:
             return super().process_weights_after_loading(name, module, dtype)
-        scale = stored_parameter(module, "weight_scale")
+        tensors = stored_parameters(module)
+        if scheme.packed:
+            packed, columns = self.weight(name, tensors, self._columns.get(module, ONE_RANK))
+            return install(module, packed, dtype, columns)
+        scale, zero = tensors["weight_scale"], None if scheme.symmetric else tensors["weight_zero_point"]
         if scheme.per_tensor:
             scale = per_row(scale, module.out_features)
-        zero = None if scheme.symmetric else stored_parameter(module, "weight_zero_point")
-        if not scheme.packed:
-            if zero is not None and scheme.per_tensor:
-                zero = zero.reshape(1, 1).expand(module.out_features, 1).contiguous()
-            weight = QuantizedWeight(stored_parameter(module, "weight"), scale, zero, scheme.group, scheme.rows)
-            return install(module, weight, dtype)
-        columns = self._columns_by_group(name, module, scheme.group)
-        return install(module, _unpacked(module, scheme, scale, zero, columns), dtype, columns)
+        if zero is not None and scheme.per_tensor:
+            zero = zero.reshape(1, 1).expand(module.out_features, 1).contiguous()
+        return install(module, QuantizedWeight(tensors["weight"], scale, zero, scheme.group, scheme.rows), dtype)
 
-    def experts(self, name: str) -> Fp8Experts | None:
-        """None: they are not in fp8, or stored in a way of their own."""
+    def weight(
+        self, name: str, tensors: Mapping[str, Tensor], others: RankGroup = ONE_RANK
+    ) -> tuple[QuantizedWeight, Tensor | None]:
+        scheme = self._scheme(name)
+        assert scheme is not None
+        assert scheme.packed
+        packed, scale, rows = tensors["weight_packed"], tensors["weight_scale"], tensors["weight_packed"].shape[0]
+        codes = unpack_words(packed, scheme.bits, 1)
+        if "weight_shape" in tensors:  # of a rank, which has some of the rows or columns, that of all ranks together
+            shape = tensors["weight_shape"].tolist()
+            unused = codes.shape[1] - shape[1] // others.size
+            if shape[0] % rows or not 0 <= unused < 32 // scheme.bits:
+                raise UnsupportedModel(f"{name}: a packed weight of {shape} for words of {list(packed.shape)}")
+            codes = codes[:, : codes.shape[1] - unused]
+        groups = tensors.get("weight_g_idx")
+        order = None
+        if groups is not None and scheme.group and not (groups < 0).any():  # -1: they are in order
+            order = columns_by_group(name, groups, scheme.group, others)
+        if order is not None:
+            codes = codes.index_select(1, order)
+        zero = None if scheme.symmetric else tensors["weight_zero_point"]
+        if zero is not None:
+            zero = unpack_words(zero, scheme.bits, 0)[:rows].contiguous()
+        if scheme.bits == 4:
+            values = pack_halves(codes, packed_columns(codes.shape[1], scheme.group))
+            return QuantizedWeight(values, scale, zero, scheme.group), order
+        centred = None if zero is None else (zero.int() - 128).to(torch.int8)
+        return QuantizedWeight((codes.int() - 128).to(torch.int8), scale, centred, scheme.group), order
+
+    def experts(self, name: str) -> StoredExperts | None:
+        """None: they are stored in a way of their own, too."""
         found = first_scale(name, self._stored, (_SCALE,)) if self._stored else f"{name}.0.gate_proj{_SCALE}"
-        scheme = None if found is None else self._scheme(found.removesuffix(_SCALE))
-        if scheme is None or scheme.type != "float" or scheme.packed or (scheme.group and scheme.group != scheme.rows):
+        scheme = None if found is None else self._scheme(layer := found.removesuffix(_SCALE))
+        if scheme is None:
+            return None
+        if scheme.packed:
+            return PackedExperts(self, layer)
+        if scheme.type != "float" or (scheme.group and scheme.group != scheme.rows):
             return None
         return Fp8Experts(_SCALE[1:], scheme.group, not scheme.group and not scheme.per_tensor)
-
-    def _columns_by_group(self, name: str, module: nn.Linear, group: int) -> Tensor | None:
-        """See `columns_by_group`. Files may leave the numbers out (-1), then columns are in order."""
-        if not hasattr(module, "weight_g_idx") or not group:
-            return None
-        groups = stored_parameter(module, "weight_g_idx")
-        if (groups < 0).any():
-            return None
-        return columns_by_group(name, groups, group, self._columns.get(module, ONE_RANK))
 
     def _scheme(self, name: str) -> _Scheme | None:
         if _matches(name, self._ignored):
             return None
         return next((scheme for targets, scheme in self._groups if _matches(name, targets)), None)
-
-
-def _unpacked(
-    module: nn.Linear, scheme: _Scheme, scale: Tensor, zero: Tensor | None, columns: Tensor | None
-) -> QuantizedWeight:
-    shape = stored_parameter(module, "weight_shape").tolist()
-    own = [module.out_features, module.in_features]  # of a rank, equal parts of the shape
-    if any(whole % part for whole, part in zip(shape, own, strict=True)):
-        raise UnsupportedModel(f"a packed weight of {shape} for a layer of {own}")
-    codes = unpack_words(stored_parameter(module, "weight_packed"), scheme.bits, 1)[:, : module.in_features]
-    if columns is not None:
-        codes = codes.index_select(1, columns)
-    if zero is not None:
-        zero = unpack_words(zero, scheme.bits, 0)[: module.out_features].contiguous()
-    if scheme.bits == 4:
-        values = pack_halves(codes, packed_columns(codes.shape[1], scheme.group))
-        return QuantizedWeight(values, scale, zero, scheme.group)
-    centred = None if zero is None else (zero.int() - 128).to(torch.int8)
-    return QuantizedWeight((codes.int() - 128).to(torch.int8), scale, centred, scheme.group)
 
 
 def _matches(name: str, targets: Iterable[str]) -> bool:

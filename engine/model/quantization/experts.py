@@ -1,10 +1,10 @@
-"""Experts whose weights files hold in fp8, one by one, with scales: put together as transformers' modules have them."""
+"""Experts that files hold one by one, quantized: put together as transformers' modules have them."""
 
 from __future__ import annotations
 
 import logging
 import re
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -17,11 +17,11 @@ from engine.model.experts import NAMES, Codes, expert_shape, is_transposed, keep
 from engine.model.linear_method import Quantization
 from engine.model.load.safetensors_index import StoredTensor
 from engine.model.parallel.experts import FLAG
-from engine.model.parallel.group import RankGroup
+from engine.model.parallel.group import ONE_RANK, RankGroup
 
 log = logging.getLogger(__name__)
 
-_JOINED = {NAMES[0]: 2, NAMES[1]: 1}
+JOINED = {NAMES[0]: 2, NAMES[1]: 1}
 """Of how many stored tensors an expert's weight consists."""
 
 
@@ -33,8 +33,31 @@ def first_scale(name: str, stored: Iterable[str], suffixes: Iterable[str]) -> st
     return next((one for one in stored if one.startswith(layer) and own.fullmatch(one)), None)
 
 
+class StoredExperts(ABC):
+    """How files hold the experts of a module."""
+
+    @abstractmethod
+    def create(self, name: str, module: nn.Module, hint: str = "") -> None:
+        """Give the module the parameters that the files have for it, as `Quantization.create_expert_weights`: their
+        names are a weight's, then what the stored tensors' names end with. Those of gate, then those of up follow each
+        other in dimension 1. hint: for an error, where the sizes are those of a rank's part. Raises
+        UnsupportedModel."""
+
+    @abstractmethod
+    def parameter_shape(self, parameter: str, weight: tuple[int, ...]) -> tuple[int, ...]:
+        """Of such a parameter, by its name, for a weight of that shape."""
+
+    @abstractmethod
+    def process(self, name: str, module: nn.Module, dtype: torch.dtype, others: RankGroup) -> None:
+        """As `Quantization.process_experts`. others: the ranks that have the other columns of down."""
+
+    def stored_dim(self, kind: str, dim: int) -> int | None:
+        """As `Quantization.stored_dim`, for a parameter whose name has that end."""
+        return dim
+
+
 @dataclass(frozen=True, slots=True)
-class Fp8Experts:
+class Fp8Experts(StoredExperts):
     """scale: the end of the names of scales, after the layer's. block: rows and columns with one scale; 0: by_rows says
     whether each row has one, or all of a stored weight.
 
@@ -47,14 +70,13 @@ class Fp8Experts:
     by_rows: bool
 
     def create(self, name: str, module: nn.Module, hint: str = "") -> None:
-        """Raises UnsupportedModel, with the hint where the sizes are those of a rank's part."""
         if is_transposed(module):
             raise UnsupportedModel(f"{name}: experts in fp8 whose outputs are columns cannot be run")
         if self.block not in (0, BLOCK):
             raise UnsupportedModel(
                 f"{name}: experts in fp8 with blocks of {self.block}: only those of {BLOCK} can be run"
             )
-        for weight, num_joined in _JOINED.items():
+        for weight, num_joined in JOINED.items():
             shape = expert_shape(module, weight)
             _, rows, columns = shape
             if self.block and (rows // num_joined % self.block or columns % self.block):
@@ -67,24 +89,23 @@ class Fp8Experts:
                 module.register_parameter(own, nn.Parameter(tensor, requires_grad=False))
 
     def parameter_shape(self, parameter: str, weight: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the codes or scales, by name, of a weight of that shape."""
         name = parameter.removesuffix(f"_{self.scale}")
         if name == parameter:
             return weight
         num_experts, rows, columns = weight
         if self.block:
             return num_experts, rows // self.block, columns // self.block
-        return (num_experts, rows, 1) if self.by_rows else (num_experts, _JOINED[name])
+        return (num_experts, rows, 1) if self.by_rows else (num_experts, JOINED[name])
 
-    def process(self, name: str, module: nn.Module, dtype: torch.dtype) -> bool:
-        if hasattr(module, f"{NAMES[0]}_{self.scale}"):
-            gate_up, down = (self.take(module, weight) for weight in NAMES)
-            reason = keep_quantized(module, gate_up, down, dtype) if gate_up[0].is_cuda else ""
-            if reason:
-                log.warning("not kept in 8 bits: %s: %s", name, reason)
-            if reason is not None:
-                store_values(module, gate_up, down, dtype)
-        return True
+    def process(self, name: str, module: nn.Module, dtype: torch.dtype, others: RankGroup) -> None:
+        if not hasattr(module, f"{NAMES[0]}_{self.scale}"):
+            return  # it was processed before
+        gate_up, down = (self.take(module, weight) for weight in NAMES)
+        reason = keep_quantized(module, gate_up, down, dtype) if gate_up[0].is_cuda else ""
+        if reason:
+            log.warning("not kept in 8 bits: %s: %s", name, reason)
+        if reason is not None:
+            store_values(module, gate_up, down, dtype)
 
     def take(self, module: nn.Module, weight: str) -> Codes:
         """The codes of the weight of that name, and its scales as `ExpertWeights` has them, which leave the module."""
@@ -108,27 +129,36 @@ def fp8_experts(
     return Fp8Experts(found.rpartition(".")[2], block, not block and max(shape, default=1) > 1)
 
 
-class WithFp8Experts(Quantization):
-    """A format of linear layers in which experts may be in fp8."""
+class WithStoredExperts(Quantization):
+    """A format of linear layers in which experts may be stored, too, one by one."""
 
     _columns: Mapping[nn.Module, RankGroup] = {}
 
     @abstractmethod
-    def experts(self, name: str) -> Fp8Experts | None:
-        """As the format has the module of that name; None: not in fp8."""
+    def experts(self, name: str) -> StoredExperts | None:
+        """As the format has the module of that name; None: not quantized."""
 
     def divide(self, columns: Mapping[nn.Module, RankGroup]) -> None:
         self._columns = columns
 
     def create_expert_weights(self, name: str, module: nn.Module) -> None:
-        if (experts := self.experts(name)) is None:
-            return
-        experts.create(name, module, f" on each rank ({FLAG} divides whole experts)" if module in self._columns else "")
+        if (experts := self.experts(name)) is not None:
+            is_part = module in self._columns
+            experts.create(name, module, f" on each rank ({FLAG} divides whole experts)" if is_part else "")
 
     def expert_parameter_shape(self, name: str, parameter: str, weight: tuple[int, ...]) -> tuple[int, ...] | None:
         experts = self.experts(name)
         return None if experts is None else experts.parameter_shape(parameter, weight)
 
-    def process_experts(self, name: str, module: nn.Module, dtype: torch.dtype) -> bool:
+    def expert_stored_dim(self, name: str, kind: str, dim: int) -> int | None:
         experts = self.experts(name)
-        return experts is not None and experts.process(name, module, dtype)
+        if experts is None or not dim:
+            return dim
+        found = experts.stored_dim(kind, dim - 1)
+        return None if found is None else found + 1
+
+    def process_experts(self, name: str, module: nn.Module, dtype: torch.dtype) -> bool:
+        if (experts := self.experts(name)) is None:
+            return False
+        experts.process(name, module, dtype, self._columns.get(module, ONE_RANK))
+        return True

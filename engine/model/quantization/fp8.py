@@ -14,7 +14,7 @@ from baton_kernels.quantized_linear import QuantizedWeight
 from engine.model.errors import UnsupportedModel
 from engine.model.linear_method import LinearMethod
 from engine.model.load.safetensors_index import StoredTensor
-from engine.model.quantization.experts import Fp8Experts, WithFp8Experts, fp8_experts
+from engine.model.quantization.experts import Fp8Experts, WithStoredExperts, fp8_experts
 from engine.model.quantization.linear import install
 from engine.model.quantization.stored import (
     QuantizedLayers,
@@ -28,7 +28,7 @@ from engine.model.quantization.stored import (
 _SCALES = (".weight_scale_inv", ".weight_scale")
 
 
-class Fp8(WithFp8Experts):
+class Fp8(WithStoredExperts):
     """weight: float8_e4m3fn, [out_features, in_features]; weight_scale_inv or weight_scale: one number, or
     [out_features / block, in_features / block], by which the weight is multiplied."""
 

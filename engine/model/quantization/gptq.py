@@ -7,19 +7,21 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from baton_kernels.quantized_linear import QuantizedWeight, pack_halves, packed_columns
 from engine.model.errors import UnsupportedModel
-from engine.model.linear_method import LinearMethod, Quantization
+from engine.model.linear_method import LinearMethod
 from engine.model.load.safetensors_index import StoredTensor
 from engine.model.parallel.group import ONE_RANK, RankGroup
+from engine.model.quantization.experts import StoredExperts, WithStoredExperts
 from engine.model.quantization.linear import install
+from engine.model.quantization.packed_experts import packed_experts
 from engine.model.quantization.stored import (
     QuantizedLayers,
     columns_by_group,
     replace_weight,
-    stored_parameter,
+    stored_parameters,
     unpack_words,
 )
 
@@ -27,7 +29,7 @@ _ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}
 """By `checkpoint_format`: what to add to a stored zero."""
 
 
-class Gptq(Quantization):
+class Gptq(WithStoredExperts):
     """qweight: int32 [in_features * bits / 32, out_features]; qzeros: [num_groups, out_features * bits / 32]; scales:
     [num_groups, out_features]; g_idx: int32 [in_features], the group of each column."""
 
@@ -45,10 +47,6 @@ class Gptq(Quantization):
         self._group = int(stated.get("group_size", 128))
         self._stored = stored
         self._layers = QuantizedLayers(stored, ".qweight", stated.get("modules_to_not_convert"))
-        self._columns: Mapping[nn.Module, RankGroup] = {}
-
-    def divide(self, columns: Mapping[nn.Module, RankGroup]) -> None:
-        self._columns = columns
 
     def stored_dim(self, parameter: str, dim: int) -> int | None:
         if parameter == "bias":
@@ -60,41 +58,49 @@ class Gptq(Quantization):
     def create_weights(self, name: str, module: nn.Linear) -> None:
         if name not in self._layers:
             return
-        rows, columns, codes = module.out_features, module.in_features, 32 // self._bits
-        group = self._group if self._group > 0 else columns
-        if columns % group or rows % codes or columns % codes:
-            raise UnsupportedModel(f"{name} of {columns} x {rows} cannot have GPTQ groups of {group}")
-        replace_weight(
-            module,
-            qweight=torch.empty(columns // codes, rows, dtype=torch.int32),
-            qzeros=torch.empty(columns // group, rows // codes, dtype=torch.int32),
-            scales=torch.empty(columns // group, rows, dtype=torch.float16),
-        )
-        if f"{name}.g_idx" in self._stored:
-            module.g_idx = nn.Parameter(torch.empty(columns, dtype=torch.int32), requires_grad=False)
+        rows = module.out_features
+        replace_weight(module, **self.tensors(name, rows, module.in_features))
         if module.bias is None and f"{name}.bias" in self._stored:  # AutoGPTQ writes zeros for layers without
             module.bias = nn.Parameter(torch.empty(rows, dtype=torch.float16), requires_grad=False)
 
     def process_weights_after_loading(self, name: str, module: nn.Linear, dtype: torch.dtype) -> LinearMethod:
         if name not in self._layers:
             return super().process_weights_after_loading(name, module, dtype)
-        codes = unpack_words(stored_parameter(module, "qweight"), self._bits, 0).t()
-        zero = unpack_words(stored_parameter(module, "qzeros"), self._bits, 1).t() + self._zero_offset
-        scale = stored_parameter(module, "scales").t().contiguous()
-        group = codes.shape[1] // scale.shape[1]
-        columns = None
-        if hasattr(module, "g_idx"):
-            columns = columns_by_group(
-                name, stored_parameter(module, "g_idx"), group, self._columns.get(module, ONE_RANK)
-            )
-        if columns is not None:
-            codes = codes.index_select(1, columns)
+        weight, columns = self.weight(name, stored_parameters(module), self._columns.get(module, ONE_RANK))
         if module.bias is not None:
             module.bias.data = module.bias.data.to(dtype)
+        return install(module, weight, dtype, columns)
+
+    def experts(self, name: str) -> StoredExperts | None:
+        return packed_experts(self, name, self._stored, ".qweight", name in self._layers)
+
+    def tensors(self, name: str, rows: int, columns: int) -> dict[str, Tensor]:
+        codes = 32 // self._bits
+        group = self._group if self._group > 0 else columns
+        if columns % group or rows % codes or columns % codes:
+            raise UnsupportedModel(f"{name} of {columns} x {rows} cannot have GPTQ groups of {group}")
+        found = {
+            "qweight": torch.empty(columns // codes, rows, dtype=torch.int32),
+            "qzeros": torch.empty(columns // group, rows // codes, dtype=torch.int32),
+            "scales": torch.empty(columns // group, rows, dtype=torch.float16),
+        }
+        if f"{name}.g_idx" in self._stored:
+            found["g_idx"] = torch.empty(columns, dtype=torch.int32)
+        return found
+
+    def weight(
+        self, name: str, tensors: Mapping[str, Tensor], others: RankGroup = ONE_RANK
+    ) -> tuple[QuantizedWeight, Tensor | None]:
+        codes = unpack_words(tensors["qweight"], self._bits, 0).t()
+        zero = unpack_words(tensors["qzeros"], self._bits, 1).t() + self._zero_offset
+        scale = tensors["scales"].t().contiguous()
+        group = codes.shape[1] // scale.shape[1]
+        columns = columns_by_group(name, tensors["g_idx"], group, others) if "g_idx" in tensors else None
+        if columns is not None:
+            codes = codes.index_select(1, columns)
         if self._bits == 4:
             values = pack_halves(codes, packed_columns(codes.shape[1], group))
-            weight = QuantizedWeight(values, scale, zero.contiguous() if (zero != 8).any() else None, group)
-        else:
-            values, centred = (codes.int() - 128).to(torch.int8), (zero.int() - 128).clamp(max=127).to(torch.int8)
-            weight = QuantizedWeight(values.contiguous(), scale, centred.contiguous() if centred.any() else None, group)
-        return install(module, weight, dtype, columns)
+            return QuantizedWeight(values, scale, zero.contiguous() if (zero != 8).any() else None, group), columns
+        values, centred = (codes.int() - 128).to(torch.int8), (zero.int() - 128).clamp(max=127).to(torch.int8)
+        own_zero = centred.contiguous() if centred.any() else None
+        return QuantizedWeight(values.contiguous(), scale, own_zero, group), columns

@@ -24,9 +24,12 @@ _UNUSED = (
 """Scales that calibration found for activations and KV caches: ours are found per token, while serving."""
 
 
+_SHAPE = ".weight_shape"
+
+
 def is_unused(name: str) -> bool:
-    """Whether the tensor is one that no layer needs."""
-    return name.endswith(_UNUSED)
+    """Whether the tensor is one that no layer needs. Words of experts are full, so their shapes say it all."""
+    return name.endswith(_UNUSED) or (".experts." in name and name.endswith(_SHAPE))
 
 
 def replace_weight(module: nn.Linear, **parameters: Tensor) -> None:
@@ -41,6 +44,11 @@ def stored_parameter(module: nn.Linear, name: str) -> Tensor:
     tensor = getattr(module, name)
     assert isinstance(tensor, Tensor)
     return tensor.detach()
+
+
+def stored_parameters(module: nn.Linear) -> dict[str, Tensor]:
+    """All that `replace_weight` made, by name; and the bias."""
+    return {name: parameter.detach() for name, parameter in module.named_parameters(recurse=False)}
 
 
 def unpack_words(words: Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None) -> Tensor:
@@ -109,20 +117,25 @@ class QuantizedLayers:
         return not any(f".{part}." in f".{name}." for part in self._unquantized)
 
 
-_DUMMY_SCALE = 2e-4
-"""Of weights of 8 bits."""
+_DUMMY_SCALE, _DUMMY_GROUP_SCALE = 2e-4, 0.004
+"""Of weights of 8 bits, and of 4."""
 _DUMMY_EXPONENT = 118
 """Of scales in MXFP4: random codes then have a standard deviation of 0.006. With four times that a model of
 24 layers and a hidden size of 2,880 amplifies rounding so much that no two ways to compute it agree."""
 
 
 def fill_experts_with_dummies(module: nn.Module) -> bool:
-    """As `fill_with_dummies`, for a module of experts in MXFP4 or fp8."""
+    """As `fill_with_dummies`, for a module of experts in MXFP4, fp8 or words of several codes."""
     parameters = dict(module.named_parameters(recurse=False))
-    if not any(name.endswith("_blocks") or _is_fp8(parameter) for name, parameter in parameters.items()):
+    packed = any(parameter.dtype == torch.int32 for parameter in parameters.values())
+    if not packed and not any(name.endswith("_blocks") or _is_fp8(own) for name, own in parameters.items()):
         return False
     for name, parameter in parameters.items():
-        if name.endswith("_blocks"):
+        if parameter.dtype == torch.int32:
+            parameter.random_(-(2**31), 2**31)
+        elif packed:
+            parameter.fill_(_DUMMY_GROUP_SCALE if "scale" in name else 0)
+        elif name.endswith("_blocks"):
             parameter.random_(0, 256)
         elif name.endswith("_scales"):
             parameter.fill_(_DUMMY_EXPONENT)
@@ -150,7 +163,7 @@ def fill_with_dummies(module: nn.Linear) -> bool:
     weight = parameters.get("weight")
     if weight is not None and weight.dtype not in (torch.float8_e4m3fn, torch.int8):
         return False
-    scale = 0.004 if weight is None else _DUMMY_SCALE
+    scale = _DUMMY_GROUP_SCALE if weight is None else _DUMMY_SCALE
     for name, parameter in parameters.items():
         if name == "weight_shape":
             parameter.copy_(torch.tensor([module.out_features, module.in_features]))

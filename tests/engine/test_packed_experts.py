@@ -1,0 +1,84 @@
+"""Mixtures as they are published in 4 and 8 bits, in words of several codes: the values that these stand for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import MixtralConfig, Qwen3MoeConfig
+
+from engine.model.errors import UnsupportedModel
+from engine.model.experts import NAMES, expert_modules
+from engine.model.load.checkpoint import Checkpoint
+from engine.model.load.loader import load_model
+from tests.engine import tiny_models
+from tests.engine.test_expert_parallel import load_all
+from tests.engine.test_fp8_experts import quantized
+from tests.engine.test_sharding import WIDE, check_same
+
+torch.set_num_threads(1)
+
+CONFIGS: dict[str, Any] = {
+    "qwen3_moe": Qwen3MoeConfig(**WIDE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=256),
+    "mixtral": MixtralConfig(**{**WIDE, "intermediate_size": 256}, num_local_experts=4, num_experts_per_tok=2),
+}
+IN_ORDER = ["awq", "gptq", "gptq-asym", "compressed-w4a16", "compressed-w4a16-asym", "compressed-w4a16-channel"]
+FORMATS = [*IN_ORDER, "gptq-desc-act", "gptq-8bit"]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("mixtures")
+    return {name: tiny_models.save(config, folder / name) for name, config in CONFIGS.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "form"), [*(("qwen3_moe", form) for form in FORMATS), ("mixtral", "awq"), ("mixtral", "compressed-w4a16")]
+)
+def test_experts_have_exactly_the_values_that_codes_stand_for(
+    name: str, form: str, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    own, plain = quantized(sources[name], tmp_path, form)
+    stored = load_file(own / "model.safetensors")
+    words = [tensor.dtype for name, tensor in stored.items() if ".experts.3." in name and "weight" in name]
+    assert torch.int32 in words
+    model, expected = (load_model(Checkpoint.open(path), load_format="safetensors") for path in (own, plain))
+    modules = zip(expert_modules(model), expert_modules(expected), strict=True)
+    for (_, module), (_, other) in modules:
+        for weight in NAMES:
+            assert torch.equal(getattr(module, weight), getattr(other, weight))
+        assert {name for name, _ in module.named_parameters()} == set(NAMES)
+
+
+@pytest.mark.parametrize("form", IN_ORDER)
+def test_a_part_of_each_expert_on_each_rank(form: str, sources: dict[str, Path], tmp_path: Path) -> None:
+    own, _ = quantized(sources["qwen3_moe"], tmp_path, form)
+    check_same(own, 2, fused=True)
+
+
+def test_whole_experts_are_divided_among_ranks(sources: dict[str, Path], tmp_path: Path) -> None:
+    own, _ = quantized(sources["qwen3_moe"], tmp_path, "gptq")
+    check_same(own, 2, fused=True, whole_experts=True)
+
+
+def test_parts_that_cut_groups_are_refused(sources: dict[str, Path], tmp_path: Path) -> None:
+    own, _ = quantized(sources["qwen3_moe"], tmp_path, "awq")
+    config = json.loads((own / "config.json").read_text())
+    config["moe_intermediate_size"] = 128
+    (own / "config.json").write_text(json.dumps(config))
+    wanted = r"experts.down_proj: .* groups of 128 on each rank \(--enable-expert-parallel divides whole experts\)"
+    with pytest.raises(UnsupportedModel, match=wanted):
+        load_all(own, 2)
+
+
+def test_random_weights(sources: dict[str, Path], tmp_path: Path) -> None:
+    own, _ = quantized(sources["qwen3_moe"], tmp_path, "awq")
+    one, other = (load_model(Checkpoint.open(own), load_format="dummy") for _ in range(2))
+    for (_, module), (_, same) in zip(expert_modules(one), expert_modules(other), strict=True):
+        for name in NAMES:
+            assert torch.equal(getattr(module, name), getattr(same, name))
+            assert 0.01 < getattr(module, name).std() < 0.05
