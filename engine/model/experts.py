@@ -74,7 +74,7 @@ def _why_unusual(module: nn.Module) -> str | None:
 def _why_not_computed(of: ExpertWeights | None) -> str | None:
     if of is None:
         return "its gate is none of " + ", ".join(GATES)
-    return None if can_compute(of) else "its sizes are no multiples of 16, in MXFP4 of 32, in blocks of 128"
+    return None if can_compute(of) else "its sizes or groups are not multiples of 16 (4 bits: 32, FP8 in blocks: 128)"
 
 
 def weights_of(module: nn.Module) -> ExpertWeights | None:
@@ -167,7 +167,7 @@ def quantize_fp8(module: nn.Module, others: RankGroup = ONE_RANK) -> bool:
 
 
 Codes = tuple[Tensor, Tensor]
-"""A weight in fp8 or MXFP4, with its scales, as in `ExpertWeights`."""
+"""A weight in 8 or 4 bits, with its scales, as in `ExpertWeights`."""
 
 
 @torch.no_grad()

@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from transformers import MixtralConfig, Qwen3MoeConfig
 
 from engine.model.errors import UnsupportedModel
-from engine.model.experts import NAMES, expert_modules
+from engine.model.experts import NAMES, expert_modules, weights_of
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.loader import load_model
+from engine.model.quantization import packed_experts
 from tests.engine import tiny_models
 from tests.engine.test_expert_parallel import load_all
 from tests.engine.test_fp8_experts import quantized
@@ -52,6 +53,23 @@ def test_experts_have_exactly_the_values_that_codes_stand_for(
         for weight in NAMES:
             assert torch.equal(getattr(module, weight), getattr(other, weight))
         assert {name for name, _ in module.named_parameters()} == set(NAMES)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_4_bits_that_are_kept_compute_the_same(
+    form: str, sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU."""
+    own, plain = quantized(sources["qwen3_moe"], tmp_path, form)
+    monkeypatch.setattr(packed_experts, "stays_packed", lambda device: True)
+    model, expected = (load_model(Checkpoint.open(path), load_format="safetensors") for path in (own, plain))
+    torch.manual_seed(0)
+    x, ids, weights = torch.randn(5, 256), torch.arange(10).view(5, 2) % 4, torch.rand(5, 2)
+    for (_, module), (_, other) in zip(expert_modules(model), expert_modules(expected), strict=True):
+        of = weights_of(module)
+        assert of is not None
+        assert of.integers == (form in IN_ORDER)
+        torch.testing.assert_close(module(x, ids, weights), other(x, ids, weights))
 
 
 @pytest.mark.parametrize("form", IN_ORDER)

@@ -117,7 +117,7 @@ def test_targets_and_exceptions_of_compressed_tensors(tmp_path: Path) -> None:
         ("awq", {"version": "gemv"}, "version gemv"),
         ("gptq", {"bits": 2}, "GPTQ with 2 bits"),
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format marlin"),
-        ("gptq", {"dynamic": {"-:.*": {}}}, "dynamic"),
+        ("gptq", {"dynamic": {"-:.*": {}, "+:.*": {"bits": 8}}}, "dynamic"),
         ("gptq", {"group_size": 96}, "groups of 96"),
         ("fp8-block", {"weight_block_size": [64, 128]}, "square"),
         ("compressed-int8", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
@@ -133,6 +133,14 @@ def test_what_cannot_be_run_is_refused_by_name(form: str, changes: dict[str, Any
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModel, match=reason):
         load_model(Checkpoint.open(tmp_path))
+
+
+def test_rules_that_leave_layers_out_are_what_the_files_show(tmp_path: Path) -> None:
+    write(TINY, tmp_path, "gptq")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["dynamic"] = {"-:.*lm_head": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    load_model(Checkpoint.open(tmp_path), load_format="safetensors")
 
 
 def test_a_request_that_contradicts_the_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def test_small_kernels_compile_for_hopper() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == 148
+    assert int(done.stdout) == 155
 
 
 def bf16(*shape: int) -> Tensor:
@@ -216,6 +216,11 @@ def launch_experts() -> None:
     four = ExpertWeights(*codes, "clamped", True, *biases, gate_up_scale=exponents[0], down_scale=exponents[1])
     for num_tokens in (1, 16, 4096):
         on_gpu(bf16(num_tokens, 2880), ints(num_tokens, 4), bf16(num_tokens, 4), four, None)
+    codes = ints(128, 1536, 1024, dtype=torch.uint8), ints(128, 2048, 384, dtype=torch.uint8)
+    words = ints(128, 1536, 16, dtype=torch.int32), ints(128, 2048, 6, dtype=torch.int32)
+    integers = ExpertWeights(*codes, gate_up_scale=words[0], down_scale=words[1])
+    for num_tokens in (1, 4096):
+        on_gpu(bf16(num_tokens, 2048), ints(num_tokens, 8), bf16(num_tokens, 8), integers, None)
     words = ints(32, 5760, 23 * 16, dtype=torch.int32), ints(32, 2880, 23 * 16, dtype=torch.int32)
     steps = ints(32, 23, 5760, dtype=torch.int32), ints(32, 23, 2880, dtype=torch.int32)
     arranged = ExpertWeights(*words, "clamped", True, *biases, gate_up_scale=steps[0], down_scale=steps[1])

@@ -135,7 +135,7 @@ def test_values_in_mxfp4_are_transformers(dtype: torch.dtype) -> None:
 @triton.jit
 def load_all(codes_ptr, scale_ptr, out_ptr):
     row, column = tl.program_id(0).to(tl.int64) + tl.zeros([1], tl.int64), tl.arange(0, 512)
-    values = load_weight(codes_ptr, scale_ptr, row, 0, 512, 512, out_ptr.dtype.element_ty)
+    values = load_weight(codes_ptr, scale_ptr, row, 0, 512, 512, 0, out_ptr.dtype.element_ty)
     tl.store(out_ptr + row[:, None] * 512 + column[None, :], values)
 
 

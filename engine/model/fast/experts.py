@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from baton_kernels.experts import ROUTER_TOKENS, ExpertWeights, Routing, kernel_tokens, route, route_rows
 from baton_kernels.experts.reference import experts as reference
+from baton_kernels.experts.weights import int_group
 from engine.model.attention import padding_slots
 from engine.model.experts import expert_modules, forward_of, own_forward, weights_of, why_not
 from engine.model.fast.tally import Tally
@@ -47,7 +48,15 @@ def _fuse_experts(target: Target, module: nn.Module, compiled: set[object]) -> s
     tolerance = _ROUNDED_INPUTS if of.eight_bits and of.gate_up.is_cuda else None
     if not close(forward(x, ids, weights), expected, tolerance):
         return "differs"
-    stored = (of.gate_up.dtype, of.gate_up_scale is None, of.block, of.gate_up_bias is None, of.down_bias is None)
+    groups = int_group(of.gate_up, of.gate_up_scale), int_group(of.down, of.down_scale)
+    stored = (
+        of.gate_up.dtype,
+        of.gate_up_scale is None,
+        of.block,
+        groups,
+        of.gate_up_bias is None,
+        of.down_bias is None,
+    )
     shape = (of.gate_up.shape, of.down.shape, of.interleaved, of.gate, ids.shape[1], *stored)
     if of.gate_up.is_cuda and shape not in compiled:
         compiled.add(shape)

@@ -25,6 +25,8 @@ from engine.model.quantization.stored import (
     unpack_words,
 )
 
+_LEFT_OUT = "-:"
+"""How a rule begins that says which layers are not quantized; files show which."""
 _ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}
 """By `checkpoint_format`: what to add to a stored zero."""
 
@@ -41,7 +43,7 @@ class Gptq(WithStoredExperts):
             raise UnsupportedModel(f"GPTQ with {self._bits} bits: only 4 and 8 can be run")
         if form not in _ZERO_OFFSETS:
             raise UnsupportedModel(f"GPTQ's checkpoint_format {form}: only {' and '.join(_ZERO_OFFSETS)} can be run")
-        if stated.get("dynamic"):
+        if not all(rule.startswith(_LEFT_OUT) for rule in stated.get("dynamic") or ()):
             raise UnsupportedModel("GPTQ with rules of its own for some layers (dynamic) cannot be run")
         self._zero_offset = _ZERO_OFFSETS[form]
         self._group = int(stated.get("group_size", 128))

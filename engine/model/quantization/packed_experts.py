@@ -3,22 +3,28 @@ compressed-tensors)."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import chain
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from baton_kernels.quantized_linear import QuantizedWeight, dequantize
+from baton_kernels.experts.weights import pack_scales
+from baton_kernels.quantized_linear import QuantizedWeight, dequantize, unpack_halves
 from engine.model.errors import UnsupportedModel
-from engine.model.experts import NAMES, expert_shape, is_transposed
+from engine.model.experts import NAMES, Codes, expert_shape, is_transposed, keep_quantized
 from engine.model.load.safetensors_index import StoredTensor
 from engine.model.parallel.group import ONE_RANK, RankGroup
 from engine.model.quantization.experts import JOINED, StoredExperts, first_scale
 
+log = logging.getLogger(__name__)
+
 WORD = 8
 """The most codes in one."""
+_KINDS = ("qweight", "weight_packed")
 
 
 class PackedForm(Protocol):
@@ -88,32 +94,70 @@ class PackedExperts(StoredExperts):
         return self.form.stored_dim(kind, dim)
 
     def process(self, name: str, module: nn.Module, dtype: torch.dtype, others: RankGroup) -> None:
-        for weight, num_joined in JOINED.items():
-            prefix = f"{weight}_"
-            tensors = {own: p.detach() for own, p in module.named_parameters(recurse=False) if own.startswith(prefix)}
-            if not tensors:
-                continue  # it was processed before
-            for own in tensors:
-                delattr(module, own)
-            parts = {own.removeprefix(prefix): _apart(tensor, num_joined) for own, tensor in tensors.items()}
-            ranks = others if weight == NAMES[1] else ONE_RANK
-            module.register_parameter(weight, nn.Parameter(self._values(parts, dtype, ranks), requires_grad=False))
+        """On a GPU 4 bits are kept, else the module gets the values."""
+        gate_up, down = (_taken(module, weight) for weight in NAMES)
+        if not gate_up:
+            return  # it was processed before
+        stored = self._weights(gate_up, ONE_RANK), self._weights(down, others)
+        if stays_packed(next(iter(gate_up.values())).device):
+            reason: str | None = "they have 8 bits, or columns in another order than their groups"
+            if all(one.weight.four_bits and one.order is None for experts in stored for one in chain(*experts)):
+                reason = keep_quantized(module, _codes(stored[0]), _codes(stored[1]), dtype)
+            if reason is None:
+                return
+            log.warning("not kept in 4 bits: %s: %s", name, reason)
+        for weight, experts in zip(NAMES, stored, strict=True):
+            values = [torch.cat([_values(one, dtype) for one in parts]) for parts in experts]
+            module.register_parameter(weight, nn.Parameter(torch.stack(values), requires_grad=False))
 
-    def _values(self, parts: Mapping[str, Tensor], dtype: torch.dtype, others: RankGroup) -> Tensor:
-        """[num_experts, rows, columns] of `dtype`. parts: [num_experts, num_joined, ...] each."""
-        first = next(iter(parts.values()))
-        experts = []
-        for expert in range(first.shape[0]):
-            rows = []
-            for part in range(first.shape[1]):
-                own = {kind: tensor[expert, part] for kind, tensor in parts.items()}
-                weight, columns = self.form.weight(self.layer, own, others)
-                values = dequantize(weight, dtype)
-                rows.append(values if columns is None else torch.empty_like(values).index_copy_(1, columns, values))
-            experts.append(torch.cat(rows))
-        return torch.stack(experts)
+    def _weights(self, parts: Mapping[str, Tensor], others: RankGroup) -> list[list[_Stored]]:
+        """Of each expert those that are joined. parts: [num_experts, num_joined, ...] each."""
+        num_experts, num_joined = next(iter(parts.values())).shape[:2]
+
+        def one(*place: int) -> _Stored:
+            own = {kind: tensor[place] for kind, tensor in parts.items()}
+            return _Stored(*self.form.weight(self.layer, own, others))
+
+        return [[one(expert, part) for part in range(num_joined)] for expert in range(num_experts)]
 
 
-def _apart(tensor: Tensor, num_joined: int) -> Tensor:
-    """[num_experts, num_joined, ...]"""
-    return tensor.reshape(tensor.shape[0], num_joined, -1, *tensor.shape[2:])
+class _Stored(NamedTuple):
+    """A linear layer of an expert. order: which columns the weight's are; None: they are in order."""
+
+    weight: QuantizedWeight
+    order: Tensor | None
+
+
+def stays_packed(device: torch.device) -> bool:
+    """Whether 4 bits are kept there."""
+    return device.type == "cuda"
+
+
+def _codes(experts: list[list[_Stored]]) -> Codes:
+    """As `ExpertWeights` has 4-bit integers."""
+    codes, scales = list[Tensor](), list[Tensor]()
+    for parts in experts:
+        weights = [one.weight for one in parts]
+        whole = torch.cat([unpack_halves(weight.values, weight.packed_columns) for weight in weights])
+        codes.append(whole[:, ::2] | whole[:, 1::2] << 4)
+        scales.append(torch.cat([pack_scales(one.scale, 8 if one.zero is None else one.zero) for one in weights]))
+    return torch.stack(codes), torch.stack(scales)
+
+
+def _values(one: _Stored, dtype: torch.dtype) -> Tensor:
+    values = dequantize(one.weight, dtype)
+    return values if one.order is None else torch.empty_like(values).index_copy_(1, one.order, values)
+
+
+def _taken(module: nn.Module, weight: str) -> dict[str, Tensor]:
+    """What the module has in place of the weight, by kind, [num_experts, num_joined, ...]; it leaves the module."""
+    prefix, num_joined = f"{weight}_", JOINED[weight]
+    found = {own: p.detach() for own, p in module.named_parameters(recurse=False) if own.startswith(prefix)}
+    if not any(own.endswith(_KINDS) for own in found):
+        return {}
+    for own in found:
+        delattr(module, own)
+    return {
+        own.removeprefix(prefix): tensor.reshape(tensor.shape[0], num_joined, -1, *tensor.shape[2:])
+        for own, tensor in found.items()
+    }

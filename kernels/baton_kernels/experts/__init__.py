@@ -13,7 +13,7 @@ from torch import Tensor
 
 from baton_kernels.experts import reference
 from baton_kernels.experts.tiling import BY_TOKEN_TOKENS, RowTilings, Tilings, choose, kernel_tokens
-from baton_kernels.experts.weights import GROUP, ExpertWeights, Gate, Routing, Scores
+from baton_kernels.experts.weights import GROUP, ExpertWeights, Gate, Routing, Scores, int_group
 
 __all__ = [
     "ROUTER_TOKENS",
@@ -87,13 +87,18 @@ def _can_route_few(x: Tensor, router: Tensor, routing: Routing) -> bool:
 
 
 def can_compute(of: ExpertWeights) -> bool:
-    """Whether `experts` can: always on a CPU; on a GPU sizes must be multiples of 16, in MXFP4 of 32, in blocks of
-    128, and weights contiguous."""
+    """Whether `experts` can: always on a CPU; on a GPU sizes must be multiples of 16, of 4 bits of 32, as must be
+    groups of integers, in blocks of 128, and weights contiguous."""
     if not of.gate_up.is_cuda or of.arranged:
         return True
     sizes, aligned = (of.hidden_size, of.intermediate_size), GROUP if of.four_bits else of.block or ALIGNED
     stored = (of.gate_up, of.down, of.gate_up_scale, of.down_scale)
-    return all(size % aligned == 0 for size in sizes) and all(one is None or one.is_contiguous() for one in stored)
+    groups = int_group(of.gate_up, of.gate_up_scale), int_group(of.down, of.down_scale)
+    return (
+        not any(group % GROUP for group in groups)
+        and all(size % aligned == 0 for size in sizes)
+        and all(one is None or one.is_contiguous() for one in stored)
+    )
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights, slots: Tensor | None = None) -> Tensor:

@@ -40,7 +40,7 @@ def can_arrange(of: ExpertWeights, dtype: torch.dtype) -> bool:
 
 def has_order(of: ExpertWeights) -> bool:
     """On any device."""
-    if not of.four_bits or of.arranged or of.gate_up_scale is None or of.down_scale is None:
+    if not of.four_bits or of.integers or of.arranged or of.gate_up_scale is None or of.down_scale is None:
         return False
     fits = of.intermediate_size % 8 == 0 and of.hidden_size % 8 == 0
     return fits and max(int(scale.max()) for scale in (of.gate_up_scale, of.down_scale)) <= LARGEST_SCALE

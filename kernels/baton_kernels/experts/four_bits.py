@@ -1,6 +1,6 @@
-"""Weights in MXFP4 on their way into products, in Triton: codes become values in registers.
+"""Weights in MXFP4 and of 4-bit integers on their way into products, in Triton: codes become values in registers.
 
-A thread takes the 16 bytes of a scale's 32 columns, so that it reads each scale once.
+A thread takes the 16 bytes of 32 columns, which have one scale, so that it reads that once.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -28,19 +28,34 @@ def _powers_of_two(scale):
 
 
 @triton.jit
-def load_groups(codes_ptr, scale_ptr, group, mask):
-    """The values of groups' even and of their odd columns, [..., 16], and what to multiply them by, [..., 1]; zeros
-    where there is no group. group: [...], int64, from the first one of the tensor on."""
+def load_groups(codes_ptr, scale_ptr, group, mask, INTEGERS: tl.constexpr):
+    """The values of the even and of the odd ones of 32 columns, [..., 16], and what to multiply them by, [..., 1];
+    zeros where there are none. group: [...], int64, which 32 columns, from the first of the tensor on. INTEGERS: 0:
+    they are in MXFP4; else integers with a scale for so many columns."""
     byte = tl.expand_dims(group, -1) * 16 + tl.arange(0, 16)
     codes = tl.load(codes_ptr + byte, mask=tl.expand_dims(mask, -1), other=0)
+    if INTEGERS:
+        word = tl.load(scale_ptr + group // (INTEGERS // 32), mask=mask, other=0)
+        scale = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        zero = tl.expand_dims((word & 0xFFFF).to(tl.float32), -1)
+        return (codes & 15).to(tl.float32) - zero, (codes >> 4).to(tl.float32) - zero, tl.expand_dims(scale, -1)
     scale = tl.load(scale_ptr + group, mask=mask, other=0)
     return _values(codes & 15), _values(codes >> 4), tl.expand_dims(_powers_of_two(scale), -1)
 
 
 @triton.jit
-def load_weight(codes_ptr, scale_ptr, row, begin, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, DTYPE: tl.constexpr):
+def load_weight(
+    codes_ptr,
+    scale_ptr,
+    row,
+    begin,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    INTEGERS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
     """[rows, DEPTH] of DTYPE: the columns of these rows, [rows] int64, from `begin` on; zeros beyond COLUMNS."""
     within = begin // 32 + tl.arange(0, DEPTH // 32)
     group = row[:, None] * (COLUMNS // 32) + within[None, :]
-    even, odd, power = load_groups(codes_ptr, scale_ptr, group, (within < COLUMNS // 32)[None, :])
-    return tl.join((even * power).to(DTYPE), (odd * power).to(DTYPE)).reshape(row.shape[0], DEPTH)
+    even, odd, scale = load_groups(codes_ptr, scale_ptr, group, (within < COLUMNS // 32)[None, :], INTEGERS)
+    return tl.join((even * scale).to(DTYPE), (odd * scale).to(DTYPE)).reshape(row.shape[0], DEPTH)

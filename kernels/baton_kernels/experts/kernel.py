@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from baton_kernels.experts.alignment_kernel import Blocks
 from baton_kernels.experts.four_bits import load_weight
 from baton_kernels.experts.tiling import Tiling
-from baton_kernels.experts.weights import ExpertWeights
+from baton_kernels.experts.weights import ExpertWeights, int_group
 from baton_kernels.linear.kernel import gated
 from baton_kernels.pdl import launch_options
 
@@ -141,6 +141,7 @@ def _gate_up_kernel(
     HAS_SLOTS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     FOUR_BITS: tl.constexpr,
+    INTEGERS: tl.constexpr,
     BLOCK: tl.constexpr,
     SCALED: tl.constexpr,
     X_SCALED: tl.constexpr,
@@ -153,7 +154,8 @@ def _gate_up_kernel(
     """WIDTH: intermediate_size. out: [most * ROWS, WIDTH], in the order of the blocks; or of the choices.
 
     TMA: `weight_ptr` is a descriptor, of [num_experts * 2 * WIDTH, HIDDEN], or, interleaved, of
-    [num_experts * WIDTH, 2 * HIDDEN]. FOUR_BITS: weights are in MXFP4. SCALED: they have a scale per row.
+    [num_experts * WIDTH, 2 * HIDDEN]. FOUR_BITS: weights are in MXFP4, or with INTEGERS 4-bit integers with a
+    scale for so many columns. SCALED: they have a scale per row.
     BLOCK: or one per so many rows and columns, by which all sizes can be divided.
     """
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
@@ -190,8 +192,9 @@ def _gate_up_kernel(
                 up = _product(up, weight_ptr.load([up_row, up_column + k]), x)
             elif FOUR_BITS:
                 x = tl.load(x_ptrs, mask=taken[None, :] & (column < HIDDEN - k)[:, None], other=0.0)
-                gate = _product(gate, load_weight(weight_ptr, scale_ptr, rows, k, HIDDEN, DEPTH, DTYPE), x)
-                up = _product(up, load_weight(weight_ptr, scale_ptr, rows + APART, k, HIDDEN, DEPTH, DTYPE), x)
+                gate = _product(gate, load_weight(weight_ptr, scale_ptr, rows, k, HIDDEN, DEPTH, INTEGERS, DTYPE), x)
+                weight = load_weight(weight_ptr, scale_ptr, rows + APART, k, HIDDEN, DEPTH, INTEGERS, DTYPE)
+                up = _product(up, weight, x)
             elif BLOCK:
                 x = tl.load(x_ptrs, mask=taken[None, :], other=0.0)
                 gate = _product_of_blocks(gate, tl.load(weight_ptrs), x, scale_ptr, rows, k, HIDDEN, BLOCK)
@@ -254,6 +257,7 @@ def _down_kernel(
     BY_TOKEN: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
     FOUR_BITS: tl.constexpr,
+    INTEGERS: tl.constexpr,
     BLOCK: tl.constexpr,
     SCALED: tl.constexpr,
     X_SCALED: tl.constexpr,
@@ -261,7 +265,7 @@ def _down_kernel(
     PDL: tl.constexpr,
 ):
     """x: what `_gate_up_kernel` wrote. routed: [num_choices], the weights. out: [num_choices, HIDDEN]. TMA: `x_ptr` and
-    `weight_ptr` are descriptors, that of [num_experts * HIDDEN, WIDTH]. FOUR_BITS: weights are in MXFP4."""
+    `weight_ptr` are descriptors, that of [num_experts * HIDDEN, WIDTH]. The rest as above."""
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     EVEN: tl.constexpr = WIDTH % DEPTH == 0
     block, tile = _place(most, tl.cdiv(HIDDEN, OUT), group)
@@ -287,7 +291,7 @@ def _down_kernel(
                 sums = _product(sums, weight_ptr.load([first, k]), x_ptr.load([block * ROWS, k]).T)
             elif FOUR_BITS:
                 x = tl.load(x_ptrs, mask=taken[None, :] & (column < WIDTH - k)[:, None], other=0.0)
-                sums = _product(sums, load_weight(weight_ptr, scale_ptr, rows, k, WIDTH, DEPTH, DTYPE), x)
+                sums = _product(sums, load_weight(weight_ptr, scale_ptr, rows, k, WIDTH, DEPTH, INTEGERS, DTYPE), x)
             elif BLOCK:
                 x = tl.load(x_ptrs, mask=taken[None, :], other=0.0)
                 sums = _product_of_blocks(sums, tl.load(weight_ptrs), x, scale_ptr, rows, k, WIDTH, BLOCK)
@@ -336,8 +340,8 @@ def gate_up(
         num_choices, blocks.most, tiling.group or blocks.most, x.stride(0), of.gate_up.stride(0),
         width, of.hidden_size, top_k, triton.next_power_of_2(top_k),
         tiling.rows, tiling.out, tiling.depth, tiling.num_stages, tiling.tma, blocks.by_token, blocks.has_slots,
-        of.interleaved, of.four_bits, of.block, of.scales_rows, x_scale is not None, bias is not None,
-        of.gate, of.alpha, of.limit,
+        of.interleaved, of.four_bits, int_group(of.gate_up, scale), of.block, of.scales_rows, x_scale is not None,
+        bias is not None, of.gate, of.alpha, of.limit,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **launch_options(x.device),
     )  # fmt: skip
     return out
@@ -365,7 +369,7 @@ def down(
         weights.numel(), blocks.most, tiling.group or blocks.most, of.down.stride(0),
         of.intermediate_size, of.hidden_size, weights.shape[1], triton.next_power_of_2(weights.shape[1]),
         tiling.rows, tiling.out, tiling.depth, tiling.num_stages, tiling.tma, blocks.by_token, blocks.has_slots,
-        of.four_bits, of.block, of.scales_rows, x_scale is not None, bias is not None,
+        of.four_bits, int_group(of.down, scale), of.block, of.scales_rows, x_scale is not None, bias is not None,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **launch_options(x.device),
     )  # fmt: skip
     return out

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton_kernels.experts.arranged import as_published
-from baton_kernels.experts.weights import BLOCK, GROUP, ExpertWeights, Routing
+from baton_kernels.experts.weights import BLOCK, GROUP, ExpertWeights, Routing, int_group
 from baton_kernels.gated_activation import reference as gated_activation
 
 
@@ -78,6 +78,8 @@ def _weight(
 
 def values(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """[rows, columns] of `dtype`: an expert's weight, by its codes and scales as in `ExpertWeights`."""
+    if group := int_group(codes, scale):
+        return _integers(codes, scale, group, dtype)
     if codes.dtype == torch.uint8:
         return dequantize(codes, scale, dtype)
     if scale.ndim == 2:
@@ -93,6 +95,13 @@ def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     values = table[torch.stack([codes & 15, codes >> 4], -1).int()]
     grouped = values.view(*scale.shape, GROUP) * _power_of_two(scale)[..., None]
     return grouped.flatten(-2).to(dtype)
+
+
+def _integers(codes: Tensor, scale: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+    columns = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).float()
+    scales = (scale >> 16).to(torch.int16).view(torch.float16).float()
+    grouped = columns.view(*scale.shape, group)
+    return ((grouped - (scale & 0xFFFF)[..., None]) * scales[..., None]).flatten(-2).to(dtype)
 
 
 def _power_of_two(scale: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from baton_kernels.experts.four_bits import load_groups
 from baton_kernels.experts.kernel import apply_gate
 from baton_kernels.experts.tiling import RowTilings
-from baton_kernels.experts.weights import ExpertWeights
+from baton_kernels.experts.weights import ExpertWeights, int_group
 from baton_kernels.pdl import launch_options
 
 
@@ -38,6 +38,7 @@ def _gate_up_rows_kernel(
     STAGES: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     FOUR_BITS: tl.constexpr,
+    INTEGERS: tl.constexpr,
     BLOCK: tl.constexpr,
     SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -80,9 +81,9 @@ def _gate_up_rows_kernel(
                 x = tl.load(x_ptrs, mask=column < HIDDEN - k, other=0.0).to(tl.float32)
                 x_even, x_odd = tl.split(x.reshape(1, DEPTH // 32, 16, 2))
                 there = (within < HIDDEN // 32 - k // 32)[None, :]
-                even, odd, power = load_groups(weight_ptr, scale_ptr, group, there)
+                even, odd, power = load_groups(weight_ptr, scale_ptr, group, there, INTEGERS)
                 gates += (even * x_even + odd * x_odd) * power
-                even, odd, power = load_groups(weight_ptr, scale_ptr, group + APART * (HIDDEN // 32), there)
+                even, odd, power = load_groups(weight_ptr, scale_ptr, group + APART * (HIDDEN // 32), there, INTEGERS)
                 ups += (even * x_even + odd * x_odd) * power
                 group += DEPTH // 32
             elif BLOCK:
@@ -136,6 +137,7 @@ def _down_rows_kernel(
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
     FOUR_BITS: tl.constexpr,
+    INTEGERS: tl.constexpr,
     BLOCK: tl.constexpr,
     SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -175,7 +177,7 @@ def _down_rows_kernel(
         if FOUR_BITS:
             x_even, x_odd = tl.split(x.reshape(CHOICES, 1, DEPTH // 32, 16, 2))
             there = used & (within < WIDTH // 32 - k // 32)[None, None, :]
-            even, odd, power = load_groups(weight_ptr, scale_ptr, group, there)
+            even, odd, power = load_groups(weight_ptr, scale_ptr, group, there, INTEGERS)
             sums += (even * x_even + odd * x_odd) * power
             group += DEPTH // 32
         elif BLOCK:
@@ -211,15 +213,16 @@ def experts(
         x, of.gate_up, out if of.gate_up_scale is None else of.gate_up_scale,
         out if of.gate_up_bias is None else of.gate_up_bias, ids, slots_ptr, inner,
         x.stride(0), of.gate_up.stride(0), width, hidden, top_k, num_experts,
-        first.out, first.depth, first.num_stages, of.interleaved, of.four_bits, of.block, of.scales_rows,
-        of.gate_up_bias is not None, slots is not None, of.gate, of.alpha, of.limit,
+        first.out, first.depth, first.num_stages, of.interleaved, of.four_bits,
+        int_group(of.gate_up, of.gate_up_scale), of.block, of.scales_rows, of.gate_up_bias is not None,
+        slots is not None, of.gate, of.alpha, of.limit,
         num_warps=first.num_warps, **options,
     )  # fmt: skip
     _down_rows_kernel[(triton.cdiv(hidden, second.out), num_tokens)](
         inner, of.down, out if of.down_scale is None else of.down_scale,
         out if of.down_bias is None else of.down_bias, weights, ids, slots_ptr, out,
         of.down.stride(0), width, hidden, top_k, triton.next_power_of_2(top_k), num_experts,
-        second.out, second.depth, second.num_stages, of.four_bits, of.block, of.scales_rows, of.down_bias is not None,
-        slots is not None, num_warps=second.num_warps, **options,
+        second.out, second.depth, second.num_stages, of.four_bits, int_group(of.down, of.down_scale), of.block,
+        of.scales_rows, of.down_bias is not None, slots is not None, num_warps=second.num_warps, **options,
     )  # fmt: skip
     return out

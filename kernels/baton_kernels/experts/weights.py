@@ -30,9 +30,13 @@ class ExpertWeights:
     gate_up_scale, down_scale: [num_experts, rows] in fp32, of weights in float8_e4m3fn, whose values they multiply; or
         both in blocks: [num_experts, rows / 128, columns / 128], where 128 divides intermediate_size and hidden_size.
 
-    Weights in MXFP4 (OCP Microscaling Formats, version 1.0, section 5) are uint8, and their last dimension is half as
-    long: a byte has two e2m1 codes, that of the even column in its low half. Their scales are uint8, [num_experts,
-    rows, columns / 32], each the exponent of a power of two plus 127. `arranged.arrange` puts both into another order.
+    Weights of 4-bit integers (AWQ, GPTQ) are uint8, and their last dimension is half as long: a byte has two codes,
+    that of the even column in its low half. Their scales are int32, [num_experts, rows, columns / group]: in the upper
+    16 bits a scale in fp16, by which the code less its zero is multiplied, and below it the zero. See `pack_scales`.
+
+    Weights in MXFP4 (OCP Microscaling Formats, version 1.0, section 5) are uint8 of the same shape, with e2m1 codes,
+    and their scales uint8, [num_experts, rows, columns / 32], each the exponent of a power of two plus 127.
+    `arranged.arrange` puts both into another order.
     """
 
     gate_up: Tensor
@@ -52,13 +56,18 @@ class ExpertWeights:
 
     @property
     def four_bits(self) -> bool:
-        """Whether the weights are in MXFP4."""
+        """Whether the weights are in MXFP4, or 4-bit integers."""
         return self.arranged or self.gate_up.dtype == torch.uint8
 
     @property
     def arranged(self) -> bool:
         """Whether they are in the order of `arranged.arrange`: words of 32 bits."""
         return self.gate_up.dtype == torch.int32
+
+    @property
+    def integers(self) -> bool:
+        """Whether they are 4-bit integers."""
+        return bool(int_group(self.gate_up, self.gate_up_scale))
 
     @property
     def eight_bits(self) -> bool:
@@ -99,6 +108,19 @@ class ExpertWeights:
         stored = ("gate_up", "down", "gate_up_bias", "down_bias", "gate_up_scale", "down_scale")
         found = {name: value[expert, None] for name in stored if (value := getattr(self, name)) is not None}
         return replace(self, **found)
+
+
+def int_group(codes: Tensor, scale: Tensor | None) -> int:
+    """Columns with one scale, of a weight of 4-bit integers; 0: it is of another kind."""
+    if scale is None or codes.dtype != torch.uint8 or scale.dtype != torch.int32:
+        return 0
+    return 2 * codes.shape[-1] // scale.shape[-1]
+
+
+def pack_scales(scale: Tensor, zero: Tensor | int) -> Tensor:
+    """int32 of `scale`'s shape: of 4-bit integers, see `ExpertWeights`. zero: codes from 0 to 16."""
+    bits = scale.to(torch.float16).view(torch.int16).to(torch.int32) << 16
+    return bits | (zero.to(torch.int32) if isinstance(zero, Tensor) else zero)
 
 
 @dataclass(frozen=True, slots=True)
