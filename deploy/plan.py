@@ -1,6 +1,6 @@
 """Which processes make up a cluster on this machine: a pure function of settings, machine and ports.
 
-On a CPU the nodes' ranks share the cores. GPUs are assigned to the nodes round robin, one each. A node sees the others
+On a CPU the nodes' ranks share the cores. GPUs are assigned round robin, one to each rank. A node sees the others
 too, after its own, since UCX reaches a peer's memory only on a visible device, and makes the first one current.
 """
 

@@ -6,5 +6,5 @@ and `PrefixCache` what is in it (all pure Python, without tensors), and a `Model
 only place with torch). Beside the step loop, `LiveSequences` knows the sequences and what they hold, `StepOutput`
 enters their tokens, `Forks` and `BeamSearch` make several of one, and `StepTiming` learns how long steps take. A
 `KvTier`, if there is one, receives the blocks that are evicted from the pool. May import `baton` and `baton_kernels`;
-knows nothing of peers, leases or the network.
+knows nothing of leases, routers or KV transfers; the only network is that of ranks (`model/parallel`).
 """

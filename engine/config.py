@@ -49,8 +49,7 @@ class EngineConfig:
         _check(
             self.max_num_batched_tokens >= 1, "max-num-batched-tokens", self.max_num_batched_tokens, "must be 1 or more"
         )
-        drafts = self.num_speculative_tokens
-        _check(drafts >= 0, "num-speculative-tokens", drafts, "must be 0 or more")
+        assert self.num_speculative_tokens >= 0
         _check(self.vocab_size >= 1, "model", self.vocab_size, "must have a vocabulary of 1 or more tokens")
         needed = self.most_blocks(self.max_model_len)
         _check(

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-OutputProcessor = Callable[[list[int], "Tensor"], "Tensor"]
-PromptProcessor = Callable[[list[int], list[int], "Tensor"], "Tensor"]
 _WITH_PROMPT = 3
 """Arguments."""
 

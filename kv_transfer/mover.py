@@ -76,6 +76,11 @@ class KvMover:
         self._converted: dict[tuple[LayerKv, ...], Sent] = {}
         self._lock = threading.RLock()  # guards the slots' states and owners
 
+    @property
+    def num_free_slots(self) -> int:
+        """On any thread."""
+        return self._staging.num_free
+
     def slots(self) -> list[KvSlot]:
         """For the audit."""
         with self._lock:

@@ -78,6 +78,11 @@ class _Ranks(Generic[Mover]):
         for mover in self.ranks:
             mover.warm_up()
 
+    @property
+    def num_free_slots(self) -> int:
+        """Of all ranks. On any thread."""
+        return sum(mover.num_free_slots for mover in self.ranks)
+
     def check_integrity(self) -> None:
         for mover in self.ranks:
             mover.check_integrity()
@@ -89,11 +94,6 @@ class SenderRanks(_Ranks[KvSender]):
     def planner(self, receiver: KvLayout, part_blocks: int) -> PartPlanner:
         """The planner for parts to a node of that layout."""
         return PartPlanner(self.layout, receiver, part_blocks, self.layout)
-
-    @property
-    def num_free_slots(self) -> int:
-        """Of all ranks. On any thread."""
-        return sum(mover.num_free_slots for mover in self.ranks)
 
     @contextlib.contextmanager
     def batched(self) -> Iterator[None]:
@@ -124,11 +124,6 @@ class ReceiverRanks(_Ranks[KvReceiver]):
     def planner(self, sender: KvLayout, part_blocks: int) -> PartPlanner:
         """The planner for parts from a node of that layout."""
         return PartPlanner(sender, self.layout, part_blocks, self.layout)
-
-    @property
-    def num_free_slots(self) -> int:
-        """Of all ranks. On any thread."""
-        return sum(mover.num_free_slots for mover in self.ranks)
 
     @property
     def num_damaged_pieces(self) -> int:

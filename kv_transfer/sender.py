@@ -86,10 +86,6 @@ class KvSender(KvMover):
         self._is_batched = False
         self._flying: dict[int, _Outgoing] = {}  # by slot
 
-    @property
-    def num_free_slots(self) -> int:
-        return self._staging.num_free
-
     def send(
         self,
         peer: str,

@@ -35,7 +35,7 @@ from engine.model.parallel.others import NO_OTHERS
 from engine.model.parallel.pipeline import ONE_STAGE, Pipeline
 from engine.model.runner import TorchModelRunner
 from kv_transfer.remote import RemotePool
-from node.data_parallel import join_ranks, meet
+from node.data_parallel import join_nodes, join_ranks
 from node.errors import StartupError
 from node.kv_layout import fingerprint_of, layout_of
 from node.peer_nodes import PeerNodes
@@ -136,7 +136,7 @@ def build(settings: NodeSettings, wake: Callable[[], None] | None = None, ranks:
     if ranks is not None and peers is not None:
         ranks.settle = lambda: peers.why_lost(_NOTICED_S)
     try:
-        at = None if peers is None else peers.meeting.at
+        at = None if peers is None else peers.rendezvous.at
         weights = partial(fingerprint_of, settings, checkpoint)
         everyone = ONE_RANK if ranks is None else ranks.join(device_of(settings), at, weights)
         return _build(settings, checkpoint, wake, ranks, Pipeline(everyone, settings.pipeline_parallel_size), peers)
@@ -166,7 +166,7 @@ def _meet_peers(settings: NodeSettings, checkpoint: Checkpoint, wake: Callable[[
     }
     if device == "cuda":
         serves |= _same_graphs(settings)
-    return meet(settings, serves, wake or (lambda: None))
+    return join_nodes(settings, serves, wake or (lambda: None))
 
 
 def _same_graphs(settings: NodeSettings) -> dict[str, str]:
@@ -192,7 +192,7 @@ def _build(
     peers: PeerNodes | None = None,
 ) -> Built:
     tokenizer = _read_tokenizer(settings, checkpoint.path)
-    data = ONE_NODE if peers is None else join_ranks(settings, 0, peers.meeting.at, device_of(settings))
+    data = ONE_NODE if peers is None else join_ranks(settings, 0, peers.rendezvous.at, device_of(settings))
     part = load_part(settings, checkpoint, pipeline, data)
     config, device = part.config, part.model.device
     layer_groups = settings.layer_groups(device.type == "cuda")

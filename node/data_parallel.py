@@ -19,7 +19,7 @@ from baton.incarnation import new_incarnation
 from node.errors import StartupError
 from node.greetings import Greeter, Place, closed_on_error, come, family, number_in, own_host, why_not_alike
 from node.peer_links import PeerLink
-from node.peer_nodes import Limits, Meeting, PeerNodes
+from node.peer_nodes import Limits, PeerNodes, Rendezvous
 from node.settings import NodeSettings
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def meet(
+def join_nodes(
     settings: NodeSettings, serves: Mapping[str, str], wake: Callable[[], None], limits: Limits | None = None
 ) -> PeerNodes:
     """Wait for all data parallel nodes. serves: by flag, what must be the same on all of them. wake: see PeerNodes.
@@ -40,14 +40,14 @@ def meet(
     at = HostPort(settings.data_parallel_address, settings.data_parallel_rpc_port)
     place = Place(at, "--data-parallel-address", "--data-parallel-rpc-port", "data parallel node")
     if rank:
-        link, meeting = _come(place, rank, size, serves, limits.join)
-        return PeerNodes(rank, size, {0: link}, meeting, wake, limits)
+        link, rendezvous = _come(place, rank, size, serves, limits.join)
+        return PeerNodes(rank, size, {0: link}, rendezvous, wake, limits)
     links = _await_all(place, size, serves, limits.join)
-    meeting = _meeting(at.host)
+    rendezvous = _open_rendezvous(at.host)
     for link in links.values():
         with contextlib.suppress(OSError):  # the watch knows
-            link.send(port=meeting.at.port, group=meeting.group)
-    return PeerNodes(rank, size, links, meeting, wake, limits)
+            link.send(port=rendezvous.at.port, group=rendezvous.group)
+    return PeerNodes(rank, size, links, rendezvous, wake, limits)
 
 
 def join_ranks(settings: NodeSettings, rank: int, store: HostPort, device: torch.device) -> DataParallel:
@@ -108,20 +108,22 @@ def _why_not(
     return why_not_alike(serves, own, "data parallel rank 0")
 
 
-def _meeting(host: str) -> Meeting:
+def _open_rendezvous(host: str) -> Rendezvous:
     from torch._C._distributed_c10d import TCPStore
 
     listener = socket.create_server((host, 0), family=family(host))
     port = listener.getsockname()[1]
     server = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    return Meeting(HostPort(host, port), new_incarnation(), server)
+    return Rendezvous(HostPort(host, port), new_incarnation(), server)
 
 
 # ---- the others ----
 
 
-def _come(place: Place, rank: int, size: int, serves: Mapping[str, str], timeout_s: float) -> tuple[PeerLink, Meeting]:
+def _come(
+    place: Place, rank: int, size: int, serves: Mapping[str, str], timeout_s: float
+) -> tuple[PeerLink, Rendezvous]:
     """To rank 0, which may come later."""
     link, said = come(place, {"rank": rank, "size": size, "serves": dict(serves)}, timeout_s)
     with closed_on_error(link):
-        return link, Meeting(HostPort(place.at.host, int(said["port"])), str(said["group"]))
+        return link, Rendezvous(HostPort(place.at.host, int(said["port"])), str(said["group"]))

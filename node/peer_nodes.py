@@ -42,7 +42,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Rendezvous:
     """What all nodes have in common: where their ranks meet, and what their incarnations begin with. server: on rank 0,
     which is that place as long as it has this object."""
 
@@ -63,11 +63,11 @@ class PeerNodes:
         rank: int,
         size: int,
         links: Mapping[int, PeerLink],
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         wake: Callable[[], None],
         limits: Limits,
     ) -> None:
-        self.meeting = meeting
+        self.rendezvous = rendezvous
         self._rank, self._size, self._links = rank, size, links
         self._wake, self._limits = wake, limits
         self._wave, self._last_started = 0, -1
@@ -84,7 +84,7 @@ class PeerNodes:
     @property
     def incarnation(self) -> str:
         """This node's."""
-        return in_group(self.meeting.group, self._rank)
+        return in_group(self.rendezvous.group, self._rank)
 
     # ---- waves, on the engine's thread ----
 

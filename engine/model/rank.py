@@ -38,7 +38,7 @@ Score = Callable[[int, Tensor], None]
 
 class RankModel:
     """Owns the rank's `pool`, and the block tables on its device; runs `model`, whose attention modules are bound to
-    the pool. All ranks of a node must make the same calls, in the same order.
+    the pool. All ranks of a node must make the same calls, but for `meet`, in the same order.
 
     last_tokens: [max_num_seqs] int32, the last token of each row of the batch. The sampler of rank 0 writes its own;
     the other ranks of the first stage get them with each step. pipeline, data: the rank's place, for which the model
@@ -110,24 +110,24 @@ class RankModel:
         )
 
     def meet(self, chunks: Seq[Chunk], may_replay: bool = True) -> tuple[StepGraph | None, list[int]]:
-        """The captured step for chunks in the order of `singles_first`, if there is one, and how many rows each data
-        parallel node has, an empty list if there is one node. Several agree on the step; a node without chunks takes
-        part in that of others, and if none has rows, there is no step. may_replay: nothing is wanted that graphs
-        lack."""
+        """Rank 0 only. The CUDA graph for these chunks, in the order of `singles_first`, None to launch op by op; and
+        the number of tokens of each data parallel node, [] if there is one node. Several nodes agree here on one graph.
+        A node without chunks takes part, too; if all counts are 0, there is no step. may_replay: False if the step
+        wants what no graph has."""
         if self._data.num_nodes == 1:
             return self._graphs.fitting(chunks) if self._graphs is not None and chunks and may_replay else None, []
         needs = StepNeeds.of(chunks) if may_replay else NO_GRAPH
         met = self._data.meet(sum(chunk.length for chunk in chunks), needs)
         graph = None if self._graphs is None else self._graphs.with_room(StepNeeds(*met.needs))
-        return graph, met.num_rows
+        return graph, met.num_tokens_across_dp
 
     @torch.inference_mode()
     def compute(self, step: RankStep, marks: SeesLayers | None = None, score: Score | None = None) -> Tensor:
         """Launch the step; its logits: [num_logits, vocab_size], or with padding below if they are from a graph, and
         then valid until the next step. score: takes what `step.scored` asks for. Of several stages, all but the last
         return hidden states, and the last one sends what it has to rank 0: what is scored, then the logits."""
-        if step.rows.size:
-            self._data.begin(step.rows.tolist())
+        if step.num_tokens_across_dp.size:
+            self._data.begin(step.num_tokens_across_dp.tolist())
         if step.tables.size:
             both = upload(step.tables, self.model.device)
             update_block_tables(self._state.block_tables, both[0], both[1])

@@ -21,8 +21,8 @@ class RankStep:
     num_tokens: without padding. num_logits: rows of logits that are wanted, or ALL_TOKENS. lengths, ends: of each
     chunk, [num_seqs]. tables: [2, n], new entries of the block tables, flattened: where, and the blocks. fresh: blocks
     to clear first. scored: [n, 2], tokens of the batch (the first one, and how many) whose logits are wanted besides,
-    a piece at a time. rows: of each data parallel node, [num_nodes]; empty: there is one. Without tokens of its own, a
-    node computes its experts for the others'.
+    a piece at a time. num_tokens_across_dp: of each data parallel node, [num_nodes]; empty: there is one node. A node
+    with 0 computes its experts for the others.
     """
 
     graph: int
@@ -34,17 +34,19 @@ class RankStep:
     tables: Int32Array
     fresh: Int32Array
     scored: Int32Array
-    rows: Int32Array
+    num_tokens_across_dp: Int32Array
 
     @classmethod
-    def idle(cls, graph: int, packed: Int32Array, rows: list[int]) -> RankStep:
+    def idle(cls, graph: int, packed: Int32Array, num_tokens_across_dp: list[int]) -> RankStep:
         """Of a node without tokens."""
         none, pairs = np.zeros(0, np.int32), np.zeros((0, 2), np.int32)
-        return cls(graph, packed, 0, 0, none, none, pairs.reshape(2, 0), none, pairs, np.array(rows, np.int32))
+        return cls(
+            graph, packed, 0, 0, none, none, pairs.reshape(2, 0), none, pairs, np.array(num_tokens_across_dp, np.int32)
+        )
 
     def to_array(self) -> Int32Array:
         """One array for `from_array`."""
-        arrays = self.packed, self.lengths, self.ends, self.tables, self.fresh, self.scored, self.rows
+        arrays = self.packed, self.lengths, self.ends, self.tables, self.fresh, self.scored, self.num_tokens_across_dp
         header = [self.graph, self.num_tokens, self.num_logits, *(array.size for array in arrays)]
         return np.concatenate([np.array(header, np.int32), *(array.reshape(-1) for array in arrays)])
 
@@ -53,6 +55,10 @@ class RankStep:
         """Views of the array."""
         graph, num_tokens, num_logits, *sizes = array[:_HEADER].tolist()
         ends = np.cumsum(sizes)[:-1]
-        packed, lengths, chunk_ends, tables, fresh, scored, rows = np.split(array[_HEADER : _HEADER + sum(sizes)], ends)
+        packed, lengths, chunk_ends, tables, fresh, scored, num_tokens_across_dp = np.split(
+            array[_HEADER : _HEADER + sum(sizes)], ends
+        )
         tables, scored = tables.reshape(2, -1), scored.reshape(-1, 2)
-        return cls(graph, packed, num_tokens, num_logits, lengths, chunk_ends, tables, fresh, scored, rows)
+        return cls(
+            graph, packed, num_tokens, num_logits, lengths, chunk_ends, tables, fresh, scored, num_tokens_across_dp
+        )

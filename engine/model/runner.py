@@ -88,7 +88,8 @@ class TorchModelRunner:
         self._input_batch = InputBatch(config, self._sampler)
         self._wake = wake
         self.waited_s = 0.0
-        """See `engine.step.ModelRunner`; a meeting for which nobody waits takes some time, too."""
+        """How long the last launch waited for data parallel nodes: its meeting, less the shortest recent one, for which
+        nobody was late."""
         self._meetings_s: deque[float] = deque(maxlen=_MEETINGS_KNOWN)
         self._watch = EventThread(model.device, "device-watch") if wake and model.device.type == "cuda" else None
         self._staged: StagedSteps | None = None
@@ -161,25 +162,26 @@ class TorchModelRunner:
                 self._watch.add(event, self._wake)
 
     def keep_up(self, busy: bool) -> bool:
-        """Without anything else to do, take part in a step of the data parallel nodes, should one of them have begun
-        it. Returns whether one has: then the next step must be launched or kept up with soon."""
+        """Take part in a step that another data parallel node has begun, without tokens of this one (in vLLM:
+        `execute_dummy_batch`), unless busy. Returns whether one has begun: then launch or call again soon."""
         if not busy and self._waves.running:
             self._rebalance()
-            graph, rows = self._meet([])
-            if any(rows):
+            graph, across = self._meet([])
+            if any(across):
                 packed = np.zeros(0, np.int32) if graph is None else graph.pack([], [])
-                self._compute(RankStep.idle(EAGER if graph is None else graph.index, packed, rows))
+                self._compute(RankStep.idle(EAGER if graph is None else graph.index, packed, across))
         return self._waves.running
 
     def _meet(self, chunks: list[Chunk], may_replay: bool = True) -> tuple[StepGraph | None, list[int]]:
-        """See RankModel. The next step is a wave of its own, so that idle nodes sleep until one of them begins it."""
+        """`RankModel.meet`, timed. Ends the wave: each step is one, so that idle nodes sleep until a node begins the
+        next."""
         began = time.perf_counter()
-        graph, num_rows = self.rank.meet(chunks, may_replay)
-        if num_rows:
+        graph, across = self.rank.meet(chunks, may_replay)
+        if across:
             self._meetings_s.append(time.perf_counter() - began)
             self.waited_s = self._meetings_s[-1] - min(self._meetings_s)
         self._waves.end()
-        return graph, num_rows
+        return graph, across
 
     def _rebalance(self) -> None:
         """Between two steps, let the experts of one layer change places, if it is time for that. Data parallel nodes
@@ -209,7 +211,7 @@ class TorchModelRunner:
     ) -> RankStep:
         """The step as all ranks get it, on which data parallel nodes agree here. What is scored is computed without a
         graph."""
-        graph, num_rows = self._meet(chunks, may_replay=not pieces)
+        graph, across = self._meet(chunks, may_replay=not pieces)
         size = BatchSize.of(chunks, self.rank.extensions)
         return RankStep(
             graph=EAGER if graph is None else graph.index,
@@ -221,7 +223,7 @@ class TorchModelRunner:
             tables=tables,
             fresh=np.array(self._fresh_blocks(chunks), np.int32),
             scored=np.array([(piece.first, piece.count) for piece in pieces], np.int32).reshape(-1, 2),
-            rows=np.array(num_rows, np.int32),
+            num_tokens_across_dp=np.array(across, np.int32),
         )
 
     def _marks(self, chunks: Seq[Chunk]) -> LayerMarks | None:

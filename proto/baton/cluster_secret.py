@@ -25,7 +25,6 @@ from baton.messages import Auth
 
 MIN_BYTES = 16
 NONCE_BYTES = 32
-PROOF_BYTES = 32
 
 SESSION = "session"
 HANDOFF = "handoff"

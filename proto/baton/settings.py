@@ -159,11 +159,11 @@ class _Parser(argparse.ArgumentParser):
 
 def _add_flag(parser: argparse.ArgumentParser, name: str, field: FieldInfo) -> None:
     """Values remain text here: pydantic converts and validates them, whatever their source."""
-    options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": _help(field)}
+    options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": help_text(field).replace("%", "%%")}
     if bool in (field.annotation, *get_args(field.annotation)):
         options["action"] = argparse.BooleanOptionalAction
     else:
-        options["metavar"] = _metavar(field.annotation)
+        options["metavar"] = metavar(field.annotation)
         if get_origin(field.annotation) is tuple:
             options["action"] = "append"
     parser.add_argument(flag_name(name), *_short_flags(field), **options)
@@ -175,17 +175,18 @@ def _short_flags(field: FieldInfo) -> list[str]:
     return [str(extra["flag"])] if isinstance(extra, dict) and "flag" in extra else []
 
 
-def _help(field: FieldInfo) -> str:
+def help_text(field: FieldInfo) -> str:
+    """The description, and the default if it says something."""
     text = str(field.description)
     if field.is_required():
         text += " (required)"
     elif field.default not in (None, "", ()):
         default = {True: "on", False: "off"}[field.default] if field.annotation is bool else field.default
         text += f" (default: {default})"
-    return text.replace("%", "%%")
+    return text
 
 
-def _metavar(annotation: Any) -> str:
+def metavar(annotation: Any) -> str:
     """The placeholder for the value in `--help`: the choices, or the kind of value."""
     kinds = {int: "N", float: "X", Path: "PATH", HostPort: "HOST:PORT", str: "TEXT"}
     if annotation in kinds:
@@ -193,7 +194,7 @@ def _metavar(annotation: Any) -> str:
     parts = get_args(annotation)
     if get_origin(annotation) is Literal:
         return "{" + ",".join(str(choice) for choice in parts) + "}"
-    found = next((name for part in parts if (name := _metavar(part)) != "VALUE"), "VALUE")
+    found = next((name for part in parts if (name := metavar(part)) != "VALUE"), "VALUE")
     return found + ",..." if get_origin(annotation) is tuple else found
 
 

@@ -26,6 +26,7 @@ OWN_FOLDERS = (
     "kernels",
     "engine",
     "kv_transfer",
+    "node",
     "prefill_node",
     "decode_node",
     "router",

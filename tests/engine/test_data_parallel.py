@@ -203,8 +203,9 @@ def test_rows_go_and_come_back(num_rows: list[int], meets: bool) -> None:
         data = DataParallel(group, len(num_rows))
         if meets:
             met = data.meet(num_rows[node], [7 + num_rows[node]])
-            assert (met.num_rows, met.needs) == (num_rows, [max((7 + num for num in num_rows if num), default=0)])
-            data.begin(met.num_rows)
+            assert met.num_tokens_across_dp == num_rows
+            assert met.needs == [max((7 + num for num in num_rows if num), default=0)]
+            data.begin(met.num_tokens_across_dp)
         everyone = data.gather(own)
         assert torch.equal(everyone, torch.cat(rows, 1))
         assert torch.equal(data.sum_own(everyone), own * len(num_rows))

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from baton_kernels.paged_attention import PagedBatch, contiguous, decode, kernel, merge, prefill
+from baton_kernels.paged_attention import PagedBatch, contiguous, decode, kernel, merge, prefill, reference
 from tests.kernels.attention_case import BATCHES, Case
 
 torch.set_num_threads(1)
@@ -291,7 +291,7 @@ def test_merge_pair(device: str, dtype: torch.dtype) -> None:
     out, other = (torch.randn(5, n, 48, device=device).to(dtype).transpose(0, 1) for n in (12, 9))
     lse, other_lse = (torch.randn(5, 16, device=device)[:, :n] * 30 for n in (12, 9))
     expected, expected_lse = out.clone(), lse.clone()
-    merge.merge_pair_reference(expected, expected_lse, other, other_lse, 2, 7)
+    reference.merge_pair(expected, expected_lse, other, other_lse, 2, 7)
     merge.merge_pair(out, lse, other, other_lse, 2, 7)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)

@@ -87,9 +87,10 @@ def test_a_slot_of_a_cut_send_serves_the_next_while_the_old_receiver_goes_on(wir
     sender, receiver, other = slow_pair(wire_rig, num_slots=2)
     tag, source, target = stop_half_way(sender, receiver, stopped=receiver)
     sender.call("disconnect", receiver.name)
-    (failed,) = sender.call("wait", 1)
-    assert isinstance(failed, Failed)
-    assert (failed.tag, failed.slot) == (tag, source)
+    (end,) = sender.call("wait", 1)
+    one_sided = wire_rig.kind == "nixl"  # which may have written all of it meanwhile
+    assert isinstance(end, Sent | Failed if one_sided else Failed)
+    assert (end.tag, end.slot) == (tag, source)
 
     sender.call("refill", source, REWRITTEN)  # reused at once, for another peer
     slot = other.call("fill", UNTOUCHED)

@@ -283,7 +283,7 @@ def test_a_start_that_the_loss_of_another_node_has_broken_names_it(checkpoint, m
     """Anything else that breaks it is told as it is."""
 
     class Peers:
-        meeting = SimpleNamespace(at=None)
+        rendezvous = SimpleNamespace(at=None)
 
         def why_lost(self, timeout_s):
             return why
@@ -291,7 +291,7 @@ def test_a_start_that_the_loss_of_another_node_has_broken_names_it(checkpoint, m
     def broken(*_):
         raise RuntimeError("Connection closed by peer")
 
-    monkeypatch.setattr("node.build.meet", lambda *_: Peers())
+    monkeypatch.setattr("node.build.join_nodes", lambda *_: Peers())
     monkeypatch.setattr("node.build.join_ranks", broken)
     with pytest.raises(StartupError if why else RuntimeError, match=why or "Connection closed"):
         build(settings(checkpoint, **DATA_PARALLEL))
@@ -301,11 +301,11 @@ def test_data_parallel_nodes_say_what_they_serve(checkpoint, monkeypatch):
     """The same, whether a default is stated or not."""
     said = []
 
-    def meet(_, serves, wake):
+    def join_nodes(_, serves, wake):
         said.append(serves)
         raise StartupError("alone")
 
-    monkeypatch.setattr("node.build.meet", meet)
+    monkeypatch.setattr("node.build.join_nodes", join_nodes)
     for fields in ({}, {"dtype": "float32", "max_model_len": 256}, {"dtype": "bfloat16"}, {"seed": 7}):
         with pytest.raises(StartupError, match="alone"):
             build(settings(checkpoint, **DATA_PARALLEL, **fields))
@@ -326,11 +326,11 @@ def test_on_gpus_data_parallel_nodes_say_what_graphs_depend_on(checkpoint, monke
     """They replay the same ones. With --enforce-eager there are none."""
     said = []
 
-    def meet(_, serves, wake):
+    def join_nodes(_, serves, wake):
         said.append(serves)
         raise StartupError("alone")
 
-    monkeypatch.setattr("node.build.meet", meet)
+    monkeypatch.setattr("node.build.join_nodes", join_nodes)
     for device in ("cpu", "cuda"):
         monkeypatch.setattr("node.build.device_of", lambda _, device=device: torch.device(device))
         for own in ({}, fields, {"enforce_eager": True}, {"enforce_eager": True, **fields}):

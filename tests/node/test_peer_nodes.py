@@ -15,7 +15,7 @@ import pytest
 from baton.address import HostPort
 from baton.incarnation import fate
 from deploy.ports import HeldPort
-from node.data_parallel import meet
+from node.data_parallel import join_nodes
 from node.errors import StartupError
 from node.greetings import GREETING_S
 from node.peer_links import PeerLink
@@ -65,7 +65,7 @@ class Scene:
         serves: dict[str, str] = SERVES,
     ) -> Future[PeerNodes]:
         def run() -> PeerNodes:
-            self.nodes.append(meet(self.settings(rank, size), serves, wake, limits))
+            self.nodes.append(join_nodes(self.settings(rank, size), serves, wake, limits))
             return self.nodes[-1]
 
         return self.pool.submit(run)
@@ -121,10 +121,10 @@ def scene(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
 def test_the_others_may_come_before_rank_0_and_all_know_where_ranks_meet(scene: Scene) -> None:
     others = [scene.meet(rank, 3) for rank in (2, 1)]
     first = scene.meet(0, 3).result(PATIENCE_S)
-    met = [first.meeting, *(other.result(PATIENCE_S).meeting for other in others)]
+    met = [first.rendezvous, *(other.result(PATIENCE_S).rendezvous for other in others)]
     assert len({(meeting.at, meeting.group) for meeting in met}) == 1
     assert [meeting.server is None for meeting in met] == [False, True, True]
-    assert fate(first.incarnation) == fate(others[0].result().incarnation) == first.meeting.group
+    assert fate(first.incarnation) == fate(others[0].result().incarnation) == first.rendezvous.group
     assert first.incarnation != others[0].result().incarnation
 
 
@@ -144,7 +144,7 @@ def test_a_node_that_does_not_belong_is_refused_and_the_right_one_is_not(
     with pytest.raises(StartupError, match=why):
         scene.meet(rank, size, serves={**SERVES, **serves}).result(PATIENCE_S)
     scene.meet(1, 3).result(PATIENCE_S)
-    meeting = first.result(PATIENCE_S).meeting
+    meeting = first.result(PATIENCE_S).rendezvous
     assert taken.receive_one(PATIENCE_S) == {"port": meeting.at.port, "group": meeting.group}
 
 
@@ -190,7 +190,7 @@ def test_who_is_missing_is_named(scene: Scene) -> None:
 def test_nodes_wait_for_each_other_as_long_as_the_flag_says(scene: Scene) -> None:
     settings = scene.settings(0, 2).model_copy(update={"distributed_timeout_seconds": 0.2})
     with pytest.raises(StartupError, match=r"^--data-parallel-size: rank 1 of 2 has not come for 0.2 s"):
-        meet(settings, SERVES, lambda: None)
+        join_nodes(settings, SERVES, lambda: None)
 
 
 def test_a_port_that_is_taken_is_named(scene: Scene) -> None:
@@ -198,7 +198,7 @@ def test_a_port_that_is_taken_is_named(scene: Scene) -> None:
         socket.create_server((HOST, 0)) as taken,
         pytest.raises(StartupError, match="--data-parallel-rpc-port: cannot"),
     ):
-        meet(scene.settings(0, 2, taken.getsockname()[1]), SERVES, lambda: None, LIMITS)
+        join_nodes(scene.settings(0, 2, taken.getsockname()[1]), SERVES, lambda: None, LIMITS)
 
 
 # ---- waves ----

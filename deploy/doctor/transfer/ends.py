@@ -58,7 +58,6 @@ class Measured:
     """gb_s: the median. copy_gb_s: of one copy of as many bytes, on a GPU to the other end's if it is of this host."""
 
     gb_s: float
-    best_gb_s: float
     copy_gb_s: float
     num_bytes: int
     sender: str
@@ -144,7 +143,7 @@ def send(control: Control, options: Options, secret: ClusterSecret | None) -> Me
             copy_gb_s = min(copy_gb_s, ONE_GPU_GB_S)
         rates = [num_bytes / seconds / 1e9 for seconds in took_s]
         names = end.name, str(answer.get("name"))
-        return Measured(statistics.median(rates), max(rates), copy_gb_s, num_bytes, *names)
+        return Measured(statistics.median(rates), copy_gb_s, num_bytes, *names)
 
 
 class _Sends:

@@ -21,9 +21,10 @@ from engine.model.parallel.group import ONE_RANK, RankGroup
 
 
 class Meeting(NamedTuple):
-    """What the nodes know of a step. num_rows: of each. needs: the largest of each number that one with rows needs."""
+    """What the nodes agreed on for a step. num_tokens_across_dp: of each node, 0 for one that only helps. needs:
+    element by element, the largest of the nodes with tokens."""
 
-    num_rows: list[int]
+    num_tokens_across_dp: list[int]
     needs: list[int]
 
 
@@ -36,7 +37,7 @@ class DataParallel:
         assert everyone.size % num_nodes == 0
         self.everyone, self.num_nodes = everyone, num_nodes
         self.peers = everyone.part(everyone.rank // num_nodes * num_nodes, num_nodes)
-        self._num_rows: list[int] = []
+        self._num_tokens_across_dp: list[int] = []
         self._steps = False
 
     def meet(self, num_tokens: int, needs: Sequence[int]) -> Meeting:
@@ -47,10 +48,10 @@ class DataParallel:
         stepping = told * (told[:, :1] > 0)
         return Meeting(told[:, 0].tolist(), stepping[:, 1:].amax(0).tolist())
 
-    def begin(self, num_rows: Sequence[int]) -> None:
-        """From now on `gather` and `sum_own` are of a step with so many rows of each node. Before the first call, nodes
-        tell each other their numbers in each `gather`, as a loading model needs it."""
-        self._steps, self._num_rows = True, list(num_rows)
+    def begin(self, num_tokens_across_dp: Sequence[int]) -> None:
+        """Set how many tokens each node has in the steps from now on. Until the first call, as while a model loads,
+        each `gather` exchanges these numbers itself."""
+        self._steps, self._num_tokens_across_dp = True, list(num_tokens_across_dp)
 
     def gather(self, x: Tensor) -> Tensor:
         """The rows of all nodes, in their order. x: this node's, [..., num_tokens, width], with leading dimensions
@@ -59,14 +60,14 @@ class DataParallel:
             return x
         num_own, width = x.shape[-2:]
         if not self._steps:
-            self._num_rows = self.peers.all_gather(torch.tensor([num_own])).tolist()
-        most, padded = max(self._num_rows), x.reshape(num_own, width)
+            self._num_tokens_across_dp = self.peers.all_gather(torch.tensor([num_own])).tolist()
+        most, padded = max(self._num_tokens_across_dp), x.reshape(num_own, width)
         if num_own < most:
             padded = torch.cat([padded, x.new_zeros(most - num_own, width)])
         found = self.peers.all_gather(padded.view(-1)).view(self.num_nodes, most, width)
         rows = found.view(-1, width)
-        if min(self._num_rows) < most:
-            rows = torch.cat([found[node, :num] for node, num in enumerate(self._num_rows)])
+        if min(self._num_tokens_across_dp) < most:
+            rows = torch.cat([found[node, :num] for node, num in enumerate(self._num_tokens_across_dp)])
         return rows.view(*x.shape[:-2], *rows.shape)
 
     def sum_own(self, x: Tensor) -> Tensor:
@@ -76,8 +77,8 @@ class DataParallel:
         if self.num_nodes == 1:
             return total
         node = self.peers.rank
-        first = sum(self._num_rows[:node])
-        return total[..., first : first + self._num_rows[node], :]
+        first = sum(self._num_tokens_across_dp[:node])
+        return total[..., first : first + self._num_tokens_across_dp[node], :]
 
 
 ONE_NODE = DataParallel(ONE_RANK)

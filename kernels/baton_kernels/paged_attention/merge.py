@@ -4,7 +4,6 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -145,16 +144,3 @@ def merge_pair(
         dim_padded,
         num_warps=8,
     )
-
-
-def merge_pair_reference(
-    out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, first_token: int = 0, num_tokens: int | None = None
-) -> None:
-    """`merge_pair` in plain torch."""
-    num_tokens = other.shape[0] if num_tokens is None else num_tokens
-    out, lse = out[first_token : first_token + num_tokens], lse[:, first_token : first_token + num_tokens]
-    other, other_lse = other[:num_tokens], other_lse[:, :num_tokens]
-    total = torch.logaddexp(lse, other_lse)
-    weight, other_weight = (torch.exp(x - total).T[:, :, None] for x in (lse, other_lse))
-    out.copy_(out.float() * weight + other.float() * other_weight)
-    lse.copy_(total)

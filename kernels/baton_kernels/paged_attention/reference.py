@@ -233,3 +233,16 @@ def _tile(
     )
     tokens, positions, pieces = (torch.from_numpy(x).to(cache.device) for x in indexes)
     return Tile(tokens, positions, pieces, max(num_keys))
+
+
+def merge_pair(
+    out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, first_token: int = 0, num_tokens: int | None = None
+) -> None:
+    """As `merge.merge_pair`."""
+    num_tokens = other.shape[0] if num_tokens is None else num_tokens
+    out, lse = out[first_token : first_token + num_tokens], lse[:, first_token : first_token + num_tokens]
+    other, other_lse = other[:num_tokens], other_lse[:, :num_tokens]
+    total = torch.logaddexp(lse, other_lse)
+    weight, other_weight = (torch.exp(x - total).T[:, :, None] for x in (lse, other_lse))
+    out.copy_(out.float() * weight + other.float() * other_weight)
+    lse.copy_(total)

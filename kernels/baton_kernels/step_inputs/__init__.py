@@ -18,8 +18,6 @@ def step_inputs(
     last_tokens: Tensor,
     block_tables: Tensor,
     block_size: int,
-    *,
-    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (input_ids, slot_mapping), each [num_tokens], int64.
 
@@ -29,20 +27,13 @@ def step_inputs(
 
     token_rows, positions, host_tokens: [num_tokens], int32, contiguous.
     last_tokens: [num_rows], int32, contiguous. block_tables: [num_rows, max_blocks], int32, contiguous.
-    out: output buffers, for a CUDA graph with static ones; None allocates them.
     """
     assert token_rows.shape == positions.shape == host_tokens.shape
     assert token_rows.dtype == positions.dtype == host_tokens.dtype == torch.int32
     assert last_tokens.dtype == block_tables.dtype == torch.int32
     assert last_tokens.shape[0] == block_tables.shape[0]
     assert all(t.is_contiguous() for t in (token_rows, positions, host_tokens, last_tokens, block_tables))
-    if out is None:
-        out = torch.empty_like(token_rows, dtype=torch.int64), torch.empty_like(token_rows, dtype=torch.int64)
-    ids, slots = out
-    assert ids.shape == slots.shape == token_rows.shape
-    assert ids.dtype == slots.dtype == torch.int64
-    assert ids.is_contiguous()
-    assert slots.is_contiguous()
+    ids, slots = (torch.empty_like(token_rows, dtype=torch.int64) for _ in range(2))
     if token_rows.is_cuda:
         from baton_kernels.step_inputs import kernel
 

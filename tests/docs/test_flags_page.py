@@ -1,0 +1,19 @@
+"""docs/flags.md has every flag of the commands that serve."""
+
+from __future__ import annotations
+
+import re
+
+from tools.flags_page import PATH, render
+
+
+def test_the_page_is_what_the_commands_take() -> None:
+    assert PATH.read_text() == render(), "run: python -m tools.flags_page"
+
+
+def test_it_has_the_flags_of_each_command() -> None:
+    _, nodes, router, up = render().split("\n## ")
+    told = [set(re.findall(r"^\| `--([a-z0-9-]+)` ", section, re.MULTILINE)) for section in (nodes, router, up)]
+    assert [name in told[0] for name in ("max-num-seqs", "prefill", "http")] == [True, False, False]
+    assert [name in told[1] for name in ("max-num-seqs", "prefill", "http")] == [False, True, True]
+    assert [name in told[2] for name in ("max-num-seqs", "prefill", "http")] == [False, True, True]

@@ -1,0 +1,62 @@
+"""`python -m tools.flags_page`: write docs/flags.md, from the settings of the commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from baton.settings import Settings, flag_name, help_text, metavar
+from decode_node.settings import DecodeSettings
+from deploy.settings import OwnSettings, UpSettings
+from prefill_node.settings import PrefillSettings
+from router.settings import RouterSettings
+from tools.api_reference.tables import code, table
+
+PATH = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
+_HEAD = """# Flags
+
+All flags of the commands that serve, made from their settings by `python -m tools.flags_page`. Each is also an
+environment variable (`--max-num-seqs 8` is `BATON_MAX_NUM_SEQS=8`) and a key in the YAML file of `--config`
+(`max-num-seqs: 8`); a flag wins over the environment, and that over the file. Those without a value also have a `--no-`
+form. The README has a table of the most important ones. `baton bench`, `doctor`, `top` and `tune` are explained on
+pages of their own, and in their `--help`.
+"""
+
+
+def rows(settings: type[Settings]) -> list[tuple[str, str, str]]:
+    fields = sorted(settings.model_fields.items())
+    return [
+        (
+            code(flag_name(name)),
+            "" if field.annotation in (bool, bool | None) else code(metavar(field.annotation)),
+            help_text(field),
+        )
+        for name, field in fields
+    ]
+
+
+def render() -> str:
+    nodes, decode = rows(PrefillSettings), rows(DecodeSettings)
+    assert nodes == decode, "nodes of either role have the same flags"
+    passed_on = set(nodes) | set(rows(RouterSettings))
+    own = [row for row in rows(UpSettings) if row in rows(OwnSettings) or row not in passed_on]
+    sections = {
+        "Nodes": ("`baton-prefill` and `baton-decode`.", nodes),
+        "Router": ("`baton-router`.", rows(RouterSettings)),
+        "A cluster on one machine": (
+            "What `baton-up` decides itself. All others go to the nodes or the router as they are.",
+            own,
+        ),
+    }
+    made = (
+        f"\n## {title}\n\n{text}\n\n{table(('flag', 'value', 'what it is'), found)}"
+        for title, (text, found) in sections.items()
+    )
+    return _HEAD + "".join(made)
+
+
+def main() -> None:
+    PATH.write_text(render())
+
+
+if __name__ == "__main__":
+    main()
