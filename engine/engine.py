@@ -229,38 +229,41 @@ class Engine:
         ahead, or if the plan is empty. wait: wait for that step; otherwise it retires only if it is done."""
         result = StepResult()
         if plan.chunks:
-            if plan.evicted and self._tier is not None:
-                self._tier.store(plan.evicted)
-            began, counted = self.clock(), time.perf_counter()
-            step = self._runner.launch(plan.chunks)
-            waited_s = self._runner.waited_s
-            launch_s = self.clock() - began - waited_s
-            self.counters.launched(counted, computes=not self.only_launches)
-            size = StepSize.of(plan.chunks)
-            newcomers_since = self._decided if self._adopted_since is None and plan.started else self._adopted_since
-            self._adopted_since = None
-            self._timing.pace.launched(
-                size,
-                self._decided,
-                self.clock(),
-                idle=self._oldest_is_done,
-                newcomers_since=newcomers_since,
-                waited_s=waited_s,
-            )
-            leaves_prompts = not all(chunk.num_logits for chunk in plan.chunks)
-            self._in_flight.append(InFlight(plan.chunks, step, size, self._decided, launch_s, leaves_prompts))
+            self._launch(plan)
         retires = len(self._in_flight) > (self._num_ahead if plan.chunks else 0) and (wait or self._oldest_is_done)
         if retires:
             self._retire(self._in_flight.popleft(), result)
         moved = retires or bool(plan.chunks)
         result.again = (self.has_work and self.has_room and moved) or (wait and bool(self._in_flight))
         result.again |= self._oldest_is_done
-        # A step in flight, or more to do, may be followed by one of this node's own: nodes that joined each other's
-        # with none of their requests would take turns. Results are told first, since others may be long in coming.
+        # Help in another node's step only if no step of our own can follow at once: two nodes that each joined the
+        # other's step without their own requests would alternate. Results go out first: a meeting may take long.
         busy = bool(plan.chunks) or retires
         if busy or not (self._in_flight or result.again):
             result.again |= self._keep_up(busy)
         return result
+
+    def _launch(self, plan: Plan) -> None:
+        if plan.evicted and self._tier is not None:
+            self._tier.store(plan.evicted)
+        began, counted = self.clock(), time.perf_counter()
+        step = self._runner.launch(plan.chunks)
+        waited_s = self._runner.waited_s
+        launch_s = self.clock() - began - waited_s
+        self.counters.launched(counted, computes=not self.only_launches)
+        size = StepSize.of(plan.chunks)
+        newcomers_since = self._decided if self._adopted_since is None and plan.started else self._adopted_since
+        self._adopted_since = None
+        self._timing.pace.launched(
+            size,
+            self._decided,
+            self.clock(),
+            idle=self._oldest_is_done,
+            newcomers_since=newcomers_since,
+            waited_s=waited_s,
+        )
+        leaves_prompts = not all(chunk.num_logits for chunk in plan.chunks)
+        self._in_flight.append(InFlight(plan.chunks, step, size, self._decided, launch_s, leaves_prompts))
 
     def retire(self) -> StepResult:
         """Retire the oldest step in flight if it is done. Launches nothing and does not wait."""

@@ -164,7 +164,7 @@ class RoleCore(ABC):
     def _check_target(self, incarnation: str) -> None:
         """Raises NodeUnavailable if the work is meant for another incarnation, or the node is stopping."""
         if incarnation != self._incarnation:
-            raise NodeUnavailable(f"the {self.role.value} node was started anew")
+            raise NodeUnavailable(f"the {self.role.value} node was restarted")
         if self._stopping:
             raise NodeUnavailable(f"the {self.role.value} node is stopping")
 

@@ -89,7 +89,9 @@ def _await_all(place: Place, size: int, serves: Mapping[str, str], timeout_s: fl
                 missing = ", ".join(str(rank) for rank in range(1, size) if rank not in links)
                 for link in links.values():
                     link.close()
-                raise StartupError(f"--data-parallel-size: rank {missing} of {size} has not come for {timeout_s:g} s")
+                raise StartupError(
+                    f"--data-parallel-size: rank {missing} of {size} did not connect within {timeout_s:g} s"
+                )
             for rank in [rank for rank, link in links.items() if link in ready]:
                 links.pop(rank).close()  # it has ended, and may be started anew
             for said, link in greeter.greet(ready):

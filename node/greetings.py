@@ -180,7 +180,7 @@ def come(
                 return link, said
         except (OSError, ValueError) as error:
             if time.monotonic() > deadline:
-                why = f"{place.address_flag}: not all nodes have come to {place.at} for {timeout_s:g} s: {error}"
+                why = f"{place.address_flag}: could not reach {place.at} within {timeout_s:g} s: {error}"
                 raise StartupError(why) from error
             time.sleep(RETRY_S)
 

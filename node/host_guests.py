@@ -79,7 +79,7 @@ class Guests:
                 ready = greeter.wait(self._came.values(), min(deadline, next_beat) - time.monotonic())
                 if time.monotonic() > deadline:
                     who, limit_s = self._named(*min(missing)), self._limits.join
-                    raise StartupError(f"--nnodes: {who} has not come to {self._place.at} for {limit_s:g} s")
+                    raise StartupError(f"--nnodes: {who} did not connect to {self._place.at} within {limit_s:g} s")
                 for guest in [guest for guest, link in self._came.items() if link in ready]:
                     if guest in self._came:  # its host may just have ended
                         self._hear(guest)

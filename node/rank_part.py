@@ -181,7 +181,7 @@ def _require_fp8(device: torch.device, block_size: int) -> None:
         raise ValueError(f"--block-size: must be a multiple of {QUANTIZED_TOKENS} with --kv-cache-dtype fp8")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         name = torch.cuda.get_device_name(device)
-        raise ValueError(f"--kv-cache-dtype: fp8 needs a GPU of compute capability 8.9 or more, which {name} has not")
+        raise ValueError(f"--kv-cache-dtype: fp8 needs a GPU of compute capability 8.9 or more; {name} has less")
 
 
 def _with_pool(

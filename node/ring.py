@@ -34,7 +34,7 @@ class SharedRing:
         self.eventfds = [os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC) for _ in range(num_readers)]
 
     def slot(self, number: int) -> memoryview:
-        """The slot of the slot-long part of that number, counted over all messages: [SLOT_VALUES] int32."""
+        """The slot of part number `number`; parts are counted over all messages. [SLOT_VALUES] int32."""
         start = len(self.eventfds) * _LINE + number % NUM_SLOTS * SLOT_VALUES
         return self.values[start : start + SLOT_VALUES]
 

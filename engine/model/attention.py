@@ -112,12 +112,13 @@ class FusedRotary:
 
 @dataclass(slots=True)
 class StepContext:
-    """The batch that the model is computing, as layers of one KV group see it; set before each forward. row_slots: of
-    the rows that experts compute, those of all data parallel nodes; None: none of them is padding."""
+    """The batch that the model is computing, as layers of one KV group see it; set before each forward.
+    row_slot_mapping: of the rows that experts compute, those of all data parallel nodes; None: none of them is
+    padding."""
 
     batch: PagedBatch | None = None
     slot_mapping: Tensor | None = None
-    row_slots: Tensor | None = None
+    row_slot_mapping: Tensor | None = None
     marks: SeesLayers | None = None
 
 
@@ -180,11 +181,11 @@ def attach(layers: list[nn.Module], pool: KvPool) -> list[StepContext]:
     return steps
 
 
-def padding_slots(layer: nn.Module, x: Tensor) -> Tensor | None:
+def row_slot_mapping_of(layer: nn.Module, x: Tensor) -> Tensor | None:
     """Of the step that is computed on a GPU: [rows] int64, 0 for rows that are padding. None on a CPU, and for x,
     [rows, width], that has other rows than the step. layer: an attention module."""
     site = layer.__dict__.get(_SITE)
-    slots = site.step.row_slots if isinstance(site, LayerSite) and x.is_cuda else None
+    slots = site.step.row_slot_mapping if isinstance(site, LayerSite) and x.is_cuda else None
     return slots if slots is not None and slots.shape[0] == x.shape[0] else None
 
 

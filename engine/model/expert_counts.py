@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from engine.model.attention import padding_slots
-from engine.model.experts import NAMES, argument_names, expert_modules, expert_shape
+from engine.model.attention import row_slot_mapping_of
+from engine.model.experts import NAMES, argument_names, bound, expert_modules, expert_shape
 from engine.model.parallel.expert_slots import real_choices, slots_of
 
 
@@ -26,7 +26,7 @@ class ExpertCounts:
         module that knows which tokens of a step are padding."""
         self._slots = [slots for module in modules if (slots := slots_of(module)) is not None]
         for one in self._slots:
-            one.padding_slots = partial(padding_slots, attention)
+            one.row_slot_mapping_of = partial(row_slot_mapping_of, attention)
         held = [expert_shape(module, NAMES[0])[0] * num_parts for module in modules]
         most = max(slots.num_experts for slots in self._slots) if self._slots else max(held)
         self.num_parts = num_parts
@@ -82,8 +82,8 @@ def _count(module: nn.Module, into: Tensor, attention: nn.Module) -> Callable[..
     names = argument_names(module)
 
     def count(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        x, ids = (*given, *(named[name] for name in names[len(given) :]))[:2]
+        x, ids, _ = bound(names, given, named)
         chosen = ids.long()
-        into.scatter_add_(0, chosen.flatten(), real_choices(chosen, padding_slots(attention, x)).flatten())
+        into.scatter_add_(0, chosen.flatten(), real_choices(chosen, row_slot_mapping_of(attention, x)).flatten())
 
     return count

@@ -7,7 +7,7 @@ up, and one for down; called with x, [num_tokens, hidden_size], ids and weights,
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +34,7 @@ def expert_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def expert_blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules that experts are in, beside their router, in the order of their layers."""
+    """The sparse MoE blocks, each with a router and experts, in the order of their layers."""
     names = dict.fromkeys(name.rpartition(".")[0] for name, _ in expert_modules(model))
     return [model.get_submodule(name) for name in names]
 
@@ -65,7 +65,7 @@ def why_not(module: nn.Module) -> str | None:
 
 def _why_unusual(module: nn.Module) -> str | None:
     if any(getattr(module, name, wanted) is not wanted for name, wanted in _USUAL.items()):
-        return "its experts are no gated MLPs, or spread over devices"
+        return "its experts are not gated MLPs, or are spread over devices"
     if len(argument_names(module)) != 3:
         return "it is not called with x, ids and weights"
     return None
@@ -208,15 +208,15 @@ def attach(module: nn.Module, of: ExpertWeights) -> None:
 
 
 def forward_of(
-    module: nn.Module, of: ExpertWeights, slots: Callable[[Tensor], Tensor | None] = lambda _: None
+    module: nn.Module, of: ExpertWeights, slot_mapping: Callable[[Tensor], Tensor | None] = lambda _: None
 ) -> Callable[..., Tensor]:
-    """The module's forward, whose arguments have names of their own in each class. slots: the argument of `experts`,
-    given x."""
+    """The module's forward, whose arguments have names of their own in each class. slot_mapping: the argument of
+    `experts`, given x."""
     names = argument_names(module)
 
     def forward(*given: Tensor, **named: Tensor) -> Tensor:
-        x, ids, weights = (*given, *(named[name] for name in names[len(given) :])) if named else given
-        return experts(x, ids, weights, of, slots(x))
+        x, ids, weights = bound(names, given, named)
+        return experts(x, ids, weights, of, slot_mapping(x))
 
     return forward
 
@@ -230,6 +230,11 @@ def own_forward(module: nn.Module) -> Callable[..., Tensor]:
 def argument_names(module: nn.Module) -> list[str]:
     """Of its forward: for x, ids and weights."""
     return list(inspect.signature(own_forward(module)).parameters)[1:]
+
+
+def bound(names: Sequence[str], given: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
+    """A call's x, ids and weights, in this order; classes name them differently. names: of `argument_names`."""
+    return (*given, *(named[name] for name in names[len(given) :])) if named else given
 
 
 def _quantized(weight: Tensor, group: RankGroup) -> tuple[Tensor, Tensor]:

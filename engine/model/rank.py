@@ -166,7 +166,7 @@ class RankModel:
     def _compute_experts(self) -> Tensor:
         """The rank's part of a step without tokens of its own node; no logits."""
         for context in self._steps:
-            context.row_slots = None
+            context.row_slot_mapping = None
         width = self.model.config.get_text_config().hidden_size
         no_rows = torch.empty(1, 0, width, dtype=self.model.dtype, device=self.model.device)
         for block in self._expert_blocks:
@@ -189,7 +189,7 @@ class RankModel:
         return logits
 
     def _logits(self, step: RankStep, inputs: ModelInputs, marks: SeesLayers | None, score: Score | None) -> Tensor:
-        """Those of the step, and of what it asks for besides."""
+        """The step's logits. Those of each piece of `step.scored` go to `score` first."""
         if not len(step.scored):
             return self._forward(inputs, marks)
         with self._hidden_states.kept() as hidden:
@@ -215,11 +215,12 @@ class RankModel:
             slots = self._data.gather(slots[:, None])[:, 0]
         return self._forward(inputs, marks, slots)
 
-    def _forward(self, inputs: ModelInputs, marks: SeesLayers | None, row_slots: Tensor | None = None) -> Tensor:
-        """Logits; of a stage before the last hidden states, [num_tokens, hidden_size]. row_slots: see StepContext."""
+    def _forward(self, inputs: ModelInputs, marks: SeesLayers | None, row_slot_mapping: Tensor | None = None) -> Tensor:
+        """Logits; of a stage before the last hidden states, [num_tokens, hidden_size]. row_slot_mapping: see
+        StepContext."""
         for step, group in zip(self._steps, inputs.groups, strict=True):
             step.batch, step.slot_mapping, step.marks = group.paged, group.slot_mapping, marks
-            step.row_slots = row_slots
+            step.row_slot_mapping = row_slot_mapping
         arguments = _arguments(inputs)
         if self.pipeline.stage.is_last:
             logits: Tensor = self.model(**arguments).logits[0]

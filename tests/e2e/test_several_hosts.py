@@ -78,8 +78,8 @@ def test_hosts_wait_for_each_other_as_long_as_they_are_told_to(tmp_path: Path) -
         first = cluster.node("decode", "first", *flags, "--node-rank=0", f"--master-port={one.address.port}")
         second = cluster.node("decode", "second", *flags, "--node-rank=1", f"--master-port={other.address.port}")
         assert [host.wait_exit() for host in (first, second)] == [1, 1]
-        assert "--nnodes: node rank 1 of 2 has not come" in first.log_tail()
-        assert "--master-addr: not all nodes have come" in second.log_tail()
+        assert "--nnodes: node rank 1 of 2 did not connect" in first.log_tail()
+        assert "--master-addr: could not reach" in second.log_tail()
         assert all("for 0.5 s" in host.log_tail() for host in (first, second))
 
 

@@ -40,7 +40,7 @@ class Logged(LogitsOf):
 
     def _compute(self, step: RankStep, *arguments: Any) -> Tensor:
         logits = super()._compute(step, *arguments)
-        slots = self.rank._steps[0].row_slots
+        slots = self.rank._steps[0].row_slot_mapping
         self.kinds.append(step.graph != EAGER)
         self.rows.append(None if slots is None else (len(slots), int(slots.count_nonzero())))
         return logits

@@ -240,14 +240,14 @@ def test_what_cannot_be_divided_is_named(family: str, changes: dict[str, Any], w
 def test_whole_experts_are_for_mixtures() -> None:
     part = RankPart(whole_experts=True)
     part.require_possible(skeleton("mixtral"))
-    with pytest.raises(UnsupportedModel, match="--enable-expert-parallel: llama is no mixture of experts"):
+    with pytest.raises(UnsupportedModel, match="--enable-expert-parallel: llama is not a mixture of experts"):
         part.require_possible(skeleton("llama"))
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda module: setattr(module, "has_gate", False), "its experts are no gated MLPs"),
+        (lambda module: setattr(module, "has_gate", False), "its experts are not gated MLPs"),
         (lambda module: setattr(module, "_apply_gate", torch.relu), "its gate is none of"),
         (lambda module: module.register_parameter("more", nn.Parameter(torch.zeros(4))), "they have more"),
     ],

@@ -13,7 +13,7 @@ from torch import nn
 from baton_kernels.experts import reference
 from benchmarks.logits_models import MAX_MODEL_LEN, make
 from engine.model import fast
-from engine.model.attention import IMPLEMENTATION, attach, padding_slots, probe
+from engine.model.attention import IMPLEMENTATION, attach, probe, row_slot_mapping_of
 from engine.model.experts import (
     NAMES,
     _store_by_rows,
@@ -68,8 +68,8 @@ def test_quantizing_twice_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "why"),
     [
-        ("has_gate", False, "no gated MLPs"),
-        ("has_post_expert_norm", True, "no gated MLPs"),
+        ("has_gate", False, "not gated MLPs"),
+        ("has_post_expert_norm", True, "not gated MLPs"),
         ("_is_expert_parallel", True, "spread over devices"),
         ("_apply_gate", torch.relu, "its gate is none of silu"),
     ],
@@ -99,12 +99,12 @@ def test_arguments_may_be_named() -> None:
 
 def test_padding_is_known_on_a_gpu_alone() -> None:
     layer = nn.Module()
-    assert padding_slots(layer, torch.zeros(3, 4)) is None
+    assert row_slot_mapping_of(layer, torch.zeros(3, 4)) is None
     model: Any = make("mixtral", torch.float32, torch.device("cpu"), IMPLEMENTATION)
     probed = probe(model, MAX_MODEL_LEN)
     (step,) = attach(probed.layers, KvPool(probed.kv, 3, 16, torch.device("cpu")))
     step.slot_mapping = torch.zeros(3, dtype=torch.int64)
-    assert padding_slots(probed.layers[0], torch.zeros(3, 4)) is None
+    assert row_slot_mapping_of(probed.layers[0], torch.zeros(3, 4)) is None
 
 
 @pytest.mark.gpu
@@ -116,7 +116,7 @@ def test_padding_reads_no_expert() -> None:
     probed = probe(model, MAX_MODEL_LEN)
     assert fast.apply(model, probed, MAX_MODEL_LEN).pieces["experts"].fused == 2
     (step,) = attach(probed.layers, KvPool(probed.kv, 3, 16, device))
-    step.row_slots = torch.tensor([17, 0, 18, 0], device=device)
+    step.row_slot_mapping = torch.tensor([17, 0, 18, 0], device=device)
     module: Any = expert_modules(model)[0][1]
     of = weights_of(module)
     assert of is not None

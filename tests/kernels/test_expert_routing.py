@@ -115,10 +115,11 @@ def check_aligned(ids: Tensor, slots: Tensor | None, num_experts: int, rows: int
         blocks = align(ids, slots, num_experts, rows)
     kept = ids if slots is None else ids.masked_fill(slots[:, None] <= 0, num_experts)
     order, expert_of = reference.align(kept, num_experts, rows)
-    count = int(blocks.count)
+    own_order, own_expert_of, own_count = blocks.arguments
+    count = int(own_count)
     assert count == len(expert_of) <= blocks.most
-    assert blocks.expert_of[:count].tolist() == expert_of.tolist()
-    assert blocks.order[: count * rows].tolist() == order.tolist()
+    assert own_expert_of[:count].tolist() == expert_of.tolist()
+    assert own_order[: count * rows].tolist() == order.tolist()
     real = order[order < ids.numel()]
     assert sorted(real.tolist()) == (kept.flatten() < num_experts).nonzero()[:, 0].tolist()
     assert (kept.flatten()[real] == expert_of.repeat_interleave(rows)[order < ids.numel()]).all()

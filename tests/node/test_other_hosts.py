@@ -147,7 +147,7 @@ def test_a_name_that_only_this_host_can_connect_to_is_warned_of(
             master_addr=master_addr,
             master_port=port.address.port,
         )
-        with pytest.raises(StartupError, match="--nnodes: node rank 1 of 2 has not come"):
+        with pytest.raises(StartupError, match="--nnodes: node rank 1 of 2 did not connect"):
             Guests(settings, "weights", Limits(join=0.0)).wait()
     assert ("--master-addr: on this host localhost is " in caplog.text) == is_warned_of
 

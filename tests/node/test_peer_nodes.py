@@ -181,15 +181,15 @@ def test_a_node_that_ended_while_others_were_missing_may_come_again(scene: Scene
 def test_who_is_missing_is_named(scene: Scene) -> None:
     first = scene.meet(0, 3, limits=Limits(join=0.5))
     scene.come(rank=1, size=3, serves=SERVES)
-    with pytest.raises(StartupError, match=r"^--data-parallel-size: rank (1, )?2 of 3 has not come for 0.5 s"):
+    with pytest.raises(StartupError, match=r"^--data-parallel-size: rank (1, )?2 of 3 did not connect within 0.5 s"):
         first.result(PATIENCE_S)
-    with pytest.raises(StartupError, match=f"--data-parallel-address: not all nodes have come to {HOST}:"):
+    with pytest.raises(StartupError, match=f"--data-parallel-address: could not reach {HOST}:"):
         scene.meet(1, 3, limits=Limits(join=0.3)).result(PATIENCE_S)
 
 
 def test_nodes_wait_for_each_other_as_long_as_the_flag_says(scene: Scene) -> None:
     settings = scene.settings(0, 2).model_copy(update={"distributed_timeout_seconds": 0.2})
-    with pytest.raises(StartupError, match=r"^--data-parallel-size: rank 1 of 2 has not come for 0.2 s"):
+    with pytest.raises(StartupError, match=r"^--data-parallel-size: rank 1 of 2 did not connect within 0.2 s"):
         join_nodes(settings, SERVES, lambda: None)
 
 

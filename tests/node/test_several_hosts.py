@@ -165,4 +165,4 @@ def test_a_host_that_serves_something_else_is_refused_by_flag(scenes: dict[str, 
     master, headless = (host.err for host in scene.hosts)
     assert REFUSED[case][1] in headless
     assert f"a host of this node was refused: {REFUSED[case][1]}" in master
-    assert "--nnodes: node rank 1 of 2 has not come to 127.0.0.1:" in master
+    assert "--nnodes: node rank 1 of 2 did not connect to 127.0.0.1:" in master

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from baton_kernels.experts import ROUTER_TOKENS, ExpertWeights, Routing, kernel_tokens, route, route_rows
 from baton_kernels.experts.reference import experts as reference
 from baton_kernels.experts.weights import int_group
-from engine.model.attention import padding_slots
+from engine.model.attention import row_slot_mapping_of
 from engine.model.experts import expert_modules, forward_of, own_forward, weights_of, why_not
 from engine.model.fast.tally import Tally
 from engine.model.fast.target import Target
@@ -44,7 +44,7 @@ def _fuse_experts(target: Target, module: nn.Module, compiled: set[object]) -> s
     x, ids, weights = _probe(target, of)
     expected = _expected(module, of, x, ids, weights)
     layer = target.layers[0]
-    forward = forward_of(module, of, lambda x: padding_slots(layer, x))
+    forward = forward_of(module, of, lambda x: row_slot_mapping_of(layer, x))
     tolerance = _ROUNDED_INPUTS if of.eight_bits and of.gate_up.is_cuda else None
     if not close(forward(x, ids, weights), expected, tolerance):
         return "differs"
@@ -60,10 +60,10 @@ def _fuse_experts(target: Target, module: nn.Module, compiled: set[object]) -> s
     shape = (of.gate_up.shape, of.down.shape, of.interleaved, of.gate, ids.shape[1], *stored)
     if of.gate_up.is_cuda and shape not in compiled:
         compiled.add(shape)
-        with_slots = forward_of(module, of, lambda x: torch.ones(len(x), dtype=torch.int64, device=x.device))
+        with_padding = forward_of(module, of, lambda x: torch.ones(len(x), dtype=torch.int64, device=x.device))
         for num_tokens in kernel_tokens(ids.shape[1], of.num_experts):
             many = [rows.repeat(-(-num_tokens // len(x)), 1)[:num_tokens] for rows in (x, ids, weights, expected)]
-            for one in (forward, with_slots):  # kernels for steps, some of whose tokens may be padding, are others
+            for one in (forward, with_padding):  # kernels for steps, some of whose tokens may be padding, are others
                 if not close(one(*many[:3]), many[3], tolerance):
                     return f"differs with {num_tokens} tokens"
     target.patches.set_forward(module, forward)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from engine.model.experts import argument_names, attach, weights_of
+from engine.model.experts import argument_names, attach, bound, weights_of
 from engine.model.parallel.expert_placement import Placement, first_placement, moves
 from engine.model.parallel.group import RankGroup
 
@@ -33,8 +33,8 @@ class ExpertSlots:
         self._names = argument_names(module)
         most, device = self._size * group.size - num_experts + 1, self._rows[0].device
         self._rank_tokens = torch.zeros(group.size, dtype=torch.int64, device=device)
-        self.padding_slots: Callable[[Tensor], Tensor | None] = lambda x: None
-        """Of rows x: see `engine.model.attention.padding_slots`."""
+        self.row_slot_mapping_of: Callable[[Tensor], Tensor | None] = lambda x: None
+        """Of rows x: see `engine.model.attention.row_slot_mapping_of`."""
         self._slots = torch.zeros(num_experts, most, dtype=torch.int64, device=device)
         self._counts = torch.zeros(num_experts, dtype=torch.int64, device=device)
         self._place(first_placement(num_experts, self._size * group.size, group.size))
@@ -100,19 +100,24 @@ class ExpertSlots:
     def own_choices(
         self, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A hook: experts become the rank's slots, numbered from 0, and none where another rank's slot is chosen."""
-        x, ids, weights = (*given, *(named[name] for name in self._names[len(given) :]))
+        """A forward pre-hook: ids of experts become the rank's slots, counted from 0; choices of other ranks' slots
+        become `_size`, no expert."""
+        x, ids, weights = bound(self._names, given, named)
         slots = self.choose(ids)
         ranks = (slots // self._size).flatten()
-        self._rank_tokens.scatter_add_(0, ranks, real_choices(slots, self.padding_slots(x)).flatten())
+        self._rank_tokens.scatter_add_(0, ranks, real_choices(slots, self.row_slot_mapping_of(x)).flatten())
         own = slots - self._group.rank * self._size
         own = own.masked_fill((own < 0) | (own >= self._size), self._size)
         return (x, own.to(ids.dtype), weights), {}
 
 
-def real_choices(ids: Tensor, row_slots: Tensor | None) -> Tensor:
+def real_choices(ids: Tensor, row_slot_mapping: Tensor | None) -> Tensor:
     """For what rows chose, [num_rows, top_k]: 1, and 0 where a row is padding, by its slot."""
-    return torch.ones_like(ids) if row_slots is None else (row_slots != 0).to(ids.dtype)[:, None].expand_as(ids)
+    return (
+        torch.ones_like(ids)
+        if row_slot_mapping is None
+        else (row_slot_mapping > 0).to(ids.dtype)[:, None].expand_as(ids)
+    )
 
 
 def connect_slots(layer: int, module: nn.Module, group: RankGroup, num_redundant: int) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.model.errors import UnsupportedModel
-from engine.model.experts import NAMES, argument_names, attach, is_transposed, weights_of, why_not
+from engine.model.experts import NAMES, argument_names, attach, bound, is_transposed, weights_of, why_not
 from engine.model.parallel.cut import Cut
 from engine.model.parallel.data_parallel import DataParallel
 from engine.model.parallel.expert_placement import first_expert
@@ -99,7 +99,7 @@ def _own_choices(
     names = argument_names(module)
 
     def own(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        x, ids, weights = (*given, *(named[name] for name in names[len(given) :]))
+        x, ids, weights = bound(names, given, named)
         ids = ids - rank * num_experts
         return (x, ids.masked_fill((ids < 0) | (ids >= num_experts), num_experts), weights), {}
 
@@ -107,8 +107,8 @@ def _own_choices(
 
 
 def sum_block(name: str, block: nn.Module, parts: Sequence[nn.Module], x: Tensor, ranks: DataParallel) -> None:
-    """Let the block, in which the results of `parts` are parts of sums, return its whole result, by one sum at its end;
-    of several nodes it computes the rows of all. x: [1, num_tokens, hidden_size], to compare; the same on all ranks.
+    """Patch the block's forward: gather the rows of all nodes, compute this rank's share, and all-reduce once at the
+    end instead of after each of `parts`. x: [1, num_tokens, hidden_size], to compare; the same on all ranks.
     Raises UnsupportedModel for a block that does more with the results than to add them up."""
     inner: Callable[..., Any] = block.forward
 

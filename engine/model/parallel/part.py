@@ -43,7 +43,9 @@ class RankPart(NamedTuple):
         """model: all of it, without weights. Raises UnsupportedModel if it has no experts to give to ranks."""
         if self.whole_experts and not expert_modules(model):
             model_type = model.config.get_text_config().model_type
-            raise UnsupportedModel(f"{FLAG}: {model_type} is no mixture of experts, or none whose experts are known")
+            raise UnsupportedModel(
+                f"{FLAG}: {model_type} is not a mixture of experts, or its experts are not of a known form"
+            )
 
 
 WHOLE_MODEL = RankPart()

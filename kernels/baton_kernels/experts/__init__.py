@@ -101,23 +101,23 @@ def can_compute(of: ExpertWeights) -> bool:
     )
 
 
-def experts(x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights, slots: Tensor | None = None) -> Tensor:
+def experts(x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights, slot_mapping: Tensor | None = None) -> Tensor:
     """Return the weighted sums of the experts' MLPs, [num_tokens, hidden_size], of x's dtype.
 
     x: [num_tokens, hidden_size], contiguous rows. ids: [num_tokens, top_k], int64, all of a token different, or
-    `num_experts` and above: no expert. weights: [num_tokens, top_k]. slots: [num_tokens]; tokens whose slot is not
-    positive are padding: their experts are not read, and their results are zeros (on a GPU; on a CPU slots must be
-    None). `can_compute` must hold.
+    `num_experts` and above: no expert. weights: [num_tokens, top_k]. slot_mapping: [num_tokens], where each token's KV
+    goes; those with 0, the null block, are padding: their experts are not read, and their results are zeros (on a GPU;
+    on a CPU it must be None). `can_compute` must hold.
     """
     assert x.shape == (ids.shape[0], of.hidden_size)
     assert ids.shape == weights.shape
     if not x.is_cuda:
-        assert slots is None
+        assert slot_mapping is None
         return reference.experts(x, ids, weights, of)
-    return on_gpu(x, ids.contiguous(), weights.contiguous(), of, slots)
+    return on_gpu(x, ids.contiguous(), weights.contiguous(), of, slot_mapping)
 
 
-def on_gpu(x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights, slots: Tensor | None) -> Tensor:
+def on_gpu(x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights, slot_mapping: Tensor | None) -> Tensor:
     """The kernels, whatever the device."""
     num_tokens, top_k = ids.shape
     if not num_tokens:
@@ -125,17 +125,17 @@ def on_gpu(x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights, slots: Te
     if of.arranged:
         from baton_kernels.experts import arranged_products
 
-        return arranged_products.experts(x, ids, weights, of, slots)
+        return arranged_products.experts(x, ids, weights, of, slot_mapping)
     tilings = choose(num_tokens, top_k, of.num_experts, of.weight_bytes, of.block > 0)
     if isinstance(tilings, RowTilings):
         from baton_kernels.experts import rows_kernel
 
-        return rows_kernel.experts(x, ids, weights, of, slots, tilings)
-    return in_blocks(x, ids, weights, of, slots, tilings)
+        return rows_kernel.experts(x, ids, weights, of, slot_mapping, tilings)
+    return in_blocks(x, ids, weights, of, slot_mapping, tilings)
 
 
 def in_blocks(
-    x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights, slots: Tensor | None, tilings: Tilings
+    x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights, slot_mapping: Tensor | None, tilings: Tilings
 ) -> Tensor:
     """The general kernels with these tilings, whatever the device."""
     from baton_kernels.experts import kernel
@@ -148,10 +148,10 @@ def in_blocks(
     assert not (of.four_bits and (tilings.gate_up.tma or tilings.down.tma))
     rows = tilings.gate_up.rows
     by_token = num_tokens <= min(rows, BY_TOKEN_TOKENS) and not tilings.down.tma
-    blocks = (blocks_by_token if by_token else align)(ids, slots, of.num_experts, rows)
+    blocks = (blocks_by_token if by_token else align)(ids, slot_mapping, of.num_experts, rows)
     rounds = of.eight_bits  # also of three tokens: a product of 16 bits takes twice as long as what this saves
     values, scale = quantize_rows(x, None, of.gate_up.dtype) if rounds else (x, None)
     inner = kernel.gate_up(values, scale, of, blocks, ids.numel(), top_k, tilings.gate_up, x.dtype)
     values, scale = quantize_rows(inner, None, of.down.dtype) if rounds else (inner, None)
     parts = kernel.down(values, scale, of, blocks, weights, tilings.down, x.dtype)
-    return summed(parts, ids, slots, of.num_experts)
+    return summed(parts, ids, slot_mapping, of.num_experts)

@@ -24,40 +24,55 @@ SEGMENT = 8192
 CHUNK = 1024
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
     """Which choices are computed together: blocks of `rows` choices of one expert, at most `most` of them.
 
     order: [most * rows] int32, choices sorted by expert, in their order; an expert's last block is filled up with the
         number of choices. expert_of: [most] int32. count: [1] int32, how many blocks there are; what follows them was
-        not written.
-    by_token: there is a block for each expert, with a row for each token, and none of this is needed: `order` is then
-        the ids, [num_tokens, top_k], and `expert_of` the slots, if has_slots.
+        not written. None, all three: nothing is sorted, and kernels find a block's rows by `ids`, [num_tokens, top_k],
+        and `slot_mapping`, [num_tokens] (None: there is no padding).
     """
 
-    order: Tensor
-    expert_of: Tensor
-    count: Tensor
     rows: int
     most: int
-    by_token: bool = False
-    has_slots: bool = False
+    ids: Tensor
+    slot_mapping: Tensor | None = None
+    order: Tensor | None = None
+    expert_of: Tensor | None = None
+    count: Tensor | None = None
+
+    @property
+    def is_sorted(self) -> bool:
+        return self.order is not None
+
+    @property
+    def has_padding(self) -> bool:
+        """That kernels have to look for: sorted choices are without it."""
+        return not self.is_sorted and self.slot_mapping is not None
 
     @property
     def num_rows(self) -> int:
         """Of what the first product writes: in the order of the blocks, or of the choices."""
-        return self.order.numel()
+        return (self.ids if self.order is None else self.order).numel()
+
+    @property
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor]:
+        """A kernel's order, expert_of and count; if nothing is sorted ids, slot mapping, and what is not read."""
+        if self.order is None or self.expert_of is None or self.count is None:
+            return self.ids, self.ids if self.slot_mapping is None else self.slot_mapping, self.ids
+        return self.order, self.expert_of, self.count
 
 
 @triton.jit
 def _load_experts(
-    ids_ptr, slots_ptr, choice, end, TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, HAS_SLOTS: tl.constexpr
+    ids_ptr, slot_mapping_ptr, choice, end, TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, HAS_PADDING: tl.constexpr
 ):
     """The experts of the choices; NUM_EXPERTS for those that are none: beyond the end, of padding, of no expert."""
     mask = choice < end
     expert = tl.load(ids_ptr + choice, mask=mask, other=NUM_EXPERTS).to(tl.int32)
-    if HAS_SLOTS:
-        slot = tl.load(slots_ptr + choice // TOP_K, mask=mask, other=0)
+    if HAS_PADDING:
+        slot = tl.load(slot_mapping_ptr + choice // TOP_K, mask=mask, other=0)
         expert = tl.where(slot <= 0, NUM_EXPERTS, expert)
     return tl.minimum(expert, NUM_EXPERTS)
 
@@ -65,7 +80,7 @@ def _load_experts(
 @triton.jit(do_not_specialize=["num_choices"])
 def _count_kernel(
     ids_ptr,
-    slots_ptr,
+    slot_mapping_ptr,
     counts_ptr,
     num_choices,
     TOP_K: tl.constexpr,
@@ -73,7 +88,7 @@ def _count_kernel(
     EXPERTS: tl.constexpr,
     SEGMENT: tl.constexpr,
     CHUNK: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
+    HAS_PADDING: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """counts: [segments, EXPERTS]."""
@@ -84,7 +99,7 @@ def _count_kernel(
     counts = tl.zeros([EXPERTS], tl.int32)
     for begin in range(segment * SEGMENT, end, CHUNK):
         choice = begin + tl.arange(0, CHUNK)
-        expert = _load_experts(ids_ptr, slots_ptr, choice, end, TOP_K, NUM_EXPERTS, HAS_SLOTS)
+        expert = _load_experts(ids_ptr, slot_mapping_ptr, choice, end, TOP_K, NUM_EXPERTS, HAS_PADDING)
         counts += tl.histogram(expert, EXPERTS)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -94,7 +109,7 @@ def _count_kernel(
 @triton.jit(do_not_specialize=["num_choices", "num_segments"])
 def _place_kernel(
     ids_ptr,
-    slots_ptr,
+    slot_mapping_ptr,
     counts_ptr,
     order_ptr,
     expert_of_ptr,
@@ -108,7 +123,7 @@ def _place_kernel(
     SEGMENT: tl.constexpr,
     CHUNK: tl.constexpr,
     COUNTED: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
+    HAS_PADDING: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """COUNTED: `_count_kernel` ran; else there is one segment."""
@@ -129,7 +144,7 @@ def _place_kernel(
     else:
         for begin in range(0, num_choices, CHUNK):
             choice = begin + tl.arange(0, CHUNK)
-            expert = _load_experts(ids_ptr, slots_ptr, choice, end, TOP_K, NUM_EXPERTS, HAS_SLOTS)
+            expert = _load_experts(ids_ptr, slot_mapping_ptr, choice, end, TOP_K, NUM_EXPERTS, HAS_PADDING)
             counts += tl.histogram(expert, EXPERTS)
     blocks = tl.where(lane < NUM_EXPERTS, (counts + ROWS - 1) // ROWS, 0)
     first_block = tl.sum(tl.where(lane < own, blocks, 0), 0)
@@ -137,7 +152,7 @@ def _place_kernel(
     base = order_ptr + first_block * ROWS
     for begin in range(first, end, CHUNK):
         choice = begin + tl.arange(0, CHUNK)
-        expert = _load_experts(ids_ptr, slots_ptr, choice, end, TOP_K, NUM_EXPERTS, HAS_SLOTS)
+        expert = _load_experts(ids_ptr, slot_mapping_ptr, choice, end, TOP_K, NUM_EXPERTS, HAS_PADDING)
         hit = expert == own
         rank = seen + tl.cumsum(hit.to(tl.int32), 0) - 1
         tl.store(base + rank, choice, mask=hit)
@@ -155,9 +170,9 @@ def _place_kernel(
             tl.store(count_ptr, tl.sum(blocks, 0))
 
 
-def align(ids: Tensor, slots: Tensor | None, num_experts: int, rows: int) -> Blocks:
-    """ids: [num_tokens, top_k], contiguous; choices of `num_experts` or above, and those of tokens whose
-    slot is not positive, are left out. slots: [num_tokens], or None."""
+def align(ids: Tensor, slot_mapping: Tensor | None, num_experts: int, rows: int) -> Blocks:
+    """ids: [num_tokens, top_k], contiguous; choices of `num_experts` or above, and those of tokens whose slot is not
+    positive, are left out. slot_mapping: [num_tokens], or None."""
     num_choices, device = ids.numel(), ids.device
     most = max_blocks(num_choices, num_experts, rows)
     order = torch.empty(most * rows, dtype=torch.int32, device=device)
@@ -168,21 +183,23 @@ def align(ids: Tensor, slots: Tensor | None, num_experts: int, rows: int) -> Blo
     counted = num_choices > ALIGN_AT_ONCE
     segments = triton.cdiv(num_choices, SEGMENT) if counted else 1
     counts, options = count, launch_options(device)
-    read = (ids, ids if slots is None else slots)
+    read = (ids, ids if slot_mapping is None else slot_mapping)
     if counted:
         counts = torch.empty((segments, experts), dtype=torch.int32, device=device)
         _count_kernel[(segments,)](
-            *read, counts, num_choices, *common, SEGMENT, CHUNK, slots is not None, num_warps=8, **options
+            *read, counts, num_choices, *common, SEGMENT, CHUNK, slot_mapping is not None, num_warps=8, **options
         )
     chunk = CHUNK if num_choices > FEW_CHOICES else FEW_CHOICES
     _place_kernel[(num_experts, segments)](
         *read, counts, order, expert_of, count, num_choices, segments, *common, rows, SEGMENT, chunk, counted,
-        slots is not None, num_warps=4, **options,
+        slot_mapping is not None, num_warps=4, **options,
     )  # fmt: skip
-    return Blocks(order, expert_of, count, rows, most)
+    return Blocks(
+        rows=rows, most=most, ids=ids, slot_mapping=slot_mapping, order=order, expert_of=expert_of, count=count
+    )
 
 
-def blocks_by_token(ids: Tensor, slots: Tensor | None, num_experts: int, rows: int) -> Blocks:
-    """For at most `rows` tokens, each of which takes an expert once."""
+def blocks_by_token(ids: Tensor, slot_mapping: Tensor | None, num_experts: int, rows: int) -> Blocks:
+    """A block for each expert, with a row for each of at most `rows` tokens, each of which takes an expert once."""
     assert ids.shape[0] <= rows
-    return Blocks(ids, ids if slots is None else slots, ids, rows, num_experts, True, slots is not None)
+    return Blocks(rows=rows, most=num_experts, ids=ids, slot_mapping=slot_mapping)

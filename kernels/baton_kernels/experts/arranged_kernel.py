@@ -102,7 +102,7 @@ def _copy(
 @gluon.jit
 def _choices(
     order_ptr,
-    slots_ptr,
+    slot_mapping_ptr,
     expert,
     block,
     num_choices,
@@ -110,7 +110,7 @@ def _choices(
     ROWS: gl.constexpr,
     BY_CHOICE: gl.constexpr,
     BY_TOKEN: gl.constexpr,
-    HAS_SLOTS: gl.constexpr,
+    HAS_PADDING: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
     """Whose rows the block has: [ROWS]; num_choices: nobody's."""
@@ -120,8 +120,8 @@ def _choices(
     elif BY_TOKEN:
         choice = gl.where(row < 0, row, num_choices)
         there = row < num_choices // TOP_K
-        if HAS_SLOTS:
-            there = there & (gl.load(slots_ptr + row, mask=there, other=0) > 0)
+        if HAS_PADDING:
+            there = there & (gl.load(slot_mapping_ptr + row, mask=there, other=0) > 0)
         for slot in gl.static_range(TOP_K):
             found = gl.load(order_ptr + row * TOP_K + slot, mask=there, other=-1)
             choice = gl.where(found == expert, row * TOP_K + slot, choice)
@@ -177,7 +177,7 @@ def _multiply(
     bias_ptr,
     routed_ptr,
     order_ptr,
-    slots_ptr,
+    slot_mapping_ptr,
     out_ptr,
     num_turns,
     block,
@@ -193,7 +193,7 @@ def _multiply(
     STAGES: gl.constexpr,
     BY_CHOICE: gl.constexpr,
     BY_TOKEN: gl.constexpr,
-    HAS_SLOTS: gl.constexpr,
+    HAS_PADDING: gl.constexpr,
     INTERLEAVED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     GATE: gl.constexpr,
@@ -239,7 +239,7 @@ def _multiply(
                 bias = gl.load(bias_ptr + expert.to(gl.int64) * WIDTH + feature, mask=inside, other=0.0)
                 sums += bias.to(gl.float32)[:, None]
             choice = _choices(
-                order_ptr, slots_ptr, expert, block, num_choices, TOP_K, ROWS, BY_CHOICE, BY_TOKEN, HAS_SLOTS,
+                order_ptr, slot_mapping_ptr, expert, block, num_choices, TOP_K, ROWS, BY_CHOICE, BY_TOKEN, HAS_PADDING,
                 gl.SliceLayout(0, PRODUCT),
             )  # fmt: skip
             taken = choice < num_choices
@@ -269,7 +269,7 @@ def arranged_kernel(
     bias_ptr,
     routed_ptr,
     order_ptr,
-    slots_ptr,
+    slot_mapping_ptr,
     expert_of_ptr,
     count_ptr,
     out_ptr,
@@ -286,7 +286,7 @@ def arranged_kernel(
     REGISTERS: gl.constexpr,
     BY_CHOICE: gl.constexpr,
     BY_TOKEN: gl.constexpr,
-    HAS_SLOTS: gl.constexpr,
+    HAS_PADDING: gl.constexpr,
     INTERLEAVED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     GATE: gl.constexpr,
@@ -319,14 +319,14 @@ def arranged_kernel(
     if BY_CHOICE:
         expert = gl.load(order_ptr + block).to(gl.int32)
         is_there = expert < NUM_EXPERTS
-        if HAS_SLOTS:
-            is_there = is_there & (gl.load(slots_ptr + block // TOP_K) > 0)
+        if HAS_PADDING:
+            is_there = is_there & (gl.load(slot_mapping_ptr + block // TOP_K) > 0)
         if GATED:
             x_row = block // TOP_K
     elif BY_TOKEN:
         expert = block
         choice = _choices(
-            order_ptr, slots_ptr, expert, block, num_choices, TOP_K, ROWS, BY_CHOICE, BY_TOKEN, HAS_SLOTS, FLAT
+            order_ptr, slot_mapping_ptr, expert, block, num_choices, TOP_K, ROWS, BY_CHOICE, BY_TOKEN, HAS_PADDING, FLAT
         )
         is_there = gl.min(choice, 0) < num_choices
         if GATED:
@@ -342,9 +342,10 @@ def arranged_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (
-                    x_buffers, weight_buffers, full, empty, own_scales, bias_ptr, routed_ptr, order_ptr, slots_ptr,
-                    out_ptr, num_turns, block, expert, tile, num_choices, 0, GROUPS, NUM_STEPS, WIDTH, TOP_K, ROWS,
-                    STAGES, BY_CHOICE, BY_TOKEN, HAS_SLOTS, INTERLEAVED, HAS_BIAS, GATE, ALPHA, LIMIT, PDL,
+                    x_buffers, weight_buffers, full, empty, own_scales, bias_ptr, routed_ptr, order_ptr,
+                    slot_mapping_ptr, out_ptr, num_turns, block, expert, tile, num_choices, 0, GROUPS, NUM_STEPS,
+                    WIDTH, TOP_K, ROWS, STAGES, BY_CHOICE, BY_TOKEN, HAS_PADDING, INTERLEAVED, HAS_BIAS,
+                    GATE, ALPHA, LIMIT, PDL,
                 )),
                 (_copy, (
                     x_desc, weight_desc, x_buffers, weight_buffers, full, empty, num_steps, x_row, weight_row,
@@ -358,14 +359,16 @@ def arranged_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (
-                    x_buffers, weight_buffers, full, empty, own_scales, bias_ptr, routed_ptr, order_ptr, slots_ptr,
-                    out_ptr, num_turns, block, expert, tile, num_choices, 0, GROUPS, NUM_STEPS, WIDTH, TOP_K, ROWS,
-                    STAGES, BY_CHOICE, BY_TOKEN, HAS_SLOTS, INTERLEAVED, HAS_BIAS, GATE, ALPHA, LIMIT, PDL,
+                    x_buffers, weight_buffers, full, empty, own_scales, bias_ptr, routed_ptr, order_ptr,
+                    slot_mapping_ptr, out_ptr, num_turns, block, expert, tile, num_choices, 0, GROUPS, NUM_STEPS,
+                    WIDTH, TOP_K, ROWS, STAGES, BY_CHOICE, BY_TOKEN, HAS_PADDING, INTERLEAVED, HAS_BIAS,
+                    GATE, ALPHA, LIMIT, PDL,
                 )),
                 (_multiply, (
-                    x_buffers, weight_buffers, full, empty, own_scales, bias_ptr, routed_ptr, order_ptr, slots_ptr,
-                    out_ptr, num_turns, block, expert, tile, num_choices, 1, GROUPS, NUM_STEPS, WIDTH, TOP_K, ROWS,
-                    STAGES, BY_CHOICE, BY_TOKEN, HAS_SLOTS, INTERLEAVED, HAS_BIAS, GATE, ALPHA, LIMIT, PDL,
+                    x_buffers, weight_buffers, full, empty, own_scales, bias_ptr, routed_ptr, order_ptr,
+                    slot_mapping_ptr, out_ptr, num_turns, block, expert, tile, num_choices, 1, GROUPS, NUM_STEPS,
+                    WIDTH, TOP_K, ROWS, STAGES, BY_CHOICE, BY_TOKEN, HAS_PADDING, INTERLEAVED, HAS_BIAS,
+                    GATE, ALPHA, LIMIT, PDL,
                 )),
                 (_copy, (
                     x_desc, weight_desc, x_buffers, weight_buffers, full, empty, num_steps, x_row, weight_row,

@@ -56,17 +56,17 @@ def choose(rows: int) -> TileTiling:
     return TileTiling(rows, 2, stages=4, programs=1, registers=168, least_steps=0)
 
 
-def experts(x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights, slots: Tensor | None) -> Tensor:
+def experts(x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights, slot_mapping: Tensor | None) -> Tensor:
     """[num_tokens, hidden_size]. x: bf16, contiguous rows; ids, weights: contiguous."""
     num_tokens, top_k = ids.shape
     rows = arranged_rows(num_tokens, top_k, of.num_experts)
     by_choice = num_tokens <= ROW_TOKENS
     if by_choice:
-        blocks = Blocks(ids, ids if slots is None else slots, ids, rows, ids.numel(), False, slots is not None)
+        blocks = Blocks(rows=rows, most=ids.numel(), ids=ids, slot_mapping=slot_mapping)
     elif num_tokens <= BY_TOKEN_TOKENS:
-        blocks = blocks_by_token(ids, slots, of.num_experts, rows)
+        blocks = blocks_by_token(ids, slot_mapping, of.num_experts, rows)
     else:
-        blocks = align(ids, slots, of.num_experts, rows)
+        blocks = align(ids, slot_mapping, of.num_experts, rows)
         x = _gathered(x, blocks, ids.numel(), top_k)
     if x.stride(0) % 8 or x.data_ptr() % 16:
         x = torch.clone(x, memory_format=torch.contiguous_format)
@@ -74,15 +74,16 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights, slots: T
     parts = torch.empty((ids.numel(), of.hidden_size), dtype=x.dtype, device=x.device)
     _launch(x, of.gate_up, of.gate_up_scale, of.gate_up_bias, weights, blocks, by_choice, inner, of, of.gate)
     _launch(inner, of.down, of.down_scale, of.down_bias, weights, blocks, by_choice, parts, of, None)
-    return summed(parts, ids, slots, of.num_experts)
+    return summed(parts, ids, slot_mapping, of.num_experts)
 
 
 def _gathered(x: Tensor, blocks: Blocks, num_choices: int, top_k: int) -> Tensor:
     """The rows of the blocks, [blocks.num_rows, hidden_size]."""
     hidden = x.shape[1]
+    order, _, count = blocks.arguments
     out = torch.empty((blocks.num_rows, hidden), dtype=x.dtype, device=x.device)
     _gather_kernel[(blocks.num_rows,)](
-        x, blocks.order, blocks.count, out, num_choices, x.stride(0), hidden, top_k, blocks.rows,
+        x, order, count, out, num_choices, x.stride(0), hidden, top_k, blocks.rows,
         triton.next_power_of_2(hidden), num_warps=4, **launch_options(x.device),
     )  # fmt: skip
     return out
@@ -101,6 +102,7 @@ def _launch(
     gate: str | None,
 ) -> None:
     num_experts, weight_rows, width = words.shape
+    order, expert_of, count = blocks.arguments
     num_rows, columns = x.shape
     tiling = choose(blocks.rows)
     tiles = triton.cdiv(weight_rows, OUT * tiling.groups)
@@ -115,10 +117,11 @@ def _launch(
         words, [num_experts * weight_rows, width], [width, 1], [64, 16], gl.NVMMASharedLayout(64, 32, 2)
     )
     arranged_kernel[(blocks.most * tiles,)](
-        x_desc, weight_desc, scales, out if bias is None else bias, routed, blocks.order,
-        blocks.expert_of if blocks.has_slots else blocks.order, blocks.expert_of, blocks.count, out,
+        x_desc, weight_desc, scales, out if bias is None else bias, routed, order,
+        order if blocks.slot_mapping is None else blocks.slot_mapping, expert_of, count, out,
         routed.numel(), blocks.most, BAND if tiling.rows == 128 else blocks.most,
         num_experts, out.shape[1], width * 8 // STEP, routed.shape[1], tiling.groups, tiling.rows, tiling.stages,
-        tiling.registers_of_second, by_choice, blocks.by_token, blocks.has_slots, of.interleaved, bias is not None,
-        gate, of.alpha, of.limit, num_warps=4, maxnreg=tiling.registers, **launch_options(x.device),
+        tiling.registers_of_second, by_choice, not by_choice and not blocks.is_sorted, blocks.has_padding,
+        of.interleaved, bias is not None, gate, of.alpha, of.limit,
+        num_warps=4, maxnreg=tiling.registers, **launch_options(x.device),
     )  # fmt: skip

@@ -45,21 +45,21 @@ def _place(most, num_tiles, group):
 @triton.jit
 def _choices_of(
     ids_ptr,
-    slots_ptr,
+    slot_mapping_ptr,
     expert,
     num_tokens,
     TOP_K: tl.constexpr,
     CHOICES: tl.constexpr,
     ROWS: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
+    HAS_PADDING: tl.constexpr,
 ):
     """Each token's choice of the expert, and whether it has one: [ROWS]."""
     token = tl.arange(0, ROWS)
     slot = tl.arange(0, CHOICES)
     mask = (token < num_tokens)[:, None] & (slot < TOP_K)[None, :]
     hit = (tl.load(ids_ptr + token[:, None] * TOP_K + slot[None, :], mask=mask, other=-1) == expert) & mask
-    if HAS_SLOTS:
-        hit = hit & (tl.load(slots_ptr + token, mask=token < num_tokens, other=0) > 0)[:, None]
+    if HAS_PADDING:
+        hit = hit & (tl.load(slot_mapping_ptr + token, mask=token < num_tokens, other=0) > 0)[:, None]
     return token * TOP_K + tl.max(tl.where(hit, slot[None, :], 0), 1), tl.max(hit.to(tl.int32), 1) > 0
 
 
@@ -74,14 +74,14 @@ def _block(
     CHOICES: tl.constexpr,
     ROWS: tl.constexpr,
     BY_TOKEN: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
+    HAS_PADDING: tl.constexpr,
 ):
     """A block's expert, its choices and which of them count, and its rows in what lies between the products: [ROWS].
     Nothing counts in a block that there is not."""
     if BY_TOKEN:
         expert = block
         choice, taken = _choices_of(
-            order_ptr, expert_of_ptr, expert, num_choices // TOP_K, TOP_K, CHOICES, ROWS, HAS_SLOTS
+            order_ptr, expert_of_ptr, expert, num_choices // TOP_K, TOP_K, CHOICES, ROWS, HAS_PADDING
         )
         place = choice
     else:
@@ -138,7 +138,7 @@ def _gate_up_kernel(
     STAGES: tl.constexpr,
     TMA: tl.constexpr,
     BY_TOKEN: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
+    HAS_PADDING: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     FOUR_BITS: tl.constexpr,
     INTEGERS: tl.constexpr,
@@ -166,7 +166,7 @@ def _gate_up_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     expert, choice, taken, place = _block(
-        order_ptr, expert_of_ptr, count_ptr, block, num_choices, TOP_K, CHOICES, ROWS, BY_TOKEN, HAS_SLOTS
+        order_ptr, expert_of_ptr, count_ptr, block, num_choices, TOP_K, CHOICES, ROWS, BY_TOKEN, HAS_PADDING
     )
     if tl.max(taken.to(tl.int32), 0) > 0:
         token = tl.where(taken, choice // TOP_K, 0).to(tl.int64)
@@ -255,7 +255,7 @@ def _down_kernel(
     STAGES: tl.constexpr,
     TMA: tl.constexpr,
     BY_TOKEN: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
+    HAS_PADDING: tl.constexpr,
     FOUR_BITS: tl.constexpr,
     INTEGERS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -272,7 +272,7 @@ def _down_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     expert, choice, taken, place = _block(
-        order_ptr, expert_of_ptr, count_ptr, block, num_choices, TOP_K, CHOICES, ROWS, BY_TOKEN, HAS_SLOTS
+        order_ptr, expert_of_ptr, count_ptr, block, num_choices, TOP_K, CHOICES, ROWS, BY_TOKEN, HAS_PADDING
     )
     if tl.max(taken.to(tl.int32), 0) > 0:
         feature = tile * OUT + tl.arange(0, OUT)
@@ -336,10 +336,10 @@ def gate_up(
         weight = _descriptor(of.gate_up, columns, tiling.out, tiling.depth)
     _gate_up_kernel[grid](
         x, out if x_scale is None else x_scale, weight, out if scale is None else scale,
-        out if bias is None else bias, blocks.order, blocks.expert_of, blocks.count, out,
+        out if bias is None else bias, *blocks.arguments, out,
         num_choices, blocks.most, tiling.group or blocks.most, x.stride(0), of.gate_up.stride(0),
         width, of.hidden_size, top_k, triton.next_power_of_2(top_k),
-        tiling.rows, tiling.out, tiling.depth, tiling.num_stages, tiling.tma, blocks.by_token, blocks.has_slots,
+        tiling.rows, tiling.out, tiling.depth, tiling.num_stages, tiling.tma, not blocks.is_sorted, blocks.has_padding,
         of.interleaved, of.four_bits, int_group(of.gate_up, scale), of.block, of.scales_rows, x_scale is not None,
         bias is not None, of.gate, of.alpha, of.limit,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **launch_options(x.device),
@@ -360,15 +360,15 @@ def down(
     weight: Tensor | TensorDescriptor = of.down
     rows: Tensor | TensorDescriptor = x
     if tiling.tma:
-        assert not blocks.by_token
+        assert blocks.is_sorted
         weight = _descriptor(of.down, of.intermediate_size, tiling.out, tiling.depth)
         rows = TensorDescriptor.from_tensor(x, [tiling.rows, tiling.depth])
     _down_kernel[grid](
         rows, out if x_scale is None else x_scale, weight, out if scale is None else scale,
-        out if bias is None else bias, weights, blocks.order, blocks.expert_of, blocks.count, out,
+        out if bias is None else bias, weights, *blocks.arguments, out,
         weights.numel(), blocks.most, tiling.group or blocks.most, of.down.stride(0),
         of.intermediate_size, of.hidden_size, weights.shape[1], triton.next_power_of_2(weights.shape[1]),
-        tiling.rows, tiling.out, tiling.depth, tiling.num_stages, tiling.tma, blocks.by_token, blocks.has_slots,
+        tiling.rows, tiling.out, tiling.depth, tiling.num_stages, tiling.tma, not blocks.is_sorted, blocks.has_padding,
         of.four_bits, int_group(of.down, scale), of.block, of.scales_rows, x_scale is not None, bias is not None,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **launch_options(x.device),
     )  # fmt: skip

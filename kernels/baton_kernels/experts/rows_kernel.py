@@ -25,7 +25,7 @@ def _gate_up_rows_kernel(
     scale_ptr,
     bias_ptr,
     ids_ptr,
-    slots_ptr,
+    slot_mapping_ptr,
     out_ptr,
     x_stride,
     expert_stride,
@@ -42,7 +42,7 @@ def _gate_up_rows_kernel(
     BLOCK: tl.constexpr,
     SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
+    HAS_PADDING: tl.constexpr,
     GATE: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -62,8 +62,8 @@ def _gate_up_rows_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     expert = tl.load(ids_ptr + choice).to(tl.int64)
-    if HAS_SLOTS:
-        expert = tl.where(tl.load(slots_ptr + token) <= 0, NUM_EXPERTS, expert)
+    if HAS_PADDING:
+        expert = tl.where(tl.load(slot_mapping_ptr + token) <= 0, NUM_EXPERTS, expert)
     if expert < NUM_EXPERTS:
         weight_ptrs = weight_ptr + expert * expert_stride + (row[:, None] * HIDDEN + column[None, :])
         x_ptrs = x_ptr + token * x_stride + column
@@ -125,7 +125,7 @@ def _down_rows_kernel(
     bias_ptr,
     routed_ptr,
     ids_ptr,
-    slots_ptr,
+    slot_mapping_ptr,
     out_ptr,
     expert_stride,
     WIDTH: tl.constexpr,
@@ -141,7 +141,7 @@ def _down_rows_kernel(
     BLOCK: tl.constexpr,
     SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
+    HAS_PADDING: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A program has `OUT` features of all experts of one token. out: [num_tokens, HIDDEN]."""
@@ -156,8 +156,8 @@ def _down_rows_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     expert = tl.load(ids_ptr + choice, mask=slot < TOP_K, other=NUM_EXPERTS).to(tl.int64)
-    if HAS_SLOTS:
-        expert = tl.where(tl.load(slots_ptr + token) <= 0, NUM_EXPERTS, expert)
+    if HAS_PADDING:
+        expert = tl.where(tl.load(slot_mapping_ptr + token) <= 0, NUM_EXPERTS, expert)
     taken = expert < NUM_EXPERTS
     routed = tl.load(routed_ptr + choice, mask=taken, other=0.0).to(tl.float32)
     rows = tl.where(taken, expert, 0)[:, None] * HIDDEN + row[None, :]
@@ -199,30 +199,30 @@ def _down_rows_kernel(
 
 
 def experts(
-    x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights, slots: Tensor | None, tilings: RowTilings
+    x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights, slot_mapping: Tensor | None, tilings: RowTilings
 ) -> Tensor:
     """[num_tokens, hidden_size]. x: contiguous rows; ids, weights: contiguous."""
     num_tokens, top_k = ids.shape
     width, hidden, num_experts = of.intermediate_size, of.hidden_size, of.num_experts
     inner = torch.empty((num_tokens * top_k, width), dtype=x.dtype, device=x.device)
     out = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)
-    slots_ptr = ids if slots is None else slots
+    slot_mapping_ptr = ids if slot_mapping is None else slot_mapping
     options = launch_options(x.device)
     first, second = tilings.gate_up, tilings.down
     _gate_up_rows_kernel[(triton.cdiv(width, first.out), num_tokens * top_k)](
         x, of.gate_up, out if of.gate_up_scale is None else of.gate_up_scale,
-        out if of.gate_up_bias is None else of.gate_up_bias, ids, slots_ptr, inner,
+        out if of.gate_up_bias is None else of.gate_up_bias, ids, slot_mapping_ptr, inner,
         x.stride(0), of.gate_up.stride(0), width, hidden, top_k, num_experts,
         first.out, first.depth, first.num_stages, of.interleaved, of.four_bits,
         int_group(of.gate_up, of.gate_up_scale), of.block, of.scales_rows, of.gate_up_bias is not None,
-        slots is not None, of.gate, of.alpha, of.limit,
+        slot_mapping is not None, of.gate, of.alpha, of.limit,
         num_warps=first.num_warps, **options,
     )  # fmt: skip
     _down_rows_kernel[(triton.cdiv(hidden, second.out), num_tokens)](
         inner, of.down, out if of.down_scale is None else of.down_scale,
-        out if of.down_bias is None else of.down_bias, weights, ids, slots_ptr, out,
+        out if of.down_bias is None else of.down_bias, weights, ids, slot_mapping_ptr, out,
         of.down.stride(0), width, hidden, top_k, triton.next_power_of_2(top_k), num_experts,
         second.out, second.depth, second.num_stages, of.four_bits, int_group(of.down, of.down_scale), of.block,
-        of.scales_rows, of.down_bias is not None, slots is not None, num_warps=second.num_warps, **options,
+        of.scales_rows, of.down_bias is not None, slot_mapping is not None, num_warps=second.num_warps, **options,
     )  # fmt: skip
     return out

@@ -16,14 +16,14 @@ from baton_kernels.pdl import launch_options
 def _sum_kernel(
     parts_ptr,
     ids_ptr,
-    slots_ptr,
+    slot_mapping_ptr,
     out_ptr,
     HIDDEN: tl.constexpr,
     TOP_K: tl.constexpr,
     CHOICES: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     TILE: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
+    HAS_PADDING: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The sum of a token's choices, in their order; parts of no expert were not written."""
@@ -34,8 +34,8 @@ def _sum_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     taken = tl.load(ids_ptr + choice, mask=slot < TOP_K, other=NUM_EXPERTS) < NUM_EXPERTS
-    if HAS_SLOTS:
-        taken = taken & (tl.load(slots_ptr + token) > 0)
+    if HAS_PADDING:
+        taken = taken & (tl.load(slot_mapping_ptr + token) > 0)
     mask = taken[:, None] & (column < HIDDEN)[None, :]
     parts = tl.load(parts_ptr + choice[:, None] * HIDDEN + column[None, :], mask=mask, other=0.0)
     if PDL:
@@ -44,14 +44,15 @@ def _sum_kernel(
     tl.store(out_ptr + token * HIDDEN + column, out, mask=column < HIDDEN)
 
 
-def summed(parts: Tensor, ids: Tensor, slots: Tensor | None, num_experts: int) -> Tensor:
+def summed(parts: Tensor, ids: Tensor, slot_mapping: Tensor | None, num_experts: int) -> Tensor:
     """[num_tokens, hidden_size] of [num_tokens * top_k, hidden_size]."""
     num_tokens, top_k = ids.shape
     hidden = parts.shape[1]
     out = torch.empty((num_tokens, hidden), dtype=parts.dtype, device=parts.device)
     tile = min(1024, triton.next_power_of_2(hidden))
     _sum_kernel[(num_tokens, triton.cdiv(hidden, tile))](
-        parts, ids, ids if slots is None else slots, out, hidden, top_k, triton.next_power_of_2(top_k), num_experts,
-        tile, slots is not None, num_warps=4, **launch_options(parts.device),
+        parts, ids, ids if slot_mapping is None else slot_mapping, out,
+        hidden, top_k, triton.next_power_of_2(top_k), num_experts, tile, slot_mapping is not None,
+        num_warps=4, **launch_options(parts.device),
     )  # fmt: skip
     return out
