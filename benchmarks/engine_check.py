@@ -22,10 +22,11 @@ from baton_kernels.experts.arranged import as_published
 from baton_kernels.quantized_linear import dequantize
 from benchmarks.checks import WrongAnswers
 from benchmarks.engine_bench import Bench, drain, note
-from engine.model.experts import NAMES, expert_modules, store_values, weights_of
+from engine.model.experts import NAMES, expert_modules, weights_of
 from engine.model.linear_method import linear_layers, method_of
 from engine.model.load.loader import load_model
 from engine.model.load.skeleton import build_skeleton, fill_with_dummies, move_empty
+from engine.model.quantization.expert_weights import store_values
 from engine.model.quantization.linear import QuantizedLinear
 
 ANSWER_TOKENS = 16

@@ -21,10 +21,11 @@ from transformers import (
 
 from baton_kernels.experts.weights import BLOCK
 from engine.model.errors import UnsupportedModel
-from engine.model.experts import NAMES, expert_modules, keep_quantized, own_forward, weights_of
+from engine.model.experts import NAMES, expert_modules, own_forward, weights_of
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.loader import load_model
 from engine.model.parallel.group import ONE_RANK
+from engine.model.quantization.expert_weights import keep_quantized
 from engine.model.quantization.experts import Fp8Experts
 from tests.engine import tiny_models
 from tests.engine.test_expert_parallel import load_all

@@ -14,13 +14,14 @@ from transformers import GptOssConfig
 from engine.model import fast
 from engine.model.attention import probe
 from engine.model.errors import UnsupportedModel
-from engine.model.experts import NAMES, expert_modules, keep_quantized, own_forward, weights_of
+from engine.model.experts import NAMES, expert_modules, own_forward, weights_of
 from engine.model.fast.forwards import logits_as_served
 from engine.model.fast.target import Target
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.loader import load_model
 from engine.model.parallel.group import RankGroup
 from engine.model.parallel.part import RankPart
+from engine.model.quantization.expert_weights import keep_quantized
 from tests.engine import tiny_models
 from tests.engine.rank_threads import in_threads
 from tests.engine.test_expert_parallel import load_all

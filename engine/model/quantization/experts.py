@@ -13,11 +13,12 @@ from torch import nn
 
 from baton_kernels.experts.weights import BLOCK
 from engine.model.errors import UnsupportedModel
-from engine.model.experts import NAMES, Codes, expert_shape, is_transposed, keep_quantized, store_values
+from engine.model.experts import NAMES, expert_shape, is_transposed
 from engine.model.linear_method import Quantization
 from engine.model.load.safetensors_index import StoredTensor
 from engine.model.parallel.experts import FLAG
 from engine.model.parallel.group import ONE_RANK, RankGroup
+from engine.model.quantization.expert_weights import Codes, keep_quantized, store_values
 
 log = logging.getLogger(__name__)
 

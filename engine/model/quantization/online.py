@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from baton_kernels.quantized_linear import QuantizedWeight
-from engine.model.experts import quantize_fp8
 from engine.model.linear_method import LinearMethod, Quantization
 from engine.model.parallel.group import ONE_RANK, RankGroup
 from engine.model.parallel.scales import quantize_columns
+from engine.model.quantization.expert_weights import quantize_fp8
 from engine.model.quantization.linear import install, stays_quantized
 
 log = logging.getLogger(__name__)

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from baton_kernels.experts.weights import pack_scales
 from baton_kernels.quantized_linear import QuantizedWeight, dequantize, unpack_halves
 from engine.model.errors import UnsupportedModel
-from engine.model.experts import NAMES, Codes, expert_shape, is_transposed, keep_quantized
+from engine.model.experts import NAMES, expert_shape, is_transposed
 from engine.model.load.safetensors_index import StoredTensor
 from engine.model.parallel.group import ONE_RANK, RankGroup
+from engine.model.quantization.expert_weights import Codes, keep_quantized
 from engine.model.quantization.experts import JOINED, StoredExperts, first_scale
 
 log = logging.getLogger(__name__)
