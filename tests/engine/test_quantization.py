@@ -135,6 +135,85 @@ def test_what_cannot_be_run_is_refused_by_name(form: str, changes: dict[str, Any
         load_model(Checkpoint.open(tmp_path))
 
 
+@pytest.mark.parametrize("method", ["ptpc_fp8", "FP8", "marlin"])
+def test_a_format_that_nobody_knows_is_refused_by_name(method: str, tmp_path: Path) -> None:
+    write(TINY, tmp_path, "fp8")
+    restate(tmp_path, quant_method=method)
+    with pytest.raises(
+        UnsupportedModel, match=f"quantized by {method}, which cannot be run; what can: awq, compressed"
+    ):
+        load_model(Checkpoint.open(tmp_path))
+
+
+@pytest.mark.parametrize("form", ["fp8", "compressed-int8", "awq", "compressed-w4a16"])
+def test_codes_without_a_format_are_refused_by_name(form: str, tmp_path: Path) -> None:
+    write(TINY, tmp_path, form)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for requested in (None, "fp8"):
+        with pytest.raises(UnsupportedModel, match=r"of a quantized weight, but config\.json states no format"):
+            load_model(Checkpoint.open(tmp_path), quantization=requested)
+
+
+def test_what_a_format_has_no_use_for_is_told_and_not_left_to_transformers(tmp_path: Path) -> None:
+    write(TINY, tmp_path, "gptq")
+    file = tmp_path / "model.safetensors"
+    save_file({**load_file(file), "model.layers.1.mlp.extra": torch.rand(4)}, file, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=r"the model has no model.layers.1.mlp.extra"):
+        load_model(Checkpoint.open(tmp_path))
+
+
+def test_fp8_of_model_optimizer(tmp_path: Path) -> None:
+    """The same tensors by another name, with scales of inputs and KV, which are not used."""
+    write(TINY, tmp_path / "own", "fp8")
+    write(TINY, tmp_path / "plain", "fp8", dequantized=True)
+    file = tmp_path / "own" / "model.safetensors"
+    unused = {f"model.layers.0.self_attn.{part}": torch.ones(()) for part in ("q_proj.input_scale", "k_proj.k_scale")}
+    save_file({**load_file(file), **unused}, file, metadata={"format": "pt"})
+    restate(tmp_path / "own", quant_method="modelopt", quant_algo="FP8")
+    own, plain = (load_model(Checkpoint.open(tmp_path / name)).state_dict() for name in ("own", "plain"))
+    assert all(torch.equal(tensor, plain[name]) for name, tensor in own.items())
+    restate(tmp_path / "own", quant_algo="NVFP4")
+    with pytest.raises(UnsupportedModel, match="quantized by modelopt, which cannot be run"):
+        load_model(Checkpoint.open(tmp_path / "own"))
+
+
+def test_the_older_name_of_compressed_tensors_configuration(tmp_path: Path) -> None:
+    write(TINY, tmp_path, "compressed-fp8")
+    wanted = load_model(Checkpoint.open(tmp_path)).state_dict()
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["compression_config"] = config.pop("quantization_config")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = load_model(Checkpoint.open(tmp_path)).state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
+
+
+def test_a_layers_name_counts_more_than_a_pattern_and_that_more_than_its_class(tmp_path: Path) -> None:
+    """In whichever order the groups stand."""
+    write(TINY, tmp_path, "compressed-fp8")
+    wanted = load_model(Checkpoint.open(tmp_path)).state_dict()
+    config = json.loads((tmp_path / "config.json").read_text())
+    (group,) = config["quantization_config"]["config_groups"].values()
+    other = {**group, "weights": {**group["weights"], "type": "int"}}
+    chosen = {**group, "targets": ["re:model"]}
+    config["quantization_config"]["config_groups"] = {"group_0": {**other, "targets": ["Linear"]}, "group_1": chosen}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = load_model(Checkpoint.open(tmp_path)).state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
+    config["quantization_config"]["config_groups"]["group_2"] = {**other, "targets": ["model.layers.0.mlp.up_proj"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match=r"converts model.layers.0.mlp.up_proj.weight, which is F8_E4M3"):
+        load_model(Checkpoint.open(tmp_path))
+
+
+def restate(folder: Path, **changes: Any) -> None:
+    """What config.json states of the format."""
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def test_rules_that_leave_layers_out_are_what_the_files_show(tmp_path: Path) -> None:
     write(TINY, tmp_path, "gptq")
     config = json.loads((tmp_path / "config.json").read_text())

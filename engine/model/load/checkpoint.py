@@ -19,6 +19,8 @@ from engine.model.errors import ModelNotFound, UnsupportedModel
 from engine.model.load.safetensors_index import StoredTensor, read_stored, weight_files
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_HUB_COPIES = ["original/*", "metal/*"]
+"""The same weights once more, in forms of their makers' own."""
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
 
@@ -133,7 +135,7 @@ def _resolve(name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_COPIES))
     except (OSError, ValueError) as error:  # base classes of the hub's errors
         reason = str(error).splitlines()[0]
         raise ModelNotFound(f"--model {name} is neither a folder nor to be had from the hub: {reason}") from error

@@ -24,7 +24,7 @@ from engine.model.parallel.layers import connect
 from engine.model.parallel.part import WHOLE_MODEL, RankPart
 from engine.model.parallel.sharding import Place, Sharding, shard
 from engine.model.parallel.stages import StageWeights, keep_stage
-from engine.model.quantization import choose_quantization
+from engine.model.quantization import choose_quantization, is_leftover
 from engine.model.quantization.stored import is_unused
 
 log = logging.getLogger(__name__)
@@ -102,6 +102,8 @@ def _load(
             raise UnsupportedModel(f"{path} cannot be loaded with --load-format safetensors: {reason}") from reason
         if part.is_divided:
             raise UnsupportedModel(f"{path} cannot be divided among ranks: {reason}") from reason
+        if quantization is not None and requested is None and not isinstance(quantization, Unquantized):
+            raise UnsupportedModel(f"{path}: {reason}") from reason  # transformers reads other forms of these formats
         log.info("weights go through transformers: %s", reason)
     with told(str(path)):
         model = _load_through_transformers(checkpoint, dtype, device)
@@ -202,6 +204,8 @@ def _load_through_transformers(
     )
     if missing := sorted(info["missing_keys"]):
         raise UnsupportedModel(f"{checkpoint.path} lacks {len(missing)} of the model's weights, {missing[0]} for one")
+    if leftover := sorted(filter(is_leftover, info["unexpected_keys"])):
+        raise UnsupportedModel(f"{checkpoint.path}: nothing reads {leftover[0]}, of a quantized weight")
     # Moved as a whole: from_pretrained places weights on a device itself only with the accelerate package.
     loaded: PreTrainedModel = model.to(device).eval().requires_grad_(False)
     return loaded

@@ -22,6 +22,9 @@ from engine.model.load.safetensors_index import DTYPES, StoredTensor
 from engine.model.parallel.cut import Cut
 
 _COMPARE_BYTES = 16 << 20
+_COMPUTED = r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$"
+_CODES = frozenset({torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2})
+"""Types whose numbers mean nothing without scales."""
 
 
 def stored_weights(checkpoint: Checkpoint) -> Mapping[str, StoredTensor]:
@@ -95,10 +98,10 @@ def match(
 
 
 def _is_left_out(model: PreTrainedModel, own: Mapping[str, Tensor], placing: Placing, name: str) -> bool:
-    """Whether the class knows that its files may hold this tensor and the model may not have it: of layers that predict
-    several tokens (GLM-4.5, DeepSeek-V3)."""
+    """Whether files may hold this tensor and the model may not have it: tables that are computed (files of Llama 2),
+    and what the class knows of, as layers that predict several tokens (GLM-4.5, DeepSeek-V3)."""
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    if not any(re.search(pattern, name) for pattern in patterns):
+    if not any(re.search(pattern, name) for pattern in (*patterns, _COMPUTED)):
         return False
     try:
         return placing.of(name).name not in own
@@ -107,9 +110,11 @@ def _is_left_out(model: PreTrainedModel, own: Mapping[str, Tensor], placing: Pla
 
 
 def _require_fitting(tensor: StoredTensor, place: Place, own: torch.dtype, whole: tuple[int, ...]) -> None:
-    """Raises NotDirect. Experts in 8 bits are for models that have them so, with their scales."""
+    """Raises NotDirect. Codes are for models that have them so, with their scales."""
+    dtype = DTYPES[tensor.dtype]
+    if dtype != own and not _CODES.isdisjoint((dtype, own)):
+        raise NotDirect(f"transformers converts {tensor.name}, which is {tensor.dtype}")
     if place.expert is not None:
-        dtype = DTYPES[tensor.dtype]
         is_wide = dtype.is_floating_point and min(dtype.itemsize, own.itemsize) >= 2
         if len(whole) < 2 or not (is_wide or dtype == own) or place.expert >= whole[0]:
             raise NotDirect(f"transformers converts {tensor.name}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -27,6 +28,17 @@ _OWN: Mapping[str, Mapping[str, str]] = {
     "qwen2_moe": _SHARED_EXPERT,
 }
 """By `model_type`: what transformers' plans leave out."""
+_STAGED = ("granitemoe", "olmoe")
+_STAGES: Mapping[str, Any] = {
+    "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+    "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
+    "norm": (["hidden_states"], ["hidden_states"]),
+}
+
+
+def own_stages(model_type: str) -> Mapping[str, Any]:
+    """A plan in the form of transformers' pipeline-parallel plans, for models that have none; empty: there is none."""
+    return _STAGES if model_type in _STAGED else {}
 
 
 def styles(model: PreTrainedModel) -> Callable[[str], str | None]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.model.errors import UnsupportedModel
+from engine.model.parallel.plan import own_stages
 
 T = TypeVar("T")
 _STAND_IN_ROWS = 64
@@ -139,7 +140,8 @@ def keep_stage(model: PreTrainedModel, stage: Stage) -> StageWeights:
 
 def _planned(model: PreTrainedModel, num_layers: int) -> tuple[nn.ModuleList, nn.Module]:
     """The decoder layers, and the norm after them, by the plan."""
-    plan: dict[str, Any] = getattr(model.config.get_text_config(), "base_model_pp_plan", None) or {}
+    config = model.config.get_text_config()
+    plan: Mapping[str, Any] = getattr(config, "base_model_pp_plan", None) or own_stages(config.model_type)
     parts = [getattr(model.base_model, name, None) for name in plan]
     named = f"{type(model).__name__} has no pipeline-parallel plan"
     if not plan:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
 from engine.model.errors import UnsupportedModel
 from engine.model.linear_method import Quantization, Unquantized
 from engine.model.load.safetensors_index import StoredTensor
@@ -30,6 +32,13 @@ QUANTIZATIONS: dict[str, Callable[[Mapping[str, Any], Mapping[str, StoredTensor]
 """By the `quant_method` of config.json's `quantization_config`; each is made from that and the tensors of the files
 (none: random weights)."""
 
+_MODELOPT = "modelopt"
+"""NVIDIA's TensorRT Model Optimizer, whose FP8 is stored as in `fp8`."""
+_BITSANDBYTES = "bitsandbytes"
+"""transformers knows it by two names, which end in the number of bits."""
+_OF_QUANTIZED = (".qweight", ".qzeros", ".weight_packed", ".weight_scale", ".weight_scale_inv", "_blocks")
+_CODES = frozenset({"F8_E4M3", "F8_E5M2", "I8", "U8"})
+
 ONLINE: dict[str, Callable[[], Quantization]] = {"fp8": OnlineFp8, "int8": OnlineInt8}
 """What `--quantization` can make of a checkpoint that is not quantized."""
 
@@ -41,8 +50,9 @@ def choose_quantization(
 
     stored: its files' tensors. requested: `--quantization`. Raises UnsupportedModel, naming what cannot be run.
     """
-    stated = getattr(config, "quantization_config", None)
+    stated = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
     if stated is None:
+        _require_unquantized(stored)
         if requested is None:
             return Unquantized()
         if requested not in ONLINE:
@@ -51,11 +61,29 @@ def choose_quantization(
             )
         return ONLINE[requested]()
     stated = dict(stated if isinstance(stated, Mapping) else stated.to_dict())
-    method = stated.get("quant_method")
+    method = str(stated.get("quant_method"))
     if requested not in (None, method):
         raise UnsupportedModel(f"--quantization {requested}: the checkpoint is quantized already, by {method}")
-    make = QUANTIZATIONS.get(str(method))
-    return None if make is None else make(stated, stored)
+    if method == _MODELOPT and stated.get("quant_algo") == "FP8":
+        return Fp8(stated, stored)
+    if method in QUANTIZATIONS:
+        return QUANTIZATIONS[method](stated, stored)
+    if method not in AUTO_QUANTIZATION_CONFIG_MAPPING and method != _BITSANDBYTES:
+        known = ", ".join(QUANTIZATIONS)
+        raise UnsupportedModel(f"its weights are quantized by {method}, which cannot be run; what can: {known}")
+    return None
+
+
+def is_leftover(name: str) -> bool:
+    """Whether a tensor of that name belongs to a quantized weight, so that a model is wrong that has no use for it."""
+    return name.endswith(_OF_QUANTIZED)
+
+
+def _require_unquantized(stored: Mapping[str, StoredTensor]) -> None:
+    """Raises UnsupportedModel."""
+    for name, tensor in stored.items():
+        if is_leftover(name) or (name.endswith(".weight") and tensor.dtype in _CODES):
+            raise UnsupportedModel(f"{name} is {tensor.dtype}, of a quantized weight, but config.json states no format")
 
 
 _ONLINE_NAMES = " and ".join(ONLINE)

@@ -185,17 +185,20 @@ class CompressedTensors(WithStoredExperts):
         return Fp8Experts(_SCALE[1:], scheme.group, not scheme.group and not scheme.per_tensor)
 
     def _scheme(self, name: str) -> _Scheme | None:
-        if _matches(name, self._ignored):
+        """Of the group that names the layer; else whose pattern it fits; else that is for its class."""
+        if any(_matches(name, self._ignored, kind) for kind in _KINDS):
             return None
-        return next((scheme for targets, scheme in self._groups if _matches(name, targets)), None)
+        found = (scheme for kind in _KINDS for targets, scheme in self._groups if _matches(name, targets, kind))
+        return next(found, None)
 
 
-def _matches(name: str, targets: Iterable[str]) -> bool:
-    """Targets are the class's name, a module's name, or a pattern after `re:`."""
-    for target in targets:
-        if target.startswith("re:"):
-            if re.match(target[3:], name):
-                return True
-        elif target in ("Linear", name):
-            return True
-    return False
+_KINDS = ("name", "pattern", "class")
+_PATTERN = "re:"
+
+
+def _matches(name: str, targets: Iterable[str], kind: str) -> bool:
+    """Whether one of the targets of that kind is the module's: its name, a pattern after `re:`, or its class."""
+    if kind == "pattern":
+        patterns = (target.removeprefix(_PATTERN) for target in targets if target.startswith(_PATTERN))
+        return any(re.match(pattern, name) for pattern in patterns)
+    return (name if kind == "name" else "Linear") in targets

@@ -26,6 +26,7 @@ from engine.model.quantization.stored import (
 )
 
 _SCALES = (".weight_scale_inv", ".weight_scale")
+_UNQUANTIZED = ("modules_to_not_convert", "ignored_layers", "ignore")
 
 
 class Fp8(WithStoredExperts):
@@ -39,7 +40,7 @@ class Fp8(WithStoredExperts):
             raise UnsupportedModel(f"fp8 with weight_block_size {block}: only square blocks can be run")
         self._block = int(block[0]) if block else 0
         self._stored = stored
-        unquantized = stated.get("modules_to_not_convert") or stated.get("ignored_layers")
+        unquantized = next((names for key in _UNQUANTIZED if (names := stated.get(key))), None)
         self._layers = QuantizedLayers(stored, _SCALES, unquantized)
 
     @property

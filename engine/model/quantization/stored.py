@@ -19,6 +19,7 @@ _UNUSED = (
     ".k_scale",
     ".v_scale",
     ".q_scale",
+    ".kv_scale",
     ".input_zero_point",
 )
 """Scales that calibration found for activations and KV caches: ours are found per token, while serving."""
