@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig, Qwen3MoeConfig
 
 from engine.model.errors import UnsupportedModel
@@ -28,7 +28,7 @@ CONFIGS: dict[str, Any] = {
     "mixtral": MixtralConfig(**{**WIDE, "intermediate_size": 256}, num_local_experts=4, num_experts_per_tok=2),
 }
 IN_ORDER = ["awq", "gptq", "gptq-asym", "compressed-w4a16", "compressed-w4a16-asym", "compressed-w4a16-channel"]
-FORMATS = [*IN_ORDER, "gptq-desc-act", "gptq-8bit"]
+FORMATS = [*IN_ORDER, "gptq-desc-act", "gptq-8bit", "compressed-int8"]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_experts_have_exactly_the_values_that_codes_stand_for(
     own, plain = quantized(sources[name], tmp_path, form)
     stored = load_file(own / "model.safetensors")
     words = [tensor.dtype for name, tensor in stored.items() if ".experts.3." in name and "weight" in name]
-    assert torch.int32 in words
+    assert (torch.int8 if form == "compressed-int8" else torch.int32) in words
     model, expected = (load_model(Checkpoint.open(path), load_format="safetensors") for path in (own, plain))
     modules = zip(expert_modules(model), expert_modules(expected), strict=True)
     for (_, module), (_, other) in modules:
@@ -72,7 +72,7 @@ def test_4_bits_that_are_kept_compute_the_same(
         torch.testing.assert_close(module(x, ids, weights), other(x, ids, weights))
 
 
-@pytest.mark.parametrize("form", IN_ORDER)
+@pytest.mark.parametrize("form", [*IN_ORDER, "compressed-int8"])
 def test_a_part_of_each_expert_on_each_rank(form: str, sources: dict[str, Path], tmp_path: Path) -> None:
     own, _ = quantized(sources["qwen3_moe"], tmp_path, form)
     check_same(own, 2, fused=True)
@@ -81,6 +81,22 @@ def test_a_part_of_each_expert_on_each_rank(form: str, sources: dict[str, Path],
 def test_whole_experts_are_divided_among_ranks(sources: dict[str, Path], tmp_path: Path) -> None:
     own, _ = quantized(sources["qwen3_moe"], tmp_path, "gptq")
     check_same(own, 2, fused=True, whole_experts=True)
+
+
+def test_biases_of_experts_are_left_out_if_they_are_zero(sources: dict[str, Path], tmp_path: Path) -> None:
+    """AutoGPTQ writes such."""
+    own, _ = quantized(sources["mixtral"], tmp_path, "gptq")
+    file = own / "model.safetensors"
+    wanted, stored = load_model(Checkpoint.open(own), load_format="safetensors").state_dict(), load_file(file)
+    names = [name.replace("qweight", "bias") for name in stored if ".experts." in name and name.endswith("qweight")]
+    biases = {name: torch.zeros(256).half() for name in names}
+    save_file({**stored, **biases}, file, metadata={"format": "pt"})
+    found = load_model(Checkpoint.open(own), load_format="safetensors").state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
+    biases[names[-1]][7] = 0.5
+    save_file({**stored, **biases}, file, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=f"the model has no .*{names[-1].rpartition('experts')[2]}"):
+        load_model(Checkpoint.open(own))
 
 
 def test_parts_that_cut_groups_are_refused(sources: dict[str, Path], tmp_path: Path) -> None:

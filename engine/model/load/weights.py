@@ -22,6 +22,7 @@ from engine.model.load.safetensors_index import DTYPES, StoredTensor
 from engine.model.parallel.cut import Cut
 
 _COMPARE_BYTES = 16 << 20
+_BIAS_OF_EXPERT = r"\.experts\.\d+\.\w+\.bias$"
 _COMPUTED = r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$"
 _CODES = frozenset({torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2})
 """Types whose numbers mean nothing without scales."""
@@ -77,7 +78,7 @@ def match(
         raise NotDirect(f"the model keeps {', '.join(kept)} in fp32")
     own: dict[str, Tensor] = model.state_dict(keep_vars=True)
     placing = Placing(model)
-    places = {name: placing.of(name) for name in stored if not _is_left_out(model, own, placing, name)}
+    places = {name: placing.of(name) for name in stored if not _is_left_out(model, own, placing, stored[name])}
     if unexpected := sorted(name for name, place in places.items() if place.name not in own):
         raise NotDirect(f"the model has no {unexpected[0]}")
     found: dict[int, dict[tuple[int | None, int], StoredTensor]] = {}
@@ -97,16 +98,25 @@ def match(
     return sources
 
 
-def _is_left_out(model: PreTrainedModel, own: Mapping[str, Tensor], placing: Placing, name: str) -> bool:
+def _is_left_out(model: PreTrainedModel, own: Mapping[str, Tensor], placing: Placing, tensor: StoredTensor) -> bool:
     """Whether files may hold this tensor and the model may not have it: tables that are computed (files of Llama 2),
-    and what the class knows of, as layers that predict several tokens (GLM-4.5, DeepSeek-V3)."""
+    biases of experts that are zero (AutoGPTQ), and what the class knows of, as layers that predict several tokens
+    (GLM-4.5, DeepSeek-V3)."""
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    if not any(re.search(pattern, name) for pattern in (*patterns, _COMPUTED)):
+    name = tensor.name
+    is_zero_bias = re.search(_BIAS_OF_EXPERT, name) and not any(_bytes(tensor))
+    if not is_zero_bias and not any(re.search(pattern, name) for pattern in (*patterns, _COMPUTED)):
         return False
     try:
         return placing.of(name).name not in own
     except NotDirect:
         return False
+
+
+def _bytes(tensor: StoredTensor) -> bytes:
+    with tensor.file.open("rb") as file:
+        file.seek(tensor.offset)
+        return file.read(tensor.num_bytes)
 
 
 def _require_fitting(tensor: StoredTensor, place: Place, own: torch.dtype, whole: tuple[int, ...]) -> None:

@@ -132,23 +132,16 @@ class CompressedTensors(WithStoredExperts):
         scheme = self._scheme(name)
         if scheme is None:
             return super().process_weights_after_loading(name, module, dtype)
-        tensors = stored_parameters(module)
-        if scheme.packed:
-            packed, columns = self.weight(name, tensors, self._columns.get(module, ONE_RANK))
-            return install(module, packed, dtype, columns)
-        scale, zero = tensors["weight_scale"], None if scheme.symmetric else tensors["weight_zero_point"]
-        if scheme.per_tensor:
-            scale = per_row(scale, module.out_features)
-        if zero is not None and scheme.per_tensor:
-            zero = zero.reshape(1, 1).expand(module.out_features, 1).contiguous()
-        return install(module, QuantizedWeight(tensors["weight"], scale, zero, scheme.group, scheme.rows), dtype)
+        weight, columns = self.weight(name, stored_parameters(module), self._columns.get(module, ONE_RANK))
+        return install(module, weight, dtype, columns)
 
     def weight(
         self, name: str, tensors: Mapping[str, Tensor], others: RankGroup = ONE_RANK
     ) -> tuple[QuantizedWeight, Tensor | None]:
         scheme = self._scheme(name)
         assert scheme is not None
-        assert scheme.packed
+        if not scheme.packed:
+            return _plain(scheme, tensors), None
         packed, scale, rows = tensors["weight_packed"], tensors["weight_scale"], tensors["weight_packed"].shape[0]
         codes = unpack_words(packed, scheme.bits, 1)
         if "weight_shape" in tensors:  # of a rank, which has some of the rows or columns, that of all ranks together
@@ -178,9 +171,9 @@ class CompressedTensors(WithStoredExperts):
         scheme = None if found is None else self._scheme(layer := found.removesuffix(_SCALE))
         if scheme is None:
             return None
-        if scheme.packed:
+        if scheme.packed or scheme.type == "int":
             return PackedExperts(self, layer)
-        if scheme.type != "float" or (scheme.group and scheme.group != scheme.rows):
+        if scheme.group and scheme.group != scheme.rows:
             return None
         return Fp8Experts(_SCALE[1:], scheme.group, not scheme.group and not scheme.per_tensor)
 
@@ -190,6 +183,16 @@ class CompressedTensors(WithStoredExperts):
             return None
         found = (scheme for kind in _KINDS for targets, scheme in self._groups if _matches(name, targets, kind))
         return next(found, None)
+
+
+def _plain(scheme: _Scheme, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+    """Of codes that are not in words."""
+    codes, scale = tensors["weight"], tensors["weight_scale"]
+    zero = None if scheme.symmetric else tensors["weight_zero_point"]
+    if scheme.per_tensor:
+        scale = per_row(scale, codes.shape[0])
+        zero = None if zero is None else zero.reshape(1, 1).expand(codes.shape[0], 1).contiguous()
+    return QuantizedWeight(codes, scale, zero, scheme.group, scheme.rows)
 
 
 _KINDS = ("name", "pattern", "class")

@@ -1,5 +1,5 @@
-"""Experts whose weights files hold one by one in words of several codes, as linear layers (AWQ, GPTQ,
-compressed-tensors)."""
+"""Experts whose weights files hold one by one as a format holds linear layers: in words of several codes (AWQ, GPTQ,
+compressed-tensors), or as int8."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ log = logging.getLogger(__name__)
 
 WORD = 8
 """The most codes in one."""
-_KINDS = ("qweight", "weight_packed")
+_CODES = "weight"
+"""The kind whose tensors have the name of the weight itself."""
+_KINDS = ("qweight", "weight_packed", "weight_scale")
+"""Of which a module has one until it is processed."""
 
 
 class PackedForm(Protocol):
@@ -81,18 +84,20 @@ class PackedExperts(StoredExperts):
             tensors.pop("weight_shape", None)  # the words say it, since they are full
             delattr(module, weight)
             for kind, tensor in tensors.items():
-                shape = num_experts, num_joined * tensor.shape[0], *tensor.shape[1:]
+                shape = _joined_shape(num_experts, num_joined, tensor)
                 parameter = nn.Parameter(torch.empty(shape, dtype=tensor.dtype), requires_grad=False)
-                module.register_parameter(f"{weight}_{kind}", parameter)
+                module.register_parameter(weight if kind == _CODES else f"{weight}_{kind}", parameter)
 
     def parameter_shape(self, parameter: str, weight: tuple[int, ...]) -> tuple[int, ...]:
         num_experts, rows, columns = weight
-        name = next(name for name in NAMES if parameter.startswith(f"{name}_"))
-        tensor = self.form.tensors(self.layer, rows // JOINED[name], columns)[parameter.removeprefix(f"{name}_")]
-        return num_experts, JOINED[name] * tensor.shape[0], *tensor.shape[1:]
+        name = next(name for name in NAMES if parameter.startswith(name))
+        kind = parameter.removeprefix(name).removeprefix("_") or _CODES
+        return _joined_shape(
+            num_experts, JOINED[name], self.form.tensors(self.layer, rows // JOINED[name], columns)[kind]
+        )
 
     def stored_dim(self, kind: str, dim: int) -> int | None:
-        return self.form.stored_dim(kind, dim)
+        return self.form.stored_dim(kind or _CODES, dim)
 
     def process(self, name: str, module: nn.Module, dtype: torch.dtype, others: RankGroup) -> None:
         """On a GPU 4 bits are kept, else the module gets the values."""
@@ -120,6 +125,12 @@ class PackedExperts(StoredExperts):
             return _Stored(*self.form.weight(self.layer, own, others))
 
         return [[one(expert, part) for part in range(num_joined)] for expert in range(num_experts)]
+
+
+def _joined_shape(num_experts: int, num_joined: int, tensor: Tensor) -> tuple[int, ...]:
+    """Of such tensors of all experts; a number is as one of one entry."""
+    first, *others = tensor.shape or (1,)
+    return num_experts, num_joined * first, *others
 
 
 class _Stored(NamedTuple):
@@ -152,13 +163,15 @@ def _values(one: _Stored, dtype: torch.dtype) -> Tensor:
 
 def _taken(module: nn.Module, weight: str) -> dict[str, Tensor]:
     """What the module has in place of the weight, by kind, [num_experts, num_joined, ...]; it leaves the module."""
-    prefix, num_joined = f"{weight}_", JOINED[weight]
-    found = {own: p.detach() for own, p in module.named_parameters(recurse=False) if own.startswith(prefix)}
+    num_joined = JOINED[weight]
+    found = {own: p.detach() for own, p in module.named_parameters(recurse=False) if own.startswith(weight)}
     if not any(own.endswith(_KINDS) for own in found):
         return {}
     for own in found:
         delattr(module, own)
     return {
-        own.removeprefix(prefix): tensor.reshape(tensor.shape[0], num_joined, -1, *tensor.shape[2:])
+        own.removeprefix(weight).removeprefix("_") or _CODES: tensor.reshape(
+            tensor.shape[0], num_joined, -1, *tensor.shape[2:]
+        )
         for own, tensor in found.items()
     }
