@@ -244,7 +244,7 @@ def _eplb(settings: NodeSettings, model: PreTrainedModel, counts: ExpertCounts |
     config = settings.eplb
     if config is None or counts is None:
         return None
-    return Eplb(counts.total, expert_slots(model), config.window_size, config.step_interval)
+    return Eplb(counts.total, expert_slots(model), config.window_size, config.step_interval, config.log_every)
 
 
 def _num_expert_parts(settings: NodeSettings, pipeline: Pipeline) -> int:

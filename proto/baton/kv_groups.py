@@ -22,20 +22,24 @@ def group_layers(layers: Sequence[LayerKv]) -> tuple[tuple[int, ...], ...]:
     """The layers of each group: those without a window first, or else those with the longest. Empty, for one group that
     keeps everything, if no layer has a window, or if the layers cannot be divided well.
 
-    A group has as many layers as there are without a window. Of those with one, every n-th is in the same group, so
-    that the blocks of all groups are computed at about the same time.
+    A group has as many layers as there are without a window, or as near to that as leaves few places empty. Of a kind
+    that fills several groups, every n-th layer is in the same one, so that the blocks of all groups are computed at
+    about the same time.
     """
     kinds: dict[int | None, list[int]] = {}
     for index, layer in enumerate(layers):
         kinds.setdefault(layer.sliding_window, []).append(index)
     if kinds.keys() == {None} or len({dataclasses.replace(layer, sliding_window=None) for layer in layers}) > 1:
         return ()
-    longest_first = sorted(kinds, key=lambda window: (window is not None, -(window or 0)))
-    size = len(kinds[longest_first[0]])
-    groups = list[tuple[int, ...]]()
-    for window in longest_first:
-        of_kind = kinds[window]
-        num_groups = -(-len(of_kind) // size)
-        groups += [tuple(of_kind[first::num_groups]) for first in range(num_groups)]
-    padding = len(groups) * size - len(layers)
-    return tuple(groups) if len(groups) <= MAX_GROUPS and padding <= MAX_PADDING * len(layers) else ()
+    of_kinds = [kinds[window] for window in sorted(kinds, key=lambda window: (window is not None, -(window or 0)))]
+    for size in range(len(of_kinds[0]), 0, -1):
+        groups = [group for of_kind in of_kinds for group in _in_groups(of_kind, size)]
+        if len(groups) <= MAX_GROUPS and len(groups) * size - len(layers) <= MAX_PADDING * len(layers):
+            return tuple(groups)
+    return ()
+
+
+def _in_groups(layers: Sequence[int], size: int) -> list[tuple[int, ...]]:
+    """Of at most that size, as equal as can be."""
+    num_groups = -(-len(layers) // size)
+    return [tuple(layers[first::num_groups]) for first in range(num_groups)]

@@ -23,7 +23,13 @@ def kv(*windows: int | None) -> tuple[LayerKv, ...]:
         (((1024,) * 5 + (None,)) * 8, [8] * 6, (None,) + (1024,) * 5),  # Gemma 3 12B
         (((1024,) * 5 + (None,)) * 10 + (1024,) * 2, [10, 9, 9, 9, 9, 8, 8], (None,) + (1024,) * 6),  # 27B
         ((64, 64, 32, 32), [2, 2], (64, 32)),
-        ((None, None, None, 64), [], (None,)),  # a block of three layers would have two that are empty
+        (
+            (None, 128, None, None, None),
+            [2, 2, 1],
+            (None, None, 128),
+        ),  # baton-tiny-moe: of four, three places were empty
+        ((None, None, None, 64), [1] * 4, (None, None, None, 64)),  # of three or two, two were
+        ((None, *(64,) * 9, *(32,) * 7), [], (None,)),  # seventeen groups are too many
         ((None, *(64,) * 8), [], (None,)),  # nine groups are too many
     ],
 )

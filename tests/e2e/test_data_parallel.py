@@ -29,7 +29,7 @@ CASES = [
     if "dp" in prefill + decode
     if (case := (prefill, decode))
 ]
-FLAGS = ("--served-model-name=tiny", "--num-gpu-blocks-override=400", "--verify-transfers", "--drain-timeout=60")
+FLAGS = ("--served-model-name=tiny", "--num-gpu-blocks-override=800", "--verify-transfers", "--drain-timeout=60")
 LONG = 40
 
 

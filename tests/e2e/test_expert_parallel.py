@@ -109,7 +109,7 @@ def test_margins_of_experts_are_the_least_so_far() -> None:
 
 
 def node(cluster: Cluster, folder: Path, role: Any, way: str, *more: str) -> Node:
-    flags = [f"--model={folder}", "--served-model-name=tiny", "--num-gpu-blocks-override=400", "--verify-transfers"]
+    flags = [f"--model={folder}", "--served-model-name=tiny", "--num-gpu-blocks-override=800", "--verify-transfers"]
     flags += [f"--tensor-parallel-size={way[-1]}"]
     flags += ["--enable-expert-parallel"] if way.startswith("ep") else []
     return cluster.node(role, role, *flags, "--cpu-threads=1", *more)

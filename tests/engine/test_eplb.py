@@ -338,3 +338,16 @@ def test_experts_that_cannot_be_divided_evenly_can_with_redundant_ones(folders: 
         shard(model, Place(0, 4), whole_experts=True)
     assert first_placement(6, 8, 4).tolist() == [0, 1, 1, 2, 2, 3, 4, 5]
     assert len(balanced(np.ones(6, np.int64), 8, 4)) == 8
+
+
+def test_how_balanced_the_ranks_were_is_logged_every_so_many_steps(caplog: pytest.LogCaptureFixture) -> None:
+    slots = layers(2)
+    eplb = Eplb(np.zeros((2, 4), np.int64).copy, slots, 10, 1000, log_every=2)
+    with caplog.at_level("INFO", "engine.model.parallel.eplb"):
+        for tokens in ([6, 2], [0, 0], [0, 0], [0, 0], [5, 5]):
+            for one in slots:
+                one._rank_tokens += torch.tensor(tokens)
+            eplb.before_step()
+        assert caplog.messages == ["experts balancedness=0.667 steps=2"], "nothing to say of the next two steps"
+        eplb.before_step()
+    assert caplog.messages[1:] == ["experts balancedness=1.000 steps=2"]

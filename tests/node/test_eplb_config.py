@@ -16,13 +16,17 @@ def test_the_defaults_are_those_of_vllm() -> None:
     assert NodeSettings(**DIVIDED).eplb is None
     found = NodeSettings(**DIVIDED, enable_eplb=True).eplb
     assert found is not None
-    assert found.model_dump() == {"window_size": 1000, "step_interval": 3000, "num_redundant_experts": 0}
+    counts = {"window_size": 1000, "step_interval": 3000, "num_redundant_experts": 0, "log_balancedness_interval": 1}
+    ways = {"log_balancedness": False, "use_async": False, "policy": "default", "communicator": None}
+    assert found.model_dump() == counts | ways
+    assert found.log_every == 0
 
 
 def test_what_is_stated_counts() -> None:
-    stated = '{"window_size": 10, "num_redundant_experts": 2}'
+    stated = '{"window_size": 10, "num_redundant_experts": 2, "log_balancedness": true, "log_balancedness_interval": 7}'
     found = NodeSettings(**DIVIDED, enable_eplb=True, eplb_config=stated).eplb
     assert found is not None
+    assert found.log_every == 7
     assert (found.window_size, found.step_interval, found.num_redundant_experts) == (10, 3000, 2)
 
 
@@ -37,7 +41,9 @@ def test_what_is_stated_counts() -> None:
         ({"eplb_config": '{"window_size": 0}'}, "--eplb-config: window_size: Input should be greater than"),
         ({"eplb_config": '{"step_interval": 0}'}, "--eplb-config: step_interval: Input should be greater than"),
         ({"eplb_config": '{"num_redundant_experts": -1}'}, "--eplb-config: num_redundant_experts: Input should be"),
-        ({"eplb_config": '{"use_async": true}'}, "--eplb-config: use_async: Extra inputs are not permitted"),
+        ({"eplb_config": '{"policy": "greedy"}'}, "--eplb-config: policy: Input should be 'default'"),
+        ({"eplb_config": '{"communicator": "nixl"}'}, "--eplb-config: communicator: Input should be null"),
+        ({"eplb_config": '{"windows": 3}'}, "--eplb-config: windows: Extra inputs are not permitted"),
         ({"eplb_config": "2 slots"}, "--eplb-config: Invalid JSON"),
     ],
 )

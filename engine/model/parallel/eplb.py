@@ -52,14 +52,41 @@ class LoadWindow:
         return self._total() - self._began.popleft() if self._num_steps > self._window else self._total()
 
 
+class BalanceLog:
+    """Logs every `interval` steps how balanced the ranks were since the line before: the mean of their tokens, over the
+    most that one of them had; 1 is best. On a GPU it waits for the steps that were launched."""
+
+    def __init__(self, slots: Sequence[ExpertSlots], interval: int) -> None:
+        self._slots, self._interval = slots, interval
+        self._num_steps = 0
+        self._last = np.zeros(slots[0].num_ranks if slots else 1, np.int64)
+
+    def step(self) -> None:
+        """Before each step."""
+        self._num_steps += 1
+        if self._num_steps % self._interval:
+            return
+        total = np.sum([slots.rank_totals() for slots in self._slots], axis=0)
+        gained, self._last = total - self._last, total
+        if gained.any():
+            log.info("experts balancedness=%.3f steps=%d", gained.mean() / gained.max(), self._interval)
+
+
 class Eplb:
     """The decisions of rank 0, whose `slots` these are, of all layers. total: reads how many tokens have chosen each
-    expert. The thread that computes only; `num_rebalances` on any."""
+    expert. log_every: see `BalanceLog`; 0: nothing is logged. The thread that computes only; `num_rebalances` on
+    any."""
 
     def __init__(
-        self, total: Callable[[], Counts], slots: Sequence[ExpertSlots], window_size: int, step_interval: int
+        self,
+        total: Callable[[], Counts],
+        slots: Sequence[ExpertSlots],
+        window_size: int,
+        step_interval: int,
+        log_every: int = 0,
     ) -> None:
         self._slots = slots
+        self._balance_log = BalanceLog(slots, log_every) if log_every else None
         self._window = LoadWindow(total, window_size, step_interval)
         self._left: deque[tuple[int, npt.NDArray[np.int64]]] = deque()
         self._changes: list[tuple[Change, float]] = []
@@ -69,6 +96,8 @@ class Eplb:
     def before_step(self) -> Change | None:
         """What must change before the step, which the caller does at once, if anything. A rebalance ends before the
         next one begins."""
+        if self._balance_log is not None:
+            self._balance_log.step()
         due = self._window.step()
         if due is not None and not self._left:
             self._left.extend(enumerate(due))
