@@ -46,7 +46,8 @@ class Pool:
         self._draw = draw or Random()
         self.with_prefill = with_prefill
         self._nodes: dict[str, Node] = {}
-        self._misfits: dict[Pair, str | None] = {}
+        self._misfits: dict[Pair, str | None] = {}  # of each prefill node and each decode node
+        self._moves: dict[Pair, str | None] = {}  # of decode nodes, as far as they were asked for
         self._prefill_time = PrefillTime()  # of all: what is expected of a new one
         self._num_placed = 0
 
@@ -56,13 +57,16 @@ class Pool:
             node.info = info
         else:
             self._nodes[info.incarnation] = Node(info, Load(), prefill_time=PrefillTime(self._prefill_time))
-        self._compare()
+        self._forget_pairs(info.incarnation)
+        for other in self.infos():
+            if other.role is not info.role:
+                prefill, decode = (info, other) if info.role is NodeRole.PREFILL else (other, info)
+                self._misfits[prefill.incarnation, decode.incarnation] = mismatch(prefill, decode)
 
     def remove(self, incarnation: str) -> Node | None:
         self.pair_breakers.forget(lambda pair: incarnation in pair)
-        removed = self._nodes.pop(incarnation, None)
-        self._compare()
-        return removed
+        self._forget_pairs(incarnation)
+        return self._nodes.pop(incarnation, None)
 
     def get(self, incarnation: str) -> Node | None:
         return self._nodes.get(incarnation)
@@ -114,10 +118,18 @@ class Pool:
                 group[node.info.role is NodeRole.DECODE].append(node)
         return groups
 
-    def _compare(self) -> None:
-        """Compare all prefill nodes with all decode nodes, once per change of the pool and not per request."""
-        roles = ([n.info for n in self._nodes.values() if n.info.role is role] for role in NodeRole)
-        self._misfits = {(p.incarnation, d.incarnation): mismatch(p, d) for p, d in itertools.product(*roles)}
+    def _forget_pairs(self, incarnation: str) -> None:
+        """Pairs are compared once per change of one of their nodes, and not per request: layouts have many layers."""
+        for known in (self._misfits, self._moves):
+            for pair in [pair for pair in known if incarnation in pair]:
+                del known[pair]
+
+    def _can_move(self, source: NodeInfo, target: NodeInfo) -> bool:
+        """Whether the one decode node can hand running requests over to the other."""
+        pair = source.incarnation, target.incarnation
+        if pair not in self._moves:
+            self._moves[pair] = mismatch(source, target)
+        return self._moves[pair] is None
 
     # ---- where to ----
 
@@ -250,7 +262,7 @@ class Pool:
             for node in self.role(NodeRole.DECODE, source.version)
             if node is not source
             and not self._node_breakers.is_out(node.place, now)
-            and mismatch(source.info, node.info) is None
+            and self._can_move(source.info, node.info)
         ]
 
     def will_decode(self, incarnation: str, num_tokens: int) -> None:

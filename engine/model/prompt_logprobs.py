@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from baton.prompt_logprobs import MAX_PIECE_TOKENS, PromptLogprobs
 from engine.model.errors import UnsupportedModel
@@ -137,9 +137,9 @@ class HiddenStates:
 
 
 class _Given(nn.Module):
-    """Stands in for a decoder."""
+    """Stands in for a decoder. Models of mixtures read their routers' logits from its output, and may find none."""
 
     hidden: Tensor | None = None
 
-    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=self.hidden)
+    def forward(self, *args: Any, **kwargs: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=self.hidden)

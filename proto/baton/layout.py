@@ -184,9 +184,10 @@ class KvLayout:
         require("num_layers", len(self.layers), len(other.layers))
         for field in ("block_size", "fingerprint", "windows", "groups"):
             require(field, getattr(self, field), getattr(other, field))
+        converts = self.converts(other)
         for index, (mine, layer) in enumerate(zip(self.layers, other.layers, strict=True)):
             theirs = layer
-            if self.converts(other):
+            if converts:
                 theirs = dataclasses.replace(layer, dtype=mine.dtype, scale_dtype=mine.scale_dtype)
             if mine != theirs:
                 for part in dataclasses.fields(LayerKv):

@@ -81,6 +81,15 @@ def test_they_are_the_models_own(folder: Path, chunk: int, monkeypatch: pytest.M
     assert len([token for result in results for token in result.sampled]) == 3
 
 
+@pytest.mark.parametrize("family", sorted(tiny_models.MIXTURES))
+def test_those_of_mixtures(family: str, tmp_path: Path) -> None:
+    """Whose classes read more of their decoder's output."""
+    folder = tiny_models.save(tiny_models.MIXTURES[family], tmp_path)
+    engine = make(folder, max_num_batched_tokens=32)
+    engine.add(ask("a"))
+    check(folder, told(counting.run(engine), "a"))
+
+
 def test_the_prefix_cache_is_not_read_and_others_are_not_disturbed(folder: Path) -> None:
     engine = make(folder, max_num_batched_tokens=40)
     first = ask("plain", None)
