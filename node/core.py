@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from baton.audit import KvAudit, KvSlot
-from baton.errors import BatonError, InternalError, NodeUnavailable, Overloaded, RequestCancelled
+from baton.errors import BatonError, InvalidRequest, NodeUnavailable, Overloaded, RequestCancelled
 from baton.messages import Abort, AttemptId, End, Load, Migrate, Prefill
 from baton.node_info import NodeRole
 from engine.engine import Engine
@@ -115,7 +115,8 @@ class RoleCore(ABC):
     def _take(self, result: StepResult) -> None:
         self._take_results(result)
         for sequence, failure in result.failed:
-            self._end_attempt(sequence.attempt_id, InternalError(failure))
+            # What the request itself asks for fails: no node would fare better, and none is to be avoided for it.
+            self._end_attempt(sequence.attempt_id, InvalidRequest(failure))
 
     @property
     def device_busy_since(self) -> float | None:

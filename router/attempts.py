@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
-from baton.errors import NodeUnavailable
+from baton.errors import BatonError, InvalidRequest, NodeUnavailable
 from baton.messages import Abort, AttemptId, DecodeTarget
 from router.actions import Outbox
 from router.life import Attempt, AttemptState, RequestLife, Unplaced
@@ -88,16 +88,16 @@ class Attempts:
             return
         self.num_placements["waited"] += 1
 
-    def place_waiting(self, now: float) -> list[tuple[RequestLife, VersionGone]]:
+    def place_waiting(self, now: float) -> list[tuple[RequestLife, BatonError]]:
         """A node has come, or has told its load: what waits is placed, in the order in which it is due. Of each version
         the first for which there is no room has the others wait. Returns those that wait in vain."""
-        in_vain = list[tuple[RequestLife, VersionGone]]()
+        in_vain = list[tuple[RequestLife, BatonError]]()
         for tasks in self._waiting.queues():
             for task in tasks:
                 try:
                     placement = self.choose(task.life, now)
-                except VersionGone as gone:
-                    in_vain.append((task.life, gone))
+                except (VersionGone, InvalidRequest) as error:
+                    in_vain.append((task.life, error))
                     continue
                 except NodeUnavailable as misfit:  # a node that fits may come yet, and the request has a deadline
                     task.error = misfit

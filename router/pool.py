@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from random import Random
 
-from baton.errors import LayoutMismatch, NodeUnavailable
+from baton.errors import InvalidRequest, LayoutMismatch, NodeUnavailable
 from baton.messages import Load
 from baton.node_info import NodeInfo, NodeRole
 from router.circuit_breakers import CircuitBreakers, Pair
@@ -32,6 +32,16 @@ def mismatch(prefill: NodeInfo, decode: NodeInfo) -> str | None:
     if spoken and understood and not set(spoken) & set(understood):
         return f"transport {', '.join(spoken)} of {prefill.node_id} != {', '.join(understood)} of {decode.node_id}"
     return None
+
+
+def _require_possible(decodes: Sequence[Node], num_tokens: int, n: int) -> None:
+    """Raises InvalidRequest: what fits no decode node would wait for one to be idle, and others behind it."""
+    if not any(node.can_hold(num_blocks(node, num_tokens, n)) for node in decodes):
+        largest = max(decodes, key=lambda node: node.load.num_blocks_total)
+        needed, told = num_blocks(largest, num_tokens, n), f" for n {n}" if n > 1 else ""
+        raise InvalidRequest(
+            f"the prompt needs {needed} KV blocks{told}, and a decode node has {largest.load.num_blocks_total} at most"
+        )
 
 
 class Pool:
@@ -147,13 +157,16 @@ class Pool:
 
         Nodes in `avoid` are chosen only if there is no other. `held`: how many of the prompt's leading blocks nodes
         hold, by incarnation. None: no node can take it at the moment. Raises NodeUnavailable with the reason if the
-        present nodes do not fit together, so that waiting would not help."""
+        present nodes do not fit together, so that waiting would not help, and InvalidRequest for what none of them
+        could ever hold."""
         every_prefill, every_decode = self._by_role(version)
         if not every_decode:
             return None
         prefills, decodes, paired = self._willing(every_prefill, every_decode, avoid, now)
         if not paired and every_prefill and (misfit := self._why_not(every_prefill, every_decode)):
             raise NodeUnavailable(misfit)
+        if paired:
+            _require_possible(every_decode, num_tokens, n)
         roomy = self._with_room(prefills, decodes, now, num_tokens, held, n) if paired else []
         options = self._options((prefills, roomy or decodes, paired), now, num_tokens, held)
         option = self._policy.choose(options, self._draw)
@@ -170,7 +183,8 @@ class Pool:
             num_held = held.get(node.info.incarnation, 0) * node.info.layout.block_size
             return num_blocks(node, max(1, num_tokens - num_held), n)
 
-        roomy = [node for node in decodes if node.has_room(needed(node))]
+        able = [node for node in decodes if node.can_hold(num_blocks(node, num_tokens, n))]
+        roomy = [node for node in able if node.has_room(needed(node))]
         if len(roomy) == len(decodes) or any(self._works(_key(p, d), now) for p in prefills for d in roomy):
             return roomy
         return []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-from baton.errors import BatonError, InternalError, NodeUnavailable, Overloaded
+from baton.errors import BatonError, InternalError, InvalidRequest, NodeUnavailable, Overloaded
 from router.attempts import Attempts
 from router.life import Attempt, RequestLife, SampleLife, Unplaced
 from router.live_requests import LiveRequests
@@ -73,6 +73,8 @@ class Recovery:
         except (NodeUnavailable, Overloaded) as refused:
             end = error if refused is error else type(refused)(f"{error.message}; {refused.message}")
             self._requests.end(life, end, now)
+        except InvalidRequest as refused:  # by the nodes that are left: the one that is gone could hold it
+            self._requests.end(life, NodeUnavailable(f"{error.message}; {refused.message}"), now)
 
     def _place_again(
         self, life: RequestLife, lost: Attempt, group: list[SampleLife], error: BatonError, now: float

@@ -89,6 +89,10 @@ class Node:
         earlier is further along: a prompt of 1,024 tokens takes 20 to 30 ms, more than the rest of a first token."""
         return self.to_prefill, self.last_placed if self.to_prefill else 0
 
+    def can_hold(self, num_blocks: int) -> bool:
+        """Whether it has so many blocks in all, as far as it has said."""
+        return not self.load.num_blocks_total or num_blocks <= self.load.num_blocks_total
+
     def has_room(self, num_blocks: int) -> bool:
         """Whether it has so many blocks free beside those promised, and room for the next block of each request that
         generates, as its own rule for granting has it. A node that is idle gets anything: whether that fits it says

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from baton.errors import InternalError
 from baton_llm import InvalidRequest, PromptsFailed, SamplingParams
 from tests.baton_llm.conftest import wait_whole
 
@@ -53,7 +52,7 @@ def test_one_that_fails_ends_its_own_request(llm, at, how, text):
     with pytest.raises(PromptsFailed) as failed:
         llm.generate([[400, 401], [400, 402]], [broken, asking(FORCED)], use_tqdm=False)
     assert list(failed.value.errors) == [0]
-    with pytest.raises(InternalError, match=text):
+    with pytest.raises(InvalidRequest, match=text):
         raise failed.value.errors[0]
     assert failed.value.outputs[1].outputs[0].token_ids == (TOKENS * 3)[:7]
     wait_whole(llm)

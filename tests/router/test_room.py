@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import DeadlineExceeded
+from baton.errors import DeadlineExceeded, InvalidRequest
 from baton.kv_groups import group_layers
 from baton.layout import KvLayout, LayerKv
 from baton.messages import Adopted, HandedOff, Load, Started, Tokens
@@ -71,6 +71,44 @@ def test_of_layers_with_windows_a_request_takes_what_is_read(windows: tuple[int 
     assert num_blocks(node, 96, 1) == needed
     assert num_blocks(node, 96, 3) == needed + 2 * len(windows)
     assert node.capacity == 9 * 16
+
+
+def test_what_no_decode_node_could_hold_is_refused_and_nobody_waits_for_it() -> None:
+    rig = RouterRig("p1", "d1")
+    load(rig, 50)
+    with pytest.raises(InvalidRequest, match="needs 102 KV blocks, and a decode node has 100 at most"):
+        submit(rig, "long", 101 * 16)
+    params = SamplingParams(max_tokens=8)
+    with pytest.raises(InvalidRequest, match="needs 102 KV blocks for n 100, and a decode node has 100 at most"):
+        rig.core.submit(RoutedRequest("many", tuple(range(LONG)), 100, params, 60.0), 0.0)
+    submit(rig, "a")
+    assert placed(rig) == ["a"]
+
+
+def test_a_node_that_is_too_small_does_not_count_as_room_even_if_it_is_idle() -> None:
+    rig = RouterRig("p1", "d1", "d2")
+    load(rig, 5)
+    rig.core.node_load("d2", Load(0, 0, 20, 20), 0.0)
+    submit(rig, "long", 50 * 16)
+    assert placed(rig) == []
+    assert rig.core.states().count(AttemptState.UNPLACED) == 1
+    rig.core.node_lost("d1", "gone", 0.0)
+    rig.collect()
+    load(rig, 20, "p1")
+    rig.core.node_load("d2", Load(0, 0, 20, 20), 0.0)
+    rig.collect()
+    assert rig.core.states().count(AttemptState.UNPLACED) == 0, "none is left that could hold it"
+
+
+def test_what_only_a_lost_node_could_hold_ends_with_its_loss() -> None:
+    rig = RouterRig("p1", "d1", "d2")
+    load(rig, 90)
+    rig.core.node_load("d2", Load(0, 0, 20, 20), 0.0)
+    submit(rig, "long", 50 * 16)
+    assert placed(rig) == ["long"]
+    rig.core.node_lost("d1", "gone", 0.0)
+    rig.collect()
+    assert not rig.core.states()
 
 
 def test_what_is_given_up_gives_its_credits_back() -> None:
