@@ -36,7 +36,7 @@ def join_nodes(
     """Wait for all data parallel nodes. serves: by flag, what must be the same on all of them. wake: see PeerNodes.
     Raises StartupError."""
     rank, size = settings.data_parallel_rank or 0, settings.data_parallel_size
-    limits = limits or Limits(join=settings.distributed_timeout_seconds)
+    limits = limits or Limits.of(settings)
     at = HostPort(settings.data_parallel_address, settings.data_parallel_rpc_port)
     place = Place(at, "--data-parallel-address", "--data-parallel-rpc-port", "data parallel node")
     if rank:

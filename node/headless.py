@@ -40,7 +40,7 @@ _RANK_0 = "node rank 0"
 def run_headless(settings: NodeSettings, run: RunRank, limits: Limits | None = None) -> int:
     """Until the node ends; the exit code. Call it on the main thread, before this process has others. Raises
     StartupError."""
-    limits, place = limits or Limits(join=settings.distributed_timeout_seconds), place_of(settings)
+    limits, place = limits or Limits.of(settings), place_of(settings)
 
     def run_fork(number: int, ends: Ends) -> None:
         run(HostSeat(number, settings.num_ranks, ends, place, limits.join), settings)

@@ -16,11 +16,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from baton.address import HostPort
 from baton.incarnation import in_group
 from node.peer_links import PeerLink
+
+if TYPE_CHECKING:
+    from node.settings import NodeSettings
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +42,10 @@ class Limits:
     silence: float = 5.0
     loading_silence: float = 60.0
     report: float = 5.0
+
+    @classmethod
+    def of(cls, settings: NodeSettings) -> Limits:
+        return cls(silence=settings.silence_timeout, join=settings.distributed_timeout_seconds)
 
 
 @dataclass(frozen=True, slots=True)

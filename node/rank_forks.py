@@ -17,10 +17,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from baton.parent import die_with
 from baton.signals import stop_signals
+
+if TYPE_CHECKING:
+    from node.settings import NodeSettings
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +45,10 @@ class Limits:
     report: float = 5.0
     close: float = 5.0
     join: float = 300.0
+
+    @classmethod
+    def of(cls, settings: NodeSettings) -> Limits:
+        return cls(silence=settings.silence_timeout, join=settings.distributed_timeout_seconds)
 
 
 class Word(NamedTuple):

@@ -224,7 +224,7 @@ class Ranks:
 def fork_ranks(settings: NodeSettings, run: RunRank, limits: Limits | None = None) -> Ranks | None:
     """Fork ranks 1, 2, ... of this host, which `run`; None if the settings want one rank. Call it on the main thread,
     before this process has others, and before it uses a GPU. The forks never return."""
-    size, limits = settings.num_ranks, limits or Limits(join=settings.distributed_timeout_seconds)
+    size, limits = settings.num_ranks, limits or Limits.of(settings)
     if size == 1:
         return None
     own = settings.host_ranks[1:]

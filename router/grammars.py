@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from baton.errors import InternalError, InvalidRequest, Overloaded
 from baton.structured_output import StructuredBackend, StructuredOutput
@@ -19,6 +23,8 @@ TIME_LIMIT_S = 1.0
 """For one to compile."""
 _MAX_WAIT_S = 5.0
 """For others that are being checked."""
+_SLOW_S = 30.0
+"""For so long, what took too long is refused at once; then it is tried again, as the process may have been held up."""
 _NUM_KEPT = 1024
 _MAX_REASON_CHARS = 2048
 """Of a compiler's words, which may quote the text."""
@@ -26,31 +32,32 @@ _MAX_REASON_CHARS = 2048
 
 class GrammarChecker:
     """Remembers the answers for the last ones. Owns the process, which starts with the first check. Asyncio thread
-    only."""
+    only. clock: in seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._worker: WorkerProcess | None = None
         self._lock = asyncio.Lock()
         self._setup: _Setup | None = None  # of the worker
-        self._known: OrderedDict[tuple[_Setup, bytes], str | None] = OrderedDict()
+        self._known: OrderedDict[tuple[_Setup, bytes], _Verdict] = OrderedDict()
 
     async def check(self, structured: StructuredOutput, model: ServedModel) -> None:
         """Raises InvalidRequest unless it compiles in time, or Overloaded."""
         setup = _Setup.of(model)
         digest = (setup, structured.digest)
-        if digest not in self._known:
+        if self._recall(digest) is None:
             try:
                 async with asyncio.timeout(_MAX_WAIT_S):
                     await self._lock.acquire()
             except TimeoutError:
                 raise Overloaded(f"other structured outputs have been compiled for {_MAX_WAIT_S:g} s") from None
             try:
-                if digest not in self._known:
+                if self._recall(digest) is None:
                     self._keep(digest, await self._ask(structured, setup, model))
             finally:
                 self._lock.release()
         self._known.move_to_end(digest)
-        if reason := self._known[digest]:
+        if reason := self._known[digest].reason:
             raise InvalidRequest(f"structured_outputs: {structured.kind.value}: {reason}", "structured_outputs")
 
     def close(self) -> None:
@@ -59,13 +66,17 @@ class GrammarChecker:
             self._worker.end()
             self._worker = None
 
-    def _keep(self, digest: tuple[_Setup, bytes], reason: str | None) -> None:
-        self._known[digest] = reason and reason[:_MAX_REASON_CHARS]
+    def _recall(self, digest: tuple[_Setup, bytes]) -> _Verdict | None:
+        """What is known of it, and still holds."""
+        verdict = self._known.get(digest)
+        return verdict if verdict is not None and self._clock() < verdict.until else None
+
+    def _keep(self, digest: tuple[_Setup, bytes], verdict: _Verdict) -> None:
+        self._known[digest] = verdict
         while len(self._known) > _NUM_KEPT:
             self._known.popitem(last=False)
 
-    async def _ask(self, structured: StructuredOutput, setup: _Setup, model: ServedModel) -> str | None:
-        """Why it does not compile, or None."""
+    async def _ask(self, structured: StructuredOutput, setup: _Setup, model: ServedModel) -> _Verdict:
         if self._worker is not None and self._setup != setup:
             self._worker.end()
         if self._worker is None or self._worker.ended:
@@ -76,9 +87,16 @@ class GrammarChecker:
         line = await self._worker.answer(question, TIME_LIMIT_S)
         if not line:
             log.info("structured outputs not compiled in time kind=%s chars=%d", structured.kind, len(structured.text))
-            return f"it cannot be compiled within {TIME_LIMIT_S:g} s"
+            return _Verdict(f"it cannot be compiled within {TIME_LIMIT_S:g} s", self._clock() + _SLOW_S)
         answer: str | None = json.loads(line)
-        return answer
+        return _Verdict(answer and answer[:_MAX_REASON_CHARS])
+
+
+class _Verdict(NamedTuple):
+    """Why it does not compile, None: it does; and until when that holds, by the checker's clock."""
+
+    reason: str | None
+    until: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from router.grammars import GrammarChecker
 from router.models import ServedModel
 from router.structured_output import structured_output_of
 from router.tokenizer import Tokenizer
+from router.worker_process import WorkerProcess
 
 CHECKPOINT = Path(__file__).parents[2] / "engine" / "checkpoints" / "baton-tiny"
 
@@ -121,6 +122,25 @@ async def test_a_hostile_schema_is_refused_in_time_and_the_next_is_served(checke
     assert first.ended
     await asyncio.gather(*(checker.says(StructuredOutput(StructuredKind.REGEX, "a" * n)) for n in range(1, 9)))
     assert checker._worker is not first
+
+
+async def test_what_took_too_long_is_tried_again_later(checker: Checker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process may have been stopped, or its machine busy."""
+    now = [0.0]
+    checker._clock = lambda: now[0]
+    await checker.says(StructuredOutput(StructuredKind.REGEX, "b"))  # starts the process
+
+    async def late(self: WorkerProcess, question: str, limit_s: float) -> str:
+        return ""
+
+    with monkeypatch.context() as held_up:
+        held_up.setattr(WorkerProcess, "answer", late)
+        with pytest.raises(InvalidRequest, match="within 1 s"):
+            await checker.says(AS_JSON)
+    with pytest.raises(InvalidRequest, match="within 1 s"):
+        await checker.says(AS_JSON)
+    now[0] = 31.0
+    await checker.says(AS_JSON)
 
 
 async def test_a_process_that_dies_is_started_again_and_answers_are_remembered(checker: Checker) -> None:
