@@ -1,4 +1,4 @@
-"""The parent of the workers: starts them, starts those again that end, and stops them when it is asked to.
+"""The parent of the workers: starts them, starts those again that end or hang, and stops them when it is asked to.
 
 start --"up" from each--> running --SIGTERM--> draining --all ended, or the deadline--> exit 0
   `--one ended before it was up--> the others are stopped, exit 1
@@ -17,12 +17,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from baton.silence import until_silent
+
 log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 10.0
 START_S = 120.0
 """How long a worker may take until it serves."""
+HANG_S = 10.0
+"""A worker that has said nothing for so long is killed; one that is well says something every half second."""
 KILL_S = 5.0
 """Beyond the time that its requests have, how long a worker may take to end."""
 
@@ -48,6 +52,7 @@ class Worker:
         loop = asyncio.get_running_loop()
         self._up: asyncio.Future[bool] = loop.create_future()
         self._closed = asyncio.Event()
+        self._heard: Callable[[], None] = lambda: None
         loop.add_reader(self._reading, self._read)
 
     @property
@@ -63,15 +68,26 @@ class Worker:
         return False
 
     async def ended(self) -> int:
-        """Its exit code, once it has closed the pipe, which it does by ending."""
-        await self._closed.wait()
-        return await asyncio.to_thread(self._process.wait)
+        """Its exit code, once it has closed the pipe, which it does by ending; one that hangs is killed."""
+        try:
+            async with until_silent(HANG_S) as watch:
+                self._heard = watch.heard
+                await self._closed.wait()
+        except TimeoutError:
+            log.error("pid=%d has been silent for %g s, and is killed", self.pid, HANG_S)
+            self.signal(signal.SIGKILL)
+            await self._closed.wait()
+        code = await asyncio.to_thread(self._process.wait)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        return code
 
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)  # does nothing once it was waited for
 
     def _read(self) -> None:
         said = os.read(self._reading, 64)
+        self._heard()
         if not self._up.done():
             self._up.set_result(bool(said))
         if not said:

@@ -1,12 +1,13 @@
 """One worker of `baton-router --workers N`: `python -m router.workers.worker INDEX UP_FD DIRECTORY HTTP GRPC FLAGS...`
 
-The flags are the router's own. It serves on the addresses given, which it shares with the other workers, and says "up"
-on the descriptor once it does. It ends like a router, and also when its stdin does.
+The flags are the router's own. It serves on the addresses given, which it shares with the other workers, and says so on
+the descriptor, again and again from when it does. It ends like a router, and also when its stdin does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import uvloop
 
 from baton.address import HostPort
 from baton.settings import parse
+from baton.streams import HEARTBEAT_S
 from router.edge import StartError
 from router.main import EXIT_FAILED, configure, serve
 from router.settings import RouterSettings
@@ -36,8 +38,16 @@ def main() -> None:
 
 async def _run(settings: RouterSettings, shared: Shared, up_fd: int) -> None:
     stop = asyncio.Event()
-    asyncio.get_running_loop().add_reader(sys.stdin.fileno(), stop.set)  # nothing is ever written there
-    await serve(settings, stop, asyncio.Event(), shared, lambda: os.write(up_fd, b"up\n"))
+    loop = asyncio.get_running_loop()
+    loop.add_reader(sys.stdin.fileno(), stop.set)  # nothing is ever written there
+    os.set_blocking(up_fd, False)
+
+    def beat() -> None:
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):  # the parent hangs, or is gone
+            os.write(up_fd, b"up\n")
+        loop.call_later(HEARTBEAT_S, beat)
+
+    await serve(settings, stop, asyncio.Event(), shared, beat)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import pytest
 
 from baton.address import HostPort
 from baton.node_info import NodeRole
+from router.workers import supervisor
 from router.workers.ports import SharedPort
 from tests.router.conftest import says
 from tests.router.fake_node import FakeCluster
@@ -123,3 +124,30 @@ def test_a_port_that_others_share_is_not_taken_from_them():
 def _listening_at(address: HostPort) -> None:
     with socket.create_server((address.host, address.port), reuse_port=True):
         SharedPort(address)
+
+
+async def test_a_worker_that_hangs_is_killed_and_comes_back(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(supervisor, "HANG_S", 1.0)
+    started: asyncio.Queue[supervisor.Worker] = asyncio.Queue()
+
+    class Noted(supervisor.Worker):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            started.put_nowait(self)
+
+    def command(index: int, up_fd: int, directory: str) -> list[str]:
+        """Says that it is up until it is stopped."""
+        return [sys.executable, "-c", f"import os, time\nwhile True: os.write({up_fd}, b'up'); time.sleep(0.1)"]
+
+    monkeypatch.setattr(supervisor, "Worker", Noted)
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    running = asyncio.create_task(supervisor.Supervisor(1, command, 0.1).run(stop, hurry))
+    async with asyncio.timeout(PATIENCE_S):
+        first = await started.get()
+        assert await first.up()
+        os.kill(first.pid, signal.SIGSTOP)
+        second = await started.get()
+        assert await second.up()
+        assert first._process.returncode == -signal.SIGKILL
+        stop.set()
+        assert await running
