@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 
 from baton.errors import BatonError, InvalidRequest, NodeUnavailable
 from baton.messages import Abort, AttemptId, DecodeTarget
 from router.actions import Outbox
-from router.life import Attempt, AttemptState, RequestLife, Unplaced
+from router.life import Attempt, AttemptState, RequestLife, SampleLife, Unplaced
 from router.pending_blocks import PendingBlocks
 from router.placement import Placement
 from router.pool import Pool
@@ -62,18 +63,19 @@ class Attempts:
 
     # ---- placing ----
 
-    def choose(self, life: RequestLife, now: float) -> Placement | None:
-        """See Pool.choose: among the nodes of the request's version. If those are gone while another version of its
-        model is served, a request of which nothing is told yet becomes one of that. Raises VersionGone if it cannot."""
+    def choose(self, life: RequestLife, samples: Sequence[SampleLife], now: float) -> Placement | None:
+        """See Pool.choose: for these samples, among the nodes of the request's version. If those are gone while another
+        version of its model is served, a request of which nothing is told yet becomes one of that. Raises VersionGone
+        if it cannot."""
         request = life.request
         held = dict(self._pending.held(request.block_hashes))
         for incarnation, number in self._index.held(request.block_hashes).items():
             held[incarnation] = max(number, held.get(incarnation, 0))
-        n = len(life.samples)
-        placement = self._pool.choose(life.avoid, now, len(request.prompt_tokens), held, life.version, n)
+        what = num_tokens_of(life, samples), held
+        placement = self._pool.choose(life.avoid, now, *what, life.version, len(samples))
         if placement is None and life.version and (successors := self._pool.successors(life.version)):
             life.version = _successor(life, life.version, successors)
-            return self._pool.choose(life.avoid, now, len(request.prompt_tokens), held, life.version, n)
+            return self._pool.choose(life.avoid, now, *what, life.version, len(samples))
         return placement
 
     def place_or_wait(self, task: Unplaced, placement: Placement | None, now: float) -> None:
@@ -95,7 +97,7 @@ class Attempts:
         for tasks in self._waiting.queues():
             for task in tasks:
                 try:
-                    placement = self.choose(task.life, now)
+                    placement = self.choose(task.life, task.samples, now)
                 except (VersionGone, InvalidRequest) as error:
                     in_vain.append((task.life, error))
                     continue
@@ -119,7 +121,8 @@ class Attempts:
         """Those of its samples that have not ended while it waited."""
         if placement.decode and not task.life.request.has_prefill:
             placement = Placement(placement.decode, None, placement.option.alone, placement.options)
-        num_blocks = placement.num_blocks(len(task.life.request.prompt_tokens), len(task.samples))
+        num_tokens = num_tokens_of(task.life, task.samples)
+        num_blocks = placement.num_blocks(num_tokens, len(task.samples))
         life, samples = task.life, [sample for sample in task.samples if not sample.ended]
         prefill, decode = placement.prefill.info, placement.decode.info if placement.decode else None
         attempt_id = AttemptId(self._epoch, task.key, task.attempt)
@@ -141,6 +144,7 @@ class Attempts:
             life.record.placed(task.attempt, indexes, nodes, estimate, at_s),
             placement.prefill_s,
             num_promised=num_blocks,
+            num_tokens=num_tokens,
         )
         placement.last.num_promised += num_blocks
         life.version = placement.last.version
@@ -148,7 +152,7 @@ class Attempts:
         self._live[attempt_id] = life, attempt
         life.timings.num_attempts = max(life.timings.num_attempts, task.attempt + 1)
         life.timings.prefill_node, life.timings.decode_node = nodes
-        self._pool.place(placement, len(life.request.prompt_tokens), now)
+        self._pool.place(placement, num_tokens, now)
         for incarnation in attempt.placed_on:
             self._pending.add(incarnation, life.request.block_hashes)
         target = DecodeTarget(decode.address, decode.incarnation) if decode else None
@@ -163,10 +167,10 @@ class Attempts:
     def move(self, life: RequestLife, attempt: Attempt) -> None:
         """The node that generated has handed the attempt over to its target, or is about to say so."""
         assert attempt.target
-        source, target, num_tokens = attempt.generates_on, attempt.target, len(life.request.prompt_tokens)
+        source, target = attempt.generates_on, attempt.target
         for incarnation in attempt.placed_on:
             self._pending.remove(incarnation, life.request.block_hashes)
-        self._pool.will_decode(source, -num_tokens)
+        self._pool.will_decode(source, -attempt.num_tokens)
         attempt.visited |= set(attempt.placed_on)
         attempt.prefill, attempt.decode, attempt.handed_off = source, target, False
         attempt.target = None
@@ -178,7 +182,7 @@ class Attempts:
     def forget_target(self, life: RequestLife, attempt: Attempt) -> None:
         """It does not move, or does no more."""
         if attempt.target is not None and not attempt.target_lost:
-            self._pool.will_decode(attempt.target, -len(life.request.prompt_tokens))
+            self._pool.will_decode(attempt.target, -attempt.num_tokens)
         attempt.target, attempt.target_lost = None, False
 
     # ---- progress, end ----
@@ -188,15 +192,14 @@ class Attempts:
         prompt's end before, this completes the count of what was computed."""
         attempt.num_cached = num_cached
         if attempt.prefilled:
-            self._pool.count_tokens(attempt.prefill, len(life.request.prompt_tokens) - num_cached)
+            self._pool.count_tokens(attempt.prefill, attempt.num_tokens - num_cached)
 
     def prefilled(self, life: RequestLife, attempt: Attempt, now: float) -> None:
         """Its prompt keeps nobody waiting any more. Once more does nothing."""
         if not attempt.prefilled:
             attempt.prefilled = True
-            num_tokens = len(life.request.prompt_tokens)
-            num_computed = num_tokens - attempt.num_cached if attempt.num_cached is not None else None
-            self._pool.prefilled(attempt.prefill, num_tokens, attempt.prefill_s, now, num_computed)
+            num_computed = attempt.num_tokens - attempt.num_cached if attempt.num_cached is not None else None
+            self._pool.prefilled(attempt.prefill, attempt.num_tokens, attempt.prefill_s, now, num_computed)
 
     def has_blocks(self, attempt: Attempt) -> None:
         """The node that generates has given it its blocks. Once more does nothing."""
@@ -225,7 +228,7 @@ class Attempts:
         for incarnation in attempt.placed_on:
             self._pending.remove(incarnation, life.request.block_hashes)
         held_s = now - (life.deadline - attempt.deadline_s)
-        self._pool.ended(attempt.decode or attempt.prefill, len(life.request.prompt_tokens), held_s)
+        self._pool.ended(attempt.decode or attempt.prefill, attempt.num_tokens, held_s)
 
 
 def _successor(life: RequestLife, gone: ModelVersion, successors: list[ModelVersion]) -> ModelVersion:
@@ -237,3 +240,8 @@ def _successor(life: RequestLife, gone: ModelVersion, successors: list[ModelVers
     if successor is None:
         raise VersionGone(f"{why}, and to {successors[0].id} the prompt would be another one: send it again")
     return successor
+
+
+def num_tokens_of(life: RequestLife, samples: Sequence[SampleLife]) -> int:
+    """What a node computes before these samples go on: the prompt, and the output that there is (then it is one)."""
+    return len(life.request.prompt_tokens) + max((len(sample.tokens) for sample in samples), default=0)

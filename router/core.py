@@ -150,7 +150,7 @@ class RouterCore:
         samples = [SampleLife(i) for i in range(request.n)]
         life = RequestLife(request, now, now + request.deadline_s, samples)
         life.record.submitted_at_s = max(0.0, submitted - now) if submitted is not None else 0.0
-        placement = self._attempts.choose(life, now)
+        placement = self._attempts.choose(life, samples, now)
         self._attempts.place_or_wait(Unplaced(life, samples, request.request_id, 0), placement, now)
         self.requests.add(life)
         self._retries.request(now)

@@ -81,7 +81,7 @@ class Recovery:
     ) -> None:
         """Raises NodeUnavailable. Raises `error` itself if it is Overloaded and no other node can be asked, so that the
         client retries later."""
-        placement = self._attempts.choose(life, now)
+        placement = self._attempts.choose(life, group, now)
         if isinstance(error, Overloaded) and (placement is None or placement.last.info.incarnation in life.avoid):
             raise error
         whole = len(group) == len(lost.samples)

@@ -111,6 +111,23 @@ def test_what_only_a_lost_node_could_hold_ends_with_its_loss() -> None:
     assert not rig.core.states()
 
 
+def test_after_a_loss_room_is_needed_for_the_output_too() -> None:
+    """32 tokens of prompt and 40 of output take 5 blocks, and one for the next token."""
+    rig = RouterRig("p1", "d1")
+    submit(rig, "a")
+    ((_, prefill),) = rig.prefills
+    adopt(rig, "a")
+    rig.say("d1", prefill, *(Tokens(0, 1 + i, (7,)) for i in range(39)))
+    rig.core.node_up(info("d2", NodeRole.DECODE), 1.0)
+    rig.core.node_load("d2", Load(0, 1, 6, 100), 1.0)
+    rig.core.node_lost("d1", "gone", 1.0)
+    rig.collect()
+    assert len(rig.prefills) == 1, "it has 6 blocks, of which the request that runs there needs one"
+    rig.core.node_load("d2", Load(0, 1, 7, 100), 1.0)
+    rig.collect()
+    assert [len(p.prompt_tokens) + sum(len(s.output_tokens) for s in p.samples) for _, p in rig.prefills] == [32, 72]
+
+
 def test_what_is_given_up_gives_its_credits_back() -> None:
     rig = RouterRig("p1", "d1")
     load(rig, 4)
