@@ -19,6 +19,7 @@ from torch import Tensor
 import baton
 from baton.layout import KvLayout
 from baton.node_info import GenerationDefaults
+from baton.telemetry import ExpertReadings
 from engine.checkpoint import EMBEDDED, has_tokenizer
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -75,6 +76,7 @@ class Built:
     tokenizer: TokenizerFiles
     checkpoint: Checkpoint
     expert_counts: ExpertCounts | None = None
+    expert_exchange_s: Callable[[], float] | None = None
     peers: PeerNodes | None = None
     eplb: Eplb | None = None
 
@@ -106,13 +108,15 @@ class Built:
         return self.device.type == "cuda"
 
     @property
-    def expert_imbalance(self) -> Callable[[], float] | None:
-        return None if self.expert_counts is None else self.expert_counts.imbalance
-
-    @property
-    def expert_rank_imbalance(self) -> Callable[[], float] | None:
-        counts = self.expert_counts
-        return None if counts is None or counts.num_parts == 1 else counts.rank_imbalance
+    def experts(self) -> ExpertReadings | None:
+        if (counts := self.expert_counts) is None:
+            return None
+        return ExpertReadings(
+            tokens=lambda: counts.total().sum(0).tolist(),
+            imbalance=counts.imbalance,
+            rank_imbalance=counts.rank_imbalance if counts.num_parts > 1 else None,
+            exchange_s=self.expert_exchange_s,
+        )
 
     @property
     def num_expert_rebalances(self) -> int:
@@ -228,6 +232,7 @@ def _build(
         tokenizer=tokenizer,
         checkpoint=checkpoint,
         expert_counts=expert_counts,
+        expert_exchange_s=part.expert_exchange_s,
         eplb=eplb,
         peers=peers,
     )

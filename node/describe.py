@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ import baton
 from baton.layout import KvLayout
 from baton.node_info import GenerationDefaults, NodeInfo, NodeRole, TransportEndpoint
 from baton.structured_output import StructuredBackend
+from baton.telemetry import ExpertReadings
 from engine.engine import Engine
 from node.loop import Counts
 from node.settings import NodeSettings
@@ -33,8 +34,8 @@ class TokenizerFiles:
 class ServedModel(Protocol):
     """An engine with all that a role is built on: `build.Built`, or `simulated.Simulated`.
 
-    pools: the KV pool of each rank, see `KvMover`. graph_sizes: empty without CUDA graphs. expert_imbalance,
-    expert_rank_imbalance: see `ExpertCounts`; None where it is not counted. num_expert_rebalances: see `Eplb`.
+    pools: the KV pool of each rank, see `KvMover`. graph_sizes: empty without CUDA graphs. experts: None where nothing
+    is counted. num_expert_rebalances: see `Eplb`.
     """
 
     @property
@@ -44,10 +45,7 @@ class ServedModel(Protocol):
     def graph_sizes(self) -> list[int]: ...
 
     @property
-    def expert_imbalance(self) -> Callable[[], float] | None: ...
-
-    @property
-    def expert_rank_imbalance(self) -> Callable[[], float] | None: ...
+    def experts(self) -> ExpertReadings | None: ...
 
     @property
     def num_expert_rebalances(self) -> int: ...

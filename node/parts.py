@@ -91,9 +91,8 @@ def assemble(
         count_free_slots=lambda: sum(mover.num_free_slots for mover in movers),
         outward=_outward(settings, role),
         watch_steps=built.engine.counters.watch,
-        expert_imbalance=built.expert_imbalance,
+        experts=built.experts,
         peers=base.peers,
-        expert_rank_imbalance=built.expert_rank_imbalance,
     )
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -43,13 +44,15 @@ _NULL_BLOCK = 1
 @dataclass(frozen=True, slots=True)
 class Part:
     """A rank's part of the model, and what is the same on all ranks: sizes, what the layers of all stages keep of the
-    heads that one rank has, and the KV groups of these layers."""
+    heads that one rank has, and the KV groups of these layers. expert_exchange_s: see `DataParallel.exchange_s`; None
+    on a GPU, and where a rank has all experts."""
 
     model: PreTrainedModel
     probed: Probe
     config: EngineConfig
     kv: tuple[LayerKv, ...]
     groups: tuple[tuple[int, ...], ...]
+    expert_exchange_s: Callable[[], float] | None = None
 
 
 def load_part(
@@ -68,13 +71,16 @@ def load_part(
         torch.set_num_threads(max(1, torch.get_num_threads() // len(settings.host_ranks)))
     torch.manual_seed(settings.seed)
     limits = _limits(settings, checkpoint, device)
-    model, probed = _load(settings, checkpoint, device, limits.max_model_len, pipeline, data)
+    experts = DataParallel(pipeline.peers) if data is ONE_NODE else data
+    model, probed = _load(settings, checkpoint, device, limits.max_model_len, pipeline, experts)
     kv = pipeline.kv_of_all(probed.kv)
     groups = () if settings.disable_hybrid_kv_cache_manager else group_layers(kv)
     if not settings.disable_hybrid_kv_cache_manager:
         probed = dataclasses.replace(probed, groups=pipeline.stage.groups(groups))
         limits = _with_windows(limits, KvLayout(kv, limits.block_size, "", groups=groups).windows)
-    return Part(model, probed, _with_pool(settings, limits, model, probed, pipeline), kv, groups)
+    config = _with_pool(settings, limits, model, probed, pipeline)
+    is_measured = device.type == "cpu" and experts.everyone.size > 1
+    return Part(model, probed, config, kv, groups, (lambda: experts.exchange_s) if is_measured else None)
 
 
 def device_of(settings: NodeSettings, rank: int = 0) -> torch.device:
@@ -154,7 +160,7 @@ def _load(
                 pipeline.stage,
                 settings.enable_expert_parallel,
                 None if settings.eplb is None else settings.eplb.num_redundant_experts,
-                None if data is ONE_NODE else data,
+                data,
             ),
         )
     weights = sum(p.nbytes for p in model.parameters())

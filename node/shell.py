@@ -21,7 +21,7 @@ from baton.handoff_messages import Hello
 from baton.malformed import RefuseMalformed
 from baton.node_info import NodeInfo, TransportEndpoint
 from baton.streams import HEARTBEAT_S
-from baton.telemetry import AdminGate, MetricsServer, NodeMetrics, new_registry
+from baton.telemetry import AdminGate, ExpertReadings, MetricsServer, NodeMetrics, new_registry
 from baton.trust import Trust
 from baton.v1 import node_pb2_grpc
 from baton.wire import Limits
@@ -71,8 +71,8 @@ class NodeParts:
     """The parts of a node except its network. `info.address` is filled in once the port is known.
 
     `warm_up` is called on the role's thread, before any request; it may take seconds, and raises ValueError. `count` is
-    called there too, `count_free_slots` and both imbalances on any thread. `watch_steps`: see `StepCounters.watch`;
-    likewise there. `peers`: the other data parallel nodes.
+    called there too, `count_free_slots` and the readings of `experts` on any thread. `watch_steps`: see
+    `StepCounters.watch`; likewise there. `peers`: the other data parallel nodes.
     """
 
     role: Role
@@ -87,9 +87,8 @@ class NodeParts:
     outward: Outward | None = None
     watch_steps: Watch = lambda _: None
     kv_events: Closeable | None = None
-    expert_imbalance: Callable[[], float] | None = None
+    experts: ExpertReadings | None = None
     peers: PeerNodes | None = None
-    expert_rank_imbalance: Callable[[], float] | None = None
 
     def close(self) -> None:
         """End all transfers and threads of the transports, the publisher of KV events, and the links to peers."""
@@ -161,8 +160,8 @@ class Node:
         self._metrics = NodeMetrics(registry, info.served_model_name)
         self._metrics.set_cache_config(info.layout.block_size, info.num_blocks, info.layout.layers[0].dtype)
         self._metrics.watch_slots(self._parts.num_slots, self._parts.count_free_slots)
-        if self._parts.expert_imbalance is not None:
-            self._metrics.watch_experts(self._parts.expert_imbalance, self._parts.expert_rank_imbalance)
+        if self._parts.experts is not None:
+            self._metrics.watch_experts(self._parts.experts)
         limits = Limits.of(info, self._settings.request_timeout)
         self._sessions = Sessions(info.incarnation, self._loop.post, self._metrics, limits, trust)
         ours = HandoffEnd(

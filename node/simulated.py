@@ -50,8 +50,7 @@ class Simulated:
     generation_defaults: GenerationDefaults
     graph_sizes: list[int] = dataclasses.field(default_factory=lambda: [1])  # steps cost as with CUDA graphs
     pools: tuple[None] = (None,)
-    expert_imbalance: None = None
-    expert_rank_imbalance: None = None
+    experts: None = None
     num_expert_rebalances: int = 0
     on_gpu: bool = True  # in the sizes of slots and steps, which the profile is of
 

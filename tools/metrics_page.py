@@ -11,7 +11,7 @@ from baton.messages import AttemptId, End, Load, Prefill, Sample, Started, Token
 from baton.node_info import NodeRole
 from baton.node_times import PromptTimes
 from baton.sampling import SamplingParams
-from baton.telemetry import ROUTER, NodeMetrics, RouterMetrics, new_registry
+from baton.telemetry import ROUTER, ExpertReadings, NodeMetrics, RouterMetrics, new_registry
 from baton.telemetry.pools import PoolState
 from baton.telemetry.timeline import AttemptTimeline, Estimate, Timeline
 from tools.api_reference.tables import code, table
@@ -57,7 +57,7 @@ def node_registry(role: NodeRole) -> CollectorRegistry:
     metrics = NodeMetrics(registry, "m")
     metrics.set_cache_config(16, 100, "bfloat16")
     metrics.watch_slots(1, lambda: 1)
-    metrics.watch_experts(lambda: 1.0, lambda: 1.0)
+    metrics.watch_experts(ExpertReadings(lambda: [1], lambda: 1.0, lambda: 1.0, lambda: 1.0))
     metrics.set_load(Load())
     metrics.set_counts({"free": 1}, 0)
     metrics.set_steps({"device": 1.0}, {"decode": 1}, {"decode": 1})

@@ -10,7 +10,15 @@ from baton.errors import Overloaded, RequestCancelled
 from baton.log_levels import LogLevels
 from baton.messages import Adopted, AttemptId, End, HandedOff, Load, Prefill, Sample, Started, Tokens, Update
 from baton.sampling import SamplingParams
-from baton.telemetry import ROUTER, NodeMetrics, RouterMetrics, configure_logging, new_registry, request_scope
+from baton.telemetry import (
+    ROUTER,
+    ExpertReadings,
+    NodeMetrics,
+    RouterMetrics,
+    configure_logging,
+    new_registry,
+    request_scope,
+)
 from baton.telemetry.trace_context import TraceContext, trace_scope
 
 WORK = AttemptId(1, "r", 0)
@@ -100,7 +108,7 @@ def test_node_messages_become_metrics():
     for num_preemptions in (2, 2, 5):
         metrics.set_counts({"free": 5, "cached": 1}, num_preemptions, num_damaged=num_preemptions - 2, num_rebalances=1)
     metrics.watch_slots(8, lambda: 6)
-    metrics.watch_experts(lambda: 1.5, lambda: 1.25)
+    metrics.watch_experts(ExpertReadings(lambda: [7, 0, 9], lambda: 1.5, lambda: 1.25, lambda: 0.5))
     labels = {"model_name": "tiny", "role": "decode"}
 
     def value(name: str, **more: str) -> float | None:
@@ -119,6 +127,8 @@ def test_node_messages_become_metrics():
     assert value("kv_blocks", state="cached") == 1
     assert value("num_preemptions_total") == 5
     assert (value("expert_imbalance"), value("expert_rank_imbalance")) == (1.5, 1.25)
+    assert [value("expert_tokens_total", expert=str(expert)) for expert in range(3)] == [7, 0, 9]
+    assert value("expert_exchange_seconds_total") == 0.5
     assert value("expert_rebalances_total") == 1
     assert value("kv_transfer_damaged_blocks_total") == 3
     assert (value("kv_slots", state="free"), value("kv_slots", state="in_use")) == (6, 2)

@@ -56,6 +56,8 @@ async def test_answers_are_those_of_transformers(
             metrics = each.metrics()
             assert 1 < metrics.sum("baton:expert_imbalance") < 8
             assert (metrics.sum("baton:expert_rank_imbalance") >= 1) == way.startswith("ep")
+            assert metrics.sum("baton:expert_tokens_total") > 100
+            assert (metrics.sum("baton:expert_exchange_seconds_total") > 0) == (way != "1")
 
 
 async def test_no_answer_is_lost_or_changed_when_experts_change_places(

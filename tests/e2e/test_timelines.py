@@ -14,7 +14,7 @@ from tests.docs.test_metrics_page import in_table
 from tests.e2e.cluster import Router, wait_until
 from tests.e2e.conftest import House
 
-OF_MIXTURES = {"baton:expert_imbalance", "baton:expert_rank_imbalance"}
+OF_MIXTURES = {f"baton:expert_{name}" for name in ("imbalance", "rank_imbalance", "tokens", "exchange_seconds")}
 PROMPT = (
     "The sum of 28 and 98, of 12 and 30, of 17 and 40, of 51 and 11, of 90 and 9, of 3 and 4, and of 5 and 6 is " * 3
 )

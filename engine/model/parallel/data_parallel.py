@@ -11,6 +11,7 @@ step that is launched op by op is not padded, and a node without tokens runs not
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -39,6 +40,8 @@ class DataParallel:
         self.peers = everyone.part(everyone.rank // num_nodes * num_nodes, num_nodes)
         self._num_tokens_across_dp: list[int] = []
         self._steps = False
+        self.exchange_s = 0.0
+        """On a CPU, for how long rows were gathered and results summed."""
 
     def meet(self, num_tokens: int, needs: Sequence[int]) -> Meeting:
         """Agree on a step with the other nodes; if none of them has tokens, there is no step. num_tokens: of this one.
@@ -58,6 +61,12 @@ class DataParallel:
         of 1."""
         if self.num_nodes == 1:
             return x
+        began = time.perf_counter()
+        rows = self._gathered(x)
+        self.exchange_s += time.perf_counter() - began
+        return rows
+
+    def _gathered(self, x: Tensor) -> Tensor:
         num_own, width = x.shape[-2:]
         if not self._steps:
             self._num_tokens_across_dp = self.peers.all_gather(torch.tensor([num_own])).tolist()
@@ -73,7 +82,9 @@ class DataParallel:
     def sum_own(self, x: Tensor) -> Tensor:
         """This node's rows of the sum over all ranks. x: a part of it, of the rows that `gather` gave; may be
         overwritten."""
+        began = time.perf_counter()
         total = self.everyone.all_reduce(x)
+        self.exchange_s += time.perf_counter() - began
         if self.num_nodes == 1:
             return total
         node = self.peers.rank

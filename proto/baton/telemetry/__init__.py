@@ -1,6 +1,7 @@
 """A process's telemetry: log lines (`logs`), metrics (`metrics`) and the pages that serve them (`http`)."""
 
 from baton.telemetry.admin import AdminGate
+from baton.telemetry.experts import ExpertReadings
 from baton.telemetry.exposition import metrics_page
 from baton.telemetry.http import MetricsServer, Page
 from baton.telemetry.logs import configure_logging, rename_request, request_scope
@@ -18,4 +19,5 @@ __all__ = [
     "MetricsServer",
     "Page",
     "AdminGate",
+    "ExpertReadings",
 ]

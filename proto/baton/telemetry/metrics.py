@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 import baton
 from baton.errors import BatonError, RequestCancelled
 from baton.messages import Adopted, AttemptId, End, HandedOff, Load, Prefill, Started, Tokens, Update
+from baton.telemetry.experts import ExpertMetrics, ExpertReadings
 from baton.telemetry.pools import PoolMetrics
 from baton.telemetry.steps import StepMetrics
 from baton.telemetry.tally import CounterByModel, HistogramByModel
@@ -278,16 +279,9 @@ class NodeMetrics:
         self._slots.labels(*self._values, "free").set_function(count_free)
         self._slots.labels(*self._values, "in_use").set_function(lambda: total - count_free())
 
-    def watch_experts(self, imbalance: Callable[[], float], of_ranks: Callable[[], float] | None = None) -> None:
-        """Of a mixture of experts; called as in `watch_slots`. of_ranks: where ranks have whole experts."""
-        last = "since the page was last read."
-        text = f"Tokens of a layer's most chosen expert over the mean of its experts, {last}"
-        found = Gauge("baton:expert_imbalance", text, ["model_name"], registry=self._registry)
-        found.labels(*self._values).set_function(imbalance)
-        if of_ranks is not None:
-            text = f"Choices of a layer's experts on its busiest rank over the mean of its ranks, {last}"
-            found = Gauge("baton:expert_rank_imbalance", text, ["model_name"], registry=self._registry)
-            found.labels(*self._values).set_function(of_ranks)
+    def watch_experts(self, readings: ExpertReadings) -> None:
+        """Of a mixture of experts; called as in `watch_slots`."""
+        ExpertMetrics(self._registry, *self._values, readings)
 
     def _time_tokens(self, attempt_id: AttemptId, sample: int) -> None:
         now = self._clock()
