@@ -1,0 +1,62 @@
+"""Which nodes fit together, and that it is found out once for each pair."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from baton.node_info import NodeInfo, NodeRole
+from router import pool as router_pool
+from router.pool import Pool
+from tests.router.rig import info
+
+
+def otherwise(node: NodeInfo) -> NodeInfo:
+    """The same node, with blocks of another size."""
+    return dataclasses.replace(node, layout=dataclasses.replace(node.layout, block_size=32))
+
+
+def test_a_node_that_says_something_else_of_itself_is_compared_again() -> None:
+    pool, prefill, decode, other = (
+        Pool(),
+        info("p1", NodeRole.PREFILL),
+        info("d1", NodeRole.DECODE),
+        info("d2", NodeRole.DECODE),
+    )
+    for node in (prefill, decode, other):
+        pool.add(node)
+    source = pool.get("d2")
+    assert source is not None
+    assert (pool.misfits(), [node.info for node in pool.targets(source, 0.0)]) == ([], [decode])
+    pool.add(otherwise(decode))
+    assert [(p.node_id, d.node_id) for p, d, _ in pool.misfits()] == [("p1", "d1")]
+    assert pool.targets(source, 0.0) == []
+    pool.add(decode)
+    assert (pool.misfits(), [node.info for node in pool.targets(source, 0.0)]) == ([], [decode])
+    pool.add(otherwise(prefill))
+    assert len(pool.misfits()) == 2
+    pool.remove("p1")
+    assert pool.misfits() == []
+
+
+def test_each_pair_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layouts of many layers take time, in which a router does nothing else."""
+    compared: list[tuple[str, str]] = []
+    mismatch = router_pool.mismatch
+
+    def noted(prefill: NodeInfo, decode: NodeInfo) -> str | None:
+        compared.append((prefill.node_id, decode.node_id))
+        return mismatch(prefill, decode)
+
+    monkeypatch.setattr(router_pool, "mismatch", noted)
+    pool = Pool()
+    for number in range(4):
+        pool.add(info(f"p{number}", NodeRole.PREFILL))
+        pool.add(info(f"d{number}", NodeRole.DECODE))
+    assert len(compared) == len(set(compared)) == 16
+    source = pool.get("d0")
+    assert source is not None
+    for _ in range(3):
+        assert len(pool.targets(source, 0.0)) == 3
+    assert len(compared) == len(set(compared)) == 16 + 3
