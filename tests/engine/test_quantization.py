@@ -160,8 +160,9 @@ def test_what_a_format_has_no_use_for_is_told_and_not_left_to_transformers(tmp_p
     write(TINY, tmp_path, "gptq")
     file = tmp_path / "model.safetensors"
     save_file({**load_file(file), "model.layers.1.mlp.extra": torch.rand(4)}, file, metadata={"format": "pt"})
-    with pytest.raises(UnsupportedModel, match=r"the model has no model.layers.1.mlp.extra"):
-        load_model(Checkpoint.open(tmp_path))
+    for requested in (None, "gptq"):
+        with pytest.raises(UnsupportedModel, match=r"the model has no model.layers.1.mlp.extra"):
+            load_model(Checkpoint.open(tmp_path), quantization=requested)
 
 
 def test_fp8_of_model_optimizer(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from engine.model.parallel.layers import connect
 from engine.model.parallel.part import WHOLE_MODEL, RankPart
 from engine.model.parallel.sharding import Place, Sharding, shard
 from engine.model.parallel.stages import StageWeights, keep_stage
-from engine.model.quantization import choose_quantization, is_leftover
+from engine.model.quantization import STORED, choose_quantization, is_leftover
 from engine.model.quantization.stored import is_unused
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ def _load(
             raise UnsupportedModel(f"{path} cannot be loaded with --load-format safetensors: {reason}") from reason
         if part.is_divided:
             raise UnsupportedModel(f"{path} cannot be divided among ranks: {reason}") from reason
-        if quantization is not None and requested is None and not isinstance(quantization, Unquantized):
+        if isinstance(quantization, STORED):
             raise UnsupportedModel(f"{path}: {reason}") from reason  # transformers reads other forms of these formats
         log.info("weights go through transformers: %s", reason)
     with told(str(path)):

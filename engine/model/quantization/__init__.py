@@ -39,6 +39,9 @@ _BITSANDBYTES = "bitsandbytes"
 _OF_QUANTIZED = (".qweight", ".qzeros", ".weight_packed", ".weight_scale", ".weight_scale_inv", "_blocks")
 _CODES = frozenset({"F8_E4M3", "F8_E5M2", "I8", "U8"})
 
+STORED = (Awq, CompressedTensors, Fp8, Gptq, Mxfp4)
+"""What `QUANTIZATIONS` makes."""
+
 ONLINE: dict[str, Callable[[], Quantization]] = {"fp8": OnlineFp8, "int8": OnlineInt8}
 """What `--quantization` can make of a checkpoint that is not quantized."""
 
