@@ -379,5 +379,5 @@ def test_an_output_that_no_token_can_follow_ends_its_request(decoding: Decoding)
     structured = StructuredOutput(StructuredKind.REGEX, "a")
     hand_over(decoding, sampling=dataclasses.replace(SAMPLING, structured_outputs=structured))
     decoding.run()
-    assert ends(decoding) == [InternalError]
+    assert ends(decoding) == [InvalidRequest]
     assert decoding.core.idle
