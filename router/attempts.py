@@ -16,7 +16,7 @@ from router.actions import Outbox
 from router.life import Attempt, AttemptState, RequestLife, SampleLife, Unplaced
 from router.pending_blocks import PendingBlocks
 from router.placement import Placement
-from router.pool import Pool
+from router.pool import Pool, TooLargeForNow
 from router.prefix_index import PrefixIndex
 from router.versions import ModelVersion, VersionGone
 from router.waiting import WaitingRoom
@@ -72,10 +72,11 @@ class Attempts:
         for incarnation, number in self._index.held(request.block_hashes).items():
             held[incarnation] = max(number, held.get(incarnation, 0))
         what = num_tokens_of(life, samples), held
-        placement = self._pool.choose(life.avoid, now, *what, life.version, len(samples))
+        n = num_continued(life, samples)
+        placement = self._pool.choose(life.avoid, now, *what, life.version, n)
         if placement is None and life.version and (successors := self._pool.successors(life.version)):
             life.version = _successor(life, life.version, successors)
-            return self._pool.choose(life.avoid, now, *what, life.version, len(samples))
+            return self._pool.choose(life.avoid, now, *what, life.version, n)
         return placement
 
     def place_or_wait(self, task: Unplaced, placement: Placement | None, now: float) -> None:
@@ -98,7 +99,7 @@ class Attempts:
             for task in tasks:
                 try:
                     placement = self.choose(task.life, task.samples, now)
-                except (VersionGone, InvalidRequest) as error:
+                except (VersionGone, TooLargeForNow, InvalidRequest) as error:
                     in_vain.append((task.life, error))
                     continue
                 except NodeUnavailable as misfit:  # a node that fits may come yet, and the request has a deadline
@@ -122,7 +123,8 @@ class Attempts:
         if placement.decode and not task.life.request.has_prefill:
             placement = Placement(placement.decode, None, placement.option.alone, placement.options)
         num_tokens = num_tokens_of(task.life, task.samples)
-        num_blocks = placement.num_blocks(num_tokens, len(task.samples))
+        n = len(task.samples) if placement.decode is None else num_continued(task.life, task.samples)
+        num_blocks = placement.num_blocks(num_tokens, n)
         life, samples = task.life, [sample for sample in task.samples if not sample.ended]
         prefill, decode = placement.prefill.info, placement.decode.info if placement.decode else None
         attempt_id = AttemptId(self._epoch, task.key, task.attempt)
@@ -245,3 +247,11 @@ def _successor(life: RequestLife, gone: ModelVersion, successors: list[ModelVers
 def num_tokens_of(life: RequestLife, samples: Sequence[SampleLife]) -> int:
     """What a node computes before these samples go on: the prompt, and the output that there is (then it is one)."""
     return len(life.request.prompt_tokens) + max((len(sample.tokens) for sample in samples), default=0)
+
+
+def num_continued(life: RequestLife, samples: Sequence[SampleLife]) -> int:
+    """How many of these samples go on on a decode node: none whose last token is the one that the prompt gives. See
+    `prefill_node.handoff.needs_decode_node`."""
+    sampling = life.request.sampling
+    num_output = num_tokens_of(life, samples) - len(life.request.prompt_tokens)
+    return len(samples) if sampling.beam_width or sampling.max_tokens - num_output > 1 else 0

@@ -23,7 +23,10 @@ class Placement(NamedTuple):
     has_room: bool = True
 
     def num_blocks(self, num_tokens: int, n: int) -> int:
-        """What the request needs of the node that generates: without what is cached there, and one for each answer."""
+        """What the request needs of the node that generates: without what is cached there, and one for each of `n`
+        answers that go on there."""
+        if not n:
+            return 0
         held = self.option.decode or self.option.prefill
         return num_blocks(self.last, num_tokens - held.num_cached, n)
 

@@ -14,10 +14,14 @@ from router.placement import Placement
 from router.policies import Candidate, Options, Policy
 from router.policies.least_loaded import LeastLoaded
 from router.rates import PrefillTime
-from router.routed_node import Node, Place, num_blocks
+from router.routed_node import Node, Place, least_blocks, num_blocks
 from router.versions import ModelVersion, difference, shares
 
 _NONE_HELD: Mapping[str, int] = {}
+
+
+class TooLargeForNow(NodeUnavailable):
+    """The decode nodes that could hold the request are away."""
 
 
 def mismatch(prefill: NodeInfo, decode: NodeInfo) -> str | None:
@@ -32,16 +36,6 @@ def mismatch(prefill: NodeInfo, decode: NodeInfo) -> str | None:
     if spoken and understood and not set(spoken) & set(understood):
         return f"transport {', '.join(spoken)} of {prefill.node_id} != {', '.join(understood)} of {decode.node_id}"
     return None
-
-
-def _require_possible(decodes: Sequence[Node], num_tokens: int, n: int) -> None:
-    """Raises InvalidRequest: what fits no decode node would wait for one to be idle, and others behind it."""
-    if not any(node.can_hold(num_blocks(node, num_tokens, n)) for node in decodes):
-        largest = max(decodes, key=lambda node: node.load.num_blocks_total)
-        needed, told = num_blocks(largest, num_tokens, n), f" for n {n}" if n > 1 else ""
-        raise InvalidRequest(
-            f"the prompt needs {needed} KV blocks{told}, and a decode node has {largest.load.num_blocks_total} at most"
-        )
 
 
 class Pool:
@@ -60,6 +54,7 @@ class Pool:
         self._moves: dict[Pair, str | None] = {}  # of decode nodes, as far as they were asked for
         self._prefill_time = PrefillTime()  # of all: what is expected of a new one
         self._num_placed = 0
+        self._largest: dict[str, Node] = {}  # decode nodes that were ever here, by the name of their model
 
     def add(self, info: NodeInfo) -> None:
         """A node that is here already keeps its counts."""
@@ -156,9 +151,10 @@ class Pool:
         among the nodes of `version`; None: of all.
 
         Nodes in `avoid` are chosen only if there is no other. `held`: how many of the prompt's leading blocks nodes
-        hold, by incarnation. None: no node can take it at the moment. Raises NodeUnavailable with the reason if the
-        present nodes do not fit together, so that waiting would not help, and InvalidRequest for what none of them
-        could ever hold."""
+        hold, by incarnation. `n`: how many answers go on on a decode node; 0: none has more than the token that the
+        prompt gives. None: no node can take it at the moment. Raises NodeUnavailable with the reason if the present
+        nodes do not fit together, so that waiting would not help; TooLargeForNow if none of them could ever hold the
+        request, and InvalidRequest if also no other could that was ever here."""
         every_prefill, every_decode = self._by_role(version)
         if not every_decode:
             return None
@@ -166,13 +162,25 @@ class Pool:
         if not paired and every_prefill and (misfit := self._why_not(every_prefill, every_decode)):
             raise NodeUnavailable(misfit)
         if paired:
-            _require_possible(every_decode, num_tokens, n)
+            self._require_possible(every_decode, num_tokens, n)
         roomy = self._with_room(prefills, decodes, now, num_tokens, held, n) if paired else []
         options = self._options((prefills, roomy or decodes, paired), now, num_tokens, held)
         option = self._policy.choose(options, self._draw)
         prefill, decode = self._nodes[option.prefill.incarnation], option.decode
         last = None if decode is None else self._nodes[decode.incarnation]
         return Placement(prefill, last, option, options, has_room=bool(roomy) or not paired)
+
+    def _require_possible(self, decodes: Sequence[Node], num_tokens: int, n: int) -> None:
+        """What fits none of these would wait for one to be idle, and others behind it."""
+        if any(node.can_hold(least_blocks(node, num_tokens, n)) for node in decodes):
+            return
+        largest = max(decodes, key=lambda node: node.load.num_blocks_total)
+        needed, told = least_blocks(largest, num_tokens, n), f" for n {n}" if n > 1 else ""
+        why = f"the prompt needs {needed} KV blocks{told}, and a decode node has {largest.load.num_blocks_total} at most"
+        known = self._largest.get(largest.version.name, largest)
+        if known.can_hold(least_blocks(known, num_tokens, n)):
+            raise TooLargeForNow(f"{why} while {known.info.node_id} is away")
+        raise InvalidRequest(why, "prompt")
 
     def _with_room(
         self, prefills: list[Node], decodes: list[Node], now: float, num_tokens: int, held: Mapping[str, int], n: int
@@ -183,8 +191,8 @@ class Pool:
             num_held = held.get(node.info.incarnation, 0) * node.info.layout.block_size
             return num_blocks(node, max(1, num_tokens - num_held), n)
 
-        able = [node for node in decodes if node.can_hold(num_blocks(node, num_tokens, n))]
-        roomy = [node for node in able if node.has_room(needed(node))]
+        able = [node for node in decodes if node.can_hold(least_blocks(node, num_tokens, n))]
+        roomy = [node for node in able if not n or node.has_room(needed(node))]
         if len(roomy) == len(decodes) or any(self._works(_key(p, d), now) for p in prefills for d in roomy):
             return roomy
         return []
@@ -302,6 +310,10 @@ class Pool:
             node.load = load
             node.num_settling = 0
             node.waiting_of_others = max(0, load.num_waiting_tokens - node.to_prefill)
+            if node.info.role is NodeRole.DECODE:
+                known = self._largest.setdefault(node.version.name, node)
+                if load.num_blocks_total > known.load.num_blocks_total:
+                    self._largest[node.version.name] = node
 
     def handed_over(self, decode: str, handoff_s: float) -> None:
         """A handoff to this decode node took that long."""

@@ -157,3 +157,10 @@ def pool_state(nodes: Iterable[Node], num_withheld: int) -> PoolState:
 def num_blocks(node: Node, num_tokens: int, n: int) -> int:
     """That so many tokens of a prompt take there, with those for the next token of each of `n` answers."""
     return node.tables.num_held(num_tokens) + n * node.num_next
+
+
+def least_blocks(node: Node, num_tokens: int, n: int) -> int:
+    """Without which the node refuses so many tokens of a prompt with `n` answers, see `decode_node.reservations`: the
+    first answer goes on in the prompt's last block while that is not full. 0 without an answer."""
+    begins_a_block = num_tokens % node.tables.block_size == 0
+    return node.tables.num_held(num_tokens) + (n - 1 + begins_a_block) * node.num_next if n else 0

@@ -9,15 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import DeadlineExceeded, InvalidRequest
+from baton.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
 from baton.kv_groups import group_layers
 from baton.layout import KvLayout, LayerKv
 from baton.messages import Adopted, HandedOff, Load, Started, Tokens
 from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
+from baton.table_shape import TableShape
 from router.admission import LONGEST_RETRY_AFTER_S, Full
 from router.life import AttemptState, RoutedRequest
-from router.routed_node import Node, num_blocks
+from router.routed_node import Node, least_blocks, num_blocks
 from tests.router.rig import RouterRig, info
 
 LONG = 32
@@ -30,8 +31,10 @@ def load(rig: RouterRig, num_free: int, name: str = "d1", now: float = 0.0) -> N
     rig.collect()
 
 
-def submit(rig: RouterRig, name: str, num_tokens: int = LONG, priority: int = 0, now: float = 0.0) -> None:
-    params = SamplingParams(max_tokens=8)
+def submit(
+    rig: RouterRig, name: str, num_tokens: int = LONG, priority: int = 0, now: float = 0.0, max_tokens: int = 8
+) -> None:
+    params = SamplingParams(max_tokens=max_tokens)
     rig.core.submit(RoutedRequest(name, tuple(range(num_tokens)), 1, params, 60.0, priority=priority), now)
     rig.collect()
 
@@ -85,6 +88,38 @@ def test_what_no_decode_node_could_hold_is_refused_and_nobody_waits_for_it() -> 
     assert placed(rig) == ["a"]
 
 
+def test_what_exactly_fits_a_decode_node_is_placed() -> None:
+    """An idle one: the first token goes on in the prompt's last block."""
+    rig = RouterRig("p1", "d1")
+    rig.core.node_load("d1", Load(0, 0, 100, 100), 0.0)
+    submit(rig, "long", 99 * 16 + 1)
+    assert placed(rig) == ["long"]
+
+
+def test_answers_of_one_token_need_no_room_on_a_decode_node() -> None:
+    rig = RouterRig("p1", "d1")
+    load(rig, 0)
+    submit(rig, "a", 101 * 16, max_tokens=1)
+    assert placed(rig) == ["a"]
+    assert rig.core.pool.get("d1").num_promised == 0
+
+
+@given(
+    st.lists(st.one_of(st.none(), st.integers(1, 100)), min_size=1, max_size=3, unique=True),
+    st.integers(1, 8),
+    st.integers(1, 700),
+)
+def test_a_decode_node_asks_for_as_many_blocks_as_the_router_expects(
+    windows: list[int | None], n: int, num_tokens: int
+) -> None:
+    layers = tuple(LayerKv(1, 8, 8, "float32", window) for window in windows)
+    layout = KvLayout(layers, 16, "f", groups=group_layers(layers))
+    node = Node(dataclasses.replace(info("d1", NodeRole.DECODE), layout=layout), Load(0, 0, 0, 0))
+    shape = TableShape(16, layout.windows)
+    lacking = shape.lacking(num_tokens // 16 + 1, num_tokens, (0,) * shape.width)
+    assert least_blocks(node, num_tokens, n) == len(lacking) + (n - 1) * shape.width, "see Reservations._num_blocks"
+
+
 def test_a_node_that_is_too_small_does_not_count_as_room_even_if_it_is_idle() -> None:
     rig = RouterRig("p1", "d1", "d2")
     load(rig, 5)
@@ -93,11 +128,23 @@ def test_a_node_that_is_too_small_does_not_count_as_room_even_if_it_is_idle() ->
     assert placed(rig) == []
     assert rig.core.states().count(AttemptState.UNPLACED) == 1
     rig.core.node_lost("d1", "gone", 0.0)
-    rig.collect()
-    load(rig, 20, "p1")
     rig.core.node_load("d2", Load(0, 0, 20, 20), 0.0)
     rig.collect()
-    assert rig.core.states().count(AttemptState.UNPLACED) == 0, "none is left that could hold it"
+    assert isinstance(rig.end, NodeUnavailable), "none is left that could hold it"
+
+
+def test_what_only_a_node_that_is_away_could_hold_is_unavailable() -> None:
+    rig = RouterRig("p1", "d1", "d2")
+    load(rig, 5)
+    rig.core.node_load("d2", Load(0, 0, 20, 20), 0.0)
+    rig.core.drain_node("d1", True, 0.0)
+    with pytest.raises(NodeUnavailable, match="needs 51 KV blocks, and a decode node has 20 at most while d1 is away"):
+        submit(rig, "drains", 50 * 16)
+    rig.core.node_lost("d1", "gone", 0.0)
+    with pytest.raises(NodeUnavailable, match="while d1 is away"):
+        submit(rig, "gone", 50 * 16)
+    with pytest.raises(InvalidRequest, match="needs 102 KV blocks, and a decode node has 20 at most$"):
+        submit(rig, "never", 101 * 16)
 
 
 def test_what_only_a_lost_node_could_hold_ends_with_its_loss() -> None:
@@ -109,12 +156,13 @@ def test_what_only_a_lost_node_could_hold_ends_with_its_loss() -> None:
     rig.core.node_lost("d1", "gone", 0.0)
     rig.collect()
     assert not rig.core.states()
+    assert isinstance(rig.end, NodeUnavailable)
 
 
 def test_after_a_loss_room_is_needed_for_the_output_too() -> None:
     """32 tokens of prompt and 40 of output take 5 blocks, and one for the next token."""
     rig = RouterRig("p1", "d1")
-    submit(rig, "a")
+    submit(rig, "a", max_tokens=64)
     ((_, prefill),) = rig.prefills
     adopt(rig, "a")
     rig.say("d1", prefill, *(Tokens(0, 1 + i, (7,)) for i in range(39)))
