@@ -99,6 +99,8 @@ def placement(settings: OwnSettings, machine: Machine) -> str | None:
         settings.parallel_sizes(name)[0] * settings.num_peers(name) == 1 for name in names
     ):
         raise ValueError("--enable-expert-parallel: divides experts among ranks, and no stage has more than one")
+    if not settings.prefill:
+        _check_no_prefill(settings)
     _check_eplb(settings)
     if not any(size > 1 for size in ranks.values()) and len(names) == settings.prefill + settings.decode:
         return None
@@ -120,6 +122,12 @@ def _eplb(settings: OwnSettings) -> list[str]:
     """Of a node whose ranks have whole experts."""
     stated = [] if settings.eplb_config is None else [f"--eplb-config={settings.eplb_config}"]
     return ["--enable-eplb", *stated] if settings.enable_eplb else []
+
+
+def _check_no_prefill(settings: OwnSettings) -> None:
+    for name in ("prefill_tensor_parallel_size", "prefill_pipeline_parallel_size", "prefill_data_parallel_size"):
+        if (getattr(settings, name) or 1) > 1:
+            raise ValueError(f"{flag_name(name)}: there are no prefill nodes with --prefill 0")
 
 
 def _check_eplb(settings: OwnSettings) -> None:

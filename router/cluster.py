@@ -134,7 +134,13 @@ class Cluster:
         if link.info:
             link.drain()  # so that nothing more is placed there, and its loss is no request's fault
         running.cancel()
-        self.membership.exclude(link.address)
+        self.exclude(link)
+
+    def exclude(self, link: NodeLink) -> None:
+        """Want the node no longer, at none of the addresses at which it was found."""
+        known = link.incarnation
+        same = [other for other in self.links if other is link or (known and other.incarnation == known)]
+        self.membership.exclude(*(other.address for other in same))
 
     # ---- links come and go ----
 

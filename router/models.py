@@ -86,17 +86,20 @@ class Models:
         ]
 
     async def tokenizer(self, info: NodeInfo, fetch: Callable[[], Awaitable[bytes]]) -> Tokenizer:
-        """The node's tokenizer: fetched once for each digest, however many nodes have it. Raises NodeUnavailable."""
+        """The node's tokenizer: fetched once for each digest, however many nodes have it; from this node if another one
+        has failed to send it. Raises NodeUnavailable, and what `fetch` does."""
         digest = info.tokenizer_digest
-        if digest not in self._tokenizers:
-            self._tokenizers[digest] = asyncio.create_task(_load(info, fetch))
-        task = self._tokenizers[digest]
-        try:
-            return await asyncio.shield(task)
-        except BaseException:
-            if task.done() and self._tokenizers.get(digest) is task:
-                del self._tokenizers[digest]
-            raise
+        while True:
+            if is_own := digest not in self._tokenizers:
+                self._tokenizers[digest] = asyncio.create_task(_load(info, fetch))
+            task = self._tokenizers[digest]
+            try:
+                return await asyncio.shield(task)
+            except BaseException as error:
+                if task.done() and self._tokenizers.get(digest) is task:
+                    del self._tokenizers[digest]
+                if is_own or not isinstance(error, Exception):
+                    raise
 
     def join(self, info: NodeInfo, tokenizer: Tokenizer, address: str = "") -> None:
         """The node, which the router knows by `address`, is in use from now until `leave`. Of the nodes of a version,

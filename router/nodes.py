@@ -53,7 +53,7 @@ class LinkState(enum.Enum):
 
 class NodeLink:
     """Keeps one address connected. `problem` says why it is not in use; None while it is. `info`: of the node that is
-    in use; None: there is none. `name`: see `open_channel`. `silence_s`: the node is lost if it says nothing for so
+    in use; None: there is none. `incarnation`: of the node that was last there. `name`: see `open_channel`. `silence_s`: the node is lost if it says nothing for so
     long while the router listens."""
 
     def __init__(
@@ -72,6 +72,7 @@ class NodeLink:
         self.role = role
         self.problem: str | None = "not reached yet"
         self.info: NodeInfo | None = None
+        self.incarnation: str | None = None
         self.draining = False
         self._name = name
         self._reached = False
@@ -128,7 +129,7 @@ class NodeLink:
         async with open_channel(str(self.address), self._trust.tls, self._name) as channel:
             status = node_pb2_grpc.NodeStatusStub(channel)  # type: ignore[no-untyped-call]  # generated
             info = read_node_info(await status.Describe(node_pb2.DescribeRequest(), timeout=DESCRIBE_TIMEOUT_S))
-            self._reached = True
+            self._reached, self.incarnation = True, info.incarnation
             if info.role is not self.role:
                 raise NodeUnavailable(f"is a {info.role.value} node, but configured under --{self.role.value}")
             tokenizer = await self._models.tokenizer(info, lambda: _fetch_tokenizer(status, info))
@@ -233,7 +234,12 @@ async def _write(call: _Call, outgoing: asyncio.Queue[Prefill | Abort | Migrate]
 
 async def _fetch_tokenizer(status: node_pb2_grpc.NodeStatusStub, info: NodeInfo) -> bytes:
     request = node_pb2.GetTokenizerRequest(digest=info.tokenizer_digest)
-    return b"".join([chunk.data async for chunk in status.GetTokenizer(request, timeout=TOKENIZER_TIMEOUT_S)])
+    pieces = list[bytes]()
+    async with until_silent(DESCRIBE_TIMEOUT_S) as watch:
+        async for chunk in status.GetTokenizer(request, timeout=TOKENIZER_TIMEOUT_S):
+            watch.heard()
+            pieces.append(chunk.data)
+    return b"".join(pieces)
 
 
 def _reason(error: BaseException) -> str:

@@ -38,12 +38,16 @@ def render() -> str:
     nodes, decode = rows(PrefillSettings), rows(DecodeSettings)
     assert nodes == decode, "nodes of either role have the same flags"
     passed_on = set(nodes) | set(rows(RouterSettings))
-    own = [row for row in rows(UpSettings) if row in rows(OwnSettings) or row not in passed_on]
+    taken = rows(UpSettings)
+    own = [row for row in taken if row in rows(OwnSettings) or row not in passed_on]
+    flags = {flag for flag, _, _ in taken}
+    refused = sorted({flag for flag, _, _ in passed_on} - flags)
     sections = {
         "Nodes": ("`baton-prefill` and `baton-decode`.", nodes),
         "Router": ("`baton-router`.", rows(RouterSettings)),
         "A cluster on one machine": (
-            "What `baton-up` decides itself. All others go to the nodes or the router as they are.",
+            "What `baton-up` decides itself. Others go to the nodes or the router as they are, except these, which it "
+            f"does not take: {', '.join(refused)}.",
             own,
         ),
     }

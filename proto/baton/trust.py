@@ -49,8 +49,9 @@ class ClusterSettings(Settings):
         2.5,
         ge=1.0,
         le=60.0,
-        description="seconds without a message, 1 to 60, after which a node is given up: those that are well send one "
-        "every half second",
+        description="seconds without a message, 1 to 60, after which another process is given up: those that are well "
+        "send one every half second. A lost node's requests go on elsewhere; a node that loses a rank, a host or "
+        "another data parallel node ends",
     )
 
     @model_validator(mode="after")

@@ -91,10 +91,10 @@ class Membership:
             self._known[_ADMIN] |= {member}
         self._changed()
 
-    def exclude(self, address: HostPort) -> None:
-        """Do not want it, whichever source has it."""
-        self._known[_ADMIN] = frozenset(m for m in self._known[_ADMIN] if m.address != address)
-        self._excluded.add(address)
+    def exclude(self, *addresses: HostPort) -> None:
+        """Do not want them, whichever source has them."""
+        self._known[_ADMIN] = frozenset(m for m in self._known[_ADMIN] if m.address not in addresses)
+        self._excluded.update(addresses)
         self._forget_exclusions()
         self._changed()
 

@@ -85,7 +85,7 @@ class AdminRoutes:
         """Nothing more is placed there; when it has finished what it has, it is removed."""
         self._check(request)
         link = self._find(node)
-        self._cluster.membership.exclude(link.address)
+        self._cluster.exclude(link)
         log.info("admin drains node_address=%s", link.address)
         return self._shown(link)
 

@@ -1,7 +1,8 @@
 """One worker of `baton-router --workers N`: `python -m router.workers.worker INDEX UP_FD DIRECTORY HTTP GRPC FLAGS...`
 
 The flags are the router's own. It serves on the addresses given, which it shares with the other workers, and says so on
-the descriptor, again and again from when it does. It ends like a router, and also when its stdin does.
+the descriptor, again and again from when it does. It ends like a router, and also when its stdin does, which is when
+its parent has ended; if it was stopped, it goes on then.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 import uvloop
 
 from baton.address import HostPort
+from baton.parent import wake_with_parent
 from baton.settings import parse
 from baton.streams import HEARTBEAT_S
 from router.edge import StartError
@@ -24,6 +26,7 @@ from router.workers.siblings import Shared, WorkerPlace
 
 
 def main() -> None:
+    wake_with_parent()
     index, up_fd, directory, http, grpc, *flags = sys.argv[1:]
     settings = parse(RouterSettings, flags)
     place = WorkerPlace(int(index), settings.workers, Path(directory))

@@ -110,6 +110,13 @@ def test_experts_that_cannot_change_places_are_refused_by_the_flag(flags: tuple[
         placement(settings("--tensor-parallel-size=2", *flags), Machine(8, ("0", "1")))
 
 
+@pytest.mark.parametrize("what", ["tensor", "pipeline", "data"])
+def test_ranks_of_prefill_nodes_need_prefill_nodes(what: str) -> None:
+    flags = "--prefill=0", f"--prefill-{what}-parallel-size=2"
+    with pytest.raises(ValueError, match=f"--prefill-{what}-parallel-size: there are no prefill nodes"):
+        placement(settings(*flags), Machine(8, ()))
+
+
 def test_prefill_nodes_alone_have_stages() -> None:
     flags = ("--tensor-parallel-size=2", "--prefill-pipeline-parallel-size=3")
     children = planned(Machine(16, ()), *flags)

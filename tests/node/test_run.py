@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 import uvloop
 
+from node import peer_nodes, rank_forks
 from node.peer_nodes import PeerNodes
 from node.ranks import Ranks
 from node.run import MakeParts, _make_parts_that_stay, _told_by
@@ -100,3 +101,8 @@ def test_a_node_may_be_told_to_stop_at_any_time() -> None:
     uvloop.run(serve())
     for stop in (*peers.stops, *ranks.stops):
         stop()
+
+
+def test_ranks_hosts_and_other_nodes_are_given_up_after_the_silence_that_is_set() -> None:
+    settings = NodeSettings(model="nowhere", silence_timeout=7.0)
+    assert rank_forks.Limits.of(settings).silence == peer_nodes.Limits.of(settings).silence == 7.0

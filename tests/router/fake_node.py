@@ -133,6 +133,8 @@ class FakeNode(node_pb2_grpc.NodeStatusServicer, node_pb2_grpc.PrefillNodeServic
         self.num_sent_tokens = 0
         self.num_sessions = 0
         self.tokenizer_fetches = 0
+        self.sends_tokenizer = asyncio.Event()
+        self.sends_tokenizer.set()
 
     async def start(self, port: int = 0, **changes: Any) -> None:
         self._starts += 1
@@ -172,6 +174,7 @@ class FakeNode(node_pb2_grpc.NodeStatusServicer, node_pb2_grpc.PrefillNodeServic
         data = tokenizer_json()
         for start in range(0, len(data), 4096):
             yield node_pb2.TokenizerChunk(digest=self.info.tokenizer_digest, data=data[start : start + 4096])
+            await self.sends_tokenizer.wait()
 
     async def Session(self, _: object, context: grpc.aio.ServicerContext) -> None:  # noqa: N802
         async def hear() -> object:

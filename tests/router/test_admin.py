@@ -152,6 +152,23 @@ async def test_a_drained_node_finishes_what_it_has_and_gets_nothing_new(operator
     await operator.router.until(lambda: not node.sessions)
 
 
+@pytest.mark.parametrize("how", ["drain", "remove"])
+async def test_a_node_of_two_addresses_is_not_used_at_the_other_one_instead(operator: Operator, how: str) -> None:
+    node, cluster = operator.nodes.nodes[0], operator.router.server.cluster
+    second = node.info.address.replace("127.0.0.1", "localhost")
+    await operator.client.post("/admin/nodes", json={"role": "decode", "address": second})
+    link = cluster.find(second)
+    await operator.router.until(lambda: link.problem == "is configured twice, under different addresses")
+    name = node.info.node_id
+    if how == "drain":
+        await operator.client.post(f"/admin/nodes/{name}/drain")
+    else:
+        await operator.client.delete(f"/admin/nodes/{name}")
+    await operator.gone(node)
+    await operator.router.until(lambda: cluster.find(second) is None)
+    assert node.num_sessions == 1
+
+
 async def test_a_drain_is_taken_back_by_adding_the_node(operator: Operator) -> None:
     hold = asyncio.Event()
     task, node = await running(operator, hold)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from pathlib import Path
 from random import Random
@@ -97,3 +98,25 @@ def test_the_newest_node_describes_its_version() -> None:
     models.join(dataclasses.replace(node("b"), chat_template="{{ messages }}"), TOKENIZER)
     assert models.get(None).chat_template == "{{ messages }}"
     assert models.get(None).chat is not None
+
+
+async def test_a_tokenizer_that_another_node_fails_to_send_comes_from_the_next_one() -> None:
+    models, fails, fetched = Models(), asyncio.Event(), list[str]()
+
+    async def hangs() -> bytes:
+        fetched.append("a")
+        await fails.wait()
+        raise NodeUnavailable("no answer")
+
+    async def answers() -> bytes:
+        fetched.append("b")
+        return (CHECKPOINT / "tokenizer.json").read_bytes()
+
+    first = asyncio.create_task(models.tokenizer(node("a"), hangs))
+    others = [asyncio.create_task(models.tokenizer(node(name), answers)) for name in "bc"]
+    await asyncio.sleep(0)
+    fails.set()
+    with pytest.raises(NodeUnavailable, match="no answer"):
+        await first
+    assert [(await other).digest for other in others] == [DIGEST] * 2
+    assert fetched == ["a", "b"]

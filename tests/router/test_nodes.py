@@ -10,6 +10,7 @@ import pytest
 from baton.errors import PeerLost
 from baton.messages import Load
 from baton.node_info import NodeRole, TransportEndpoint
+from router import nodes as nodes_of_router
 from tests.router.conftest import Router, says
 from tests.router.fake_node import LAYOUT, Answer, FakeCluster
 from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer
@@ -52,6 +53,19 @@ async def test_nodes_may_start_after_the_router(empty):
     await decode.restart()
     await router.ready()
     assert text_of(await answer(router)) == "hello world"
+    await router.stop()
+
+
+async def test_a_node_that_stops_sending_its_tokenizer_does_not_keep_the_others_waiting(empty, monkeypatch):
+    monkeypatch.setattr(nodes_of_router, "DESCRIBE_TIMEOUT_S", 0.5)
+    hung, well = await empty.add(NodeRole.DECODE), await empty.add(NodeRole.DECODE)
+    hung.sends_tokenizer.clear()
+    router = Router(empty)
+    await router.start()
+    await router.ready()
+    assert well.tokenizer_fetches >= 1
+    assert text_of(await answer(router)) == "hello world"
+    hung.sends_tokenizer.set()
     await router.stop()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -151,3 +152,41 @@ async def test_a_worker_that_hangs_is_killed_and_comes_back(monkeypatch: pytest.
         assert first._process.returncode == -signal.SIGKILL
         stop.set()
         assert await running
+
+
+STARTS_A_WORKER = """
+import subprocess, sys, time
+arguments = [sys.executable, "-m", "router.workers.worker", *sys.argv[1:]]
+worker = subprocess.Popen(arguments, stdin=subprocess.PIPE, pass_fds=(int(sys.argv[2]),), start_new_session=True)
+print(worker.pid, flush=True)
+time.sleep(3600)
+"""
+
+
+def test_a_worker_keeps_saying_that_it_serves_and_ends_with_its_parent_even_if_it_is_stopped(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    http, grpc = (SharedPort(HostPort("127.0.0.1", 0)) for _ in range(2))
+    addresses = str(http.address), str(grpc.address)
+    flags = "--decode=127.0.0.1:9", "--workers=2", f"--http={addresses[0]}", f"--grpc={addresses[1]}"
+    own = "0", str(writing), str(tmp_path), *addresses
+    parent = subprocess.Popen(
+        [sys.executable, "-c", STARTS_A_WORKER, *own, *flags], env=ENV, stdout=subprocess.PIPE, pass_fds=(writing,)
+    )
+    os.close(writing)
+    assert parent.stdout is not None
+    worker = int(parent.stdout.readline())
+    try:
+        assert [os.read(reading, 3) for _ in range(3)] == [b"up\n"] * 3
+        os.kill(worker, signal.SIGSTOP)
+        parent.kill()
+        parent.wait()
+        while os.read(reading, 64):
+            pass
+    finally:
+        parent.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
+        parent.stdout.close()
+        os.close(reading)
+        http.close()
+        grpc.close()
