@@ -53,8 +53,8 @@ class LinkState(enum.Enum):
 
 class NodeLink:
     """Keeps one address connected. `problem` says why it is not in use; None while it is. `info`: of the node that is
-    in use; None: there is none. `incarnation`: of the node that was last there. `name`: see `open_channel`. `silence_s`: the node is lost if it says nothing for so
-    long while the router listens."""
+    in use; None: there is none. `incarnation`: of the node that was last there. `name`: see `open_channel`.
+    `silence_s`: the node is lost if it says nothing for so long while the router listens."""
 
     def __init__(
         self,

@@ -176,7 +176,9 @@ class Pool:
             return
         largest = max(decodes, key=lambda node: node.load.num_blocks_total)
         needed, told = least_blocks(largest, num_tokens, n), f" for n {n}" if n > 1 else ""
-        why = f"the prompt needs {needed} KV blocks{told}, and a decode node has {largest.load.num_blocks_total} at most"
+        why = (
+            f"the prompt needs {needed} KV blocks{told}, and a decode node has {largest.load.num_blocks_total} at most"
+        )
         known = self._largest.get(largest.version.name, largest)
         if known.can_hold(least_blocks(known, num_tokens, n)):
             raise TooLargeForNow(f"{why} while {known.info.node_id} is away")

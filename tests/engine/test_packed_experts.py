@@ -109,8 +109,9 @@ def test_parts_that_cut_groups_are_refused(sources: dict[str, Path], tmp_path: P
         load_all(own, 2)
 
 
-def test_random_weights(sources: dict[str, Path], tmp_path: Path) -> None:
-    own, _ = quantized(sources["qwen3_moe"], tmp_path, "awq")
+@pytest.mark.parametrize("form", ["awq", "compressed-int8"])
+def test_random_weights(form: str, sources: dict[str, Path], tmp_path: Path) -> None:
+    own, _ = quantized(sources["qwen3_moe"], tmp_path, form)
     one, other = (load_model(Checkpoint.open(own), load_format="dummy") for _ in range(2))
     for (_, module), (_, same) in zip(expert_modules(one), expert_modules(other), strict=True):
         for name in NAMES:

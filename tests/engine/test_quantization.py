@@ -77,6 +77,23 @@ def test_random_weights_of_a_quantized_checkpoint(tmp_path: Path) -> None:
             assert 0.005 < weight.std() < 0.1, (form, name)
 
 
+def test_packed_weights_with_one_scale(tmp_path: Path) -> None:
+    models = list[dict[str, torch.Tensor]]()
+    for strategy, size in (("tensor", (1,)), ("channel", None)):
+        folder = tmp_path / strategy
+        write(TINY, folder, "compressed-w4a16-channel")
+        file, config = folder / "model.safetensors", folder / "config.json"
+        stored = load_file(file)
+        for name, tensor in stored.items():
+            if name.endswith("weight_scale"):
+                stored[name] = torch.full(size or tensor.shape, 0.01)
+        save_file(stored, file, metadata={"format": "pt"})
+        config.write_text(config.read_text().replace('"channel"', f'"{strategy}"'))
+        models.append(linear_weights(load_model(Checkpoint.open(folder))))
+    for name, weight in models[0].items():
+        assert torch.equal(weight, models[1][name]), name
+
+
 def test_a_layer_without_codes_in_the_files_stays_as_it_is(tmp_path: Path) -> None:
     write(TINY, tmp_path, "awq")
     file = tmp_path / "model.safetensors"

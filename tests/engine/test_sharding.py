@@ -199,6 +199,35 @@ def test_a_rank_has_its_words_and_groups(form: str, tmp_path: Path) -> None:
     check_parts(tmp_path / "q", 2, head_dim=128)
 
 
+def test_one_group_of_all_columns(tmp_path: Path) -> None:
+    """Each rank has the scales of all, and columns in order."""
+    source = tiny_models.save(LlamaConfig(**{**WIDE, "intermediate_size": 512}), tmp_path / "source")
+    write(source, tmp_path / "q", "gptq")
+    file, config = (tmp_path / "q" / name for name in ("model.safetensors", "config.json"))
+    weights = load_file(file)
+    for name, tensor in weights.items():
+        if name.endswith(("qzeros", "scales")):
+            weights[name] = tensor[:1].contiguous()
+        elif name.endswith("g_idx"):
+            weights[name] = torch.zeros_like(tensor)
+    assert any(name.endswith("g_idx") for name in weights)
+    save_file(weights, file, metadata={"format": "pt"})
+    config.write_text(config.read_text().replace('"group_size": 128', '"group_size": -1'))
+    check_parts(tmp_path / "q", 2, head_dim=128)
+
+
+@pytest.mark.parametrize("form", ["compressed-w4a16", "awq"])
+def test_random_words_of_ranks(form: str, tmp_path: Path) -> None:
+    source = tiny_models.save(LlamaConfig(**{**WIDE, "intermediate_size": 512}), tmp_path / "source")
+    write(source, tmp_path / "q", form)
+    (tmp_path / "q" / "model.safetensors").unlink()
+    with in_threads(2, lambda _: None) as group:
+        model = loader.load_model(Checkpoint.open(tmp_path / "q"), load_format="dummy", part=RankPart(group))
+    weight = model.get_submodule("model.layers.0.mlp.down_proj").weight
+    assert list(weight.shape) == [256, 256]
+    assert 0.005 < weight.std() < 0.1
+
+
 def test_biases_that_only_the_files_have(tmp_path: Path) -> None:
     """AutoGPTQ writes some for all layers. Those after a sum are added once."""
     source = tiny_models.save(LlamaConfig(**{**WIDE, "intermediate_size": 512}), tmp_path / "source")

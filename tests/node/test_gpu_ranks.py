@@ -155,7 +155,7 @@ async def test_a_model_with_windows(prefill: Sequence[str], decode: Sequence[str
     check(await answers(folder, wanted, prefill, decode, *IN_FP32, "--transport=ipc"), wanted)
 
 
-MOVING = '--eplb-config={"window_size": 4, "step_interval": 8, "num_redundant_experts": 2}'
+MOVING = '--eplb-config={"window_size": 4, "step_interval": 8, "num_redundant_experts": 4}'
 
 
 WHOLE = "--enable-expert-parallel"

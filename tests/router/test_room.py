@@ -143,7 +143,7 @@ def test_what_only_a_node_that_is_away_could_hold_is_unavailable() -> None:
     rig.core.node_lost("d1", "gone", 0.0)
     with pytest.raises(NodeUnavailable, match="while d1 is away"):
         submit(rig, "gone", 50 * 16)
-    with pytest.raises(InvalidRequest, match="needs 102 KV blocks, and a decode node has 20 at most$"):
+    with pytest.raises(InvalidRequest, match=r"needs 102 KV blocks, and a decode node has 20 at most$"):
         submit(rig, "never", 101 * 16)
 
 

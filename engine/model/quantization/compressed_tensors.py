@@ -33,6 +33,7 @@ from engine.model.quantization.stored import (
 )
 
 _VALUES = {("float", 8): torch.float8_e4m3fn, ("int", 8): torch.int8}
+_SHAPE = "weight_shape"
 _SCALE = ".weight_scale"
 _STRATEGIES = ("tensor", "channel", "group", "block")
 
@@ -64,6 +65,8 @@ class _Scheme:
         group = {"group": int(weights.get("group_size") or 0), "block": int(block[1])}.get(strategy, 0)
         rows = int(block[0]) if strategy == "block" else 1
         packed, symmetric = form == "pack-quantized", bool(weights.get("symmetric", True))
+        if packed and strategy == "tensor" and not symmetric:
+            raise UnsupportedModel("compressed-tensors: packed weights with one zero point cannot be run")
         return cls(kind, bits, packed, symmetric, strategy == "tensor", group, rows)
 
 
@@ -98,11 +101,15 @@ class CompressedTensors(WithStoredExperts):
     def stored_dim(self, parameter: str, dim: int) -> int | None:
         if parameter == "weight_g_idx":
             return 0 if dim == 1 else None
-        return None if parameter == "weight_shape" else super().stored_dim(parameter, dim)
+        return None if parameter == _SHAPE else super().stored_dim(parameter, dim)
 
     def create_weights(self, name: str, module: nn.Linear) -> None:
-        if self._scheme(name) is not None:
-            replace_weight(module, **self.tensors(name, module.out_features, module.in_features))
+        if self._scheme(name) is None:
+            return
+        tensors = self.tensors(name, module.out_features, module.in_features)
+        if _SHAPE in tensors:
+            tensors[_SHAPE][1] *= self._columns.get(module, ONE_RANK).size  # files have that of all ranks together
+        replace_weight(module, **tensors)
 
     def tensors(self, name: str, rows: int, columns: int) -> dict[str, Tensor]:
         scheme = self._scheme(name)
@@ -117,7 +124,7 @@ class CompressedTensors(WithStoredExperts):
         codes = 32 // scheme.bits
         if scheme.packed:
             parameters["weight_packed"] = torch.empty(rows, -(-columns // codes), dtype=torch.int32)
-            parameters["weight_shape"] = torch.tensor([rows, columns])
+            parameters[_SHAPE] = torch.tensor([rows, columns])
         else:
             parameters["weight"] = torch.empty(rows, columns, dtype=_VALUES[scheme.type, scheme.bits])
         if not scheme.symmetric or f"{name}.weight_zero_point" in self._stored:
@@ -144,8 +151,8 @@ class CompressedTensors(WithStoredExperts):
             return _plain(scheme, tensors), None
         packed, scale, rows = tensors["weight_packed"], tensors["weight_scale"], tensors["weight_packed"].shape[0]
         codes = unpack_words(packed, scheme.bits, 1)
-        if "weight_shape" in tensors:  # of a rank, which has some of the rows or columns, that of all ranks together
-            shape = tensors["weight_shape"].tolist()
+        if _SHAPE in tensors:  # of a rank, which has some of the rows or columns, that of all ranks together
+            shape = tensors[_SHAPE].tolist()
             unused = codes.shape[1] - shape[1] // others.size
             if shape[0] % rows or not 0 <= unused < 32 // scheme.bits:
                 raise UnsupportedModel(f"{name}: a packed weight of {shape} for words of {list(packed.shape)}")
@@ -156,6 +163,8 @@ class CompressedTensors(WithStoredExperts):
             order = columns_by_group(name, groups, scheme.group, others)
         if order is not None:
             codes = codes.index_select(1, order)
+        if scheme.per_tensor:
+            scale = per_row(scale, rows)
         zero = None if scheme.symmetric else tensors["weight_zero_point"]
         if zero is not None:
             zero = unpack_words(zero, scheme.bits, 0)[:rows].contiguous()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache, cached_property
 
 import torch
 from torch import nn
@@ -139,27 +140,32 @@ class WithStoredExperts(Quantization):
     def experts(self, name: str) -> StoredExperts | None:
         """As the format has the module of that name; None: not quantized."""
 
+    @cached_property
+    def _experts(self) -> Callable[[str], StoredExperts | None]:
+        """As `experts`, which looks through the names of all tensors, once per module."""
+        return cache(self.experts)
+
     def divide(self, columns: Mapping[nn.Module, RankGroup]) -> None:
         self._columns = columns
 
     def create_expert_weights(self, name: str, module: nn.Module) -> None:
-        if (experts := self.experts(name)) is not None:
+        if (experts := self._experts(name)) is not None:
             is_part = module in self._columns
             experts.create(name, module, f" on each rank ({FLAG} divides whole experts)" if is_part else "")
 
     def expert_parameter_shape(self, name: str, parameter: str, weight: tuple[int, ...]) -> tuple[int, ...] | None:
-        experts = self.experts(name)
+        experts = self._experts(name)
         return None if experts is None else experts.parameter_shape(parameter, weight)
 
     def expert_stored_dim(self, name: str, kind: str, dim: int) -> int | None:
-        experts = self.experts(name)
+        experts = self._experts(name)
         if experts is None or not dim:
             return dim
         found = experts.stored_dim(kind, dim - 1)
         return None if found is None else found + 1
 
     def process_experts(self, name: str, module: nn.Module, dtype: torch.dtype) -> bool:
-        if (experts := self.experts(name)) is None:
+        if (experts := self._experts(name)) is None:
             return False
         experts.process(name, module, dtype, self._columns.get(module, ONE_RANK))
         return True

@@ -97,7 +97,9 @@ class Gptq(WithStoredExperts):
         zero = unpack_words(tensors["qzeros"], self._bits, 1).t() + self._zero_offset
         scale = tensors["scales"].t().contiguous()
         group = codes.shape[1] // scale.shape[1]
-        columns = columns_by_group(name, tensors["g_idx"], group, others) if "g_idx" in tensors else None
+        columns = None
+        if "g_idx" in tensors and self._group > 0:  # one group's columns are in order
+            columns = columns_by_group(name, tensors["g_idx"], group, others)
         if columns is not None:
             codes = codes.index_select(1, columns)
         if self._bits == 4:

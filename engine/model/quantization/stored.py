@@ -126,10 +126,11 @@ _DUMMY_EXPONENT = 118
 
 
 def fill_experts_with_dummies(module: nn.Module) -> bool:
-    """As `fill_with_dummies`, for a module of experts in MXFP4, fp8 or words of several codes."""
+    """As `fill_with_dummies`, for a module of experts in MXFP4, fp8, int8 or words of several codes."""
     parameters = dict(module.named_parameters(recurse=False))
     packed = any(parameter.dtype == torch.int32 for parameter in parameters.values())
-    if not packed and not any(name.endswith("_blocks") or _is_fp8(own) for name, own in parameters.items()):
+    in_bytes = any(name.endswith("_blocks") or _is_byte(own) for name, own in parameters.items())
+    if not packed and not in_bytes:
         return False
     for name, parameter in parameters.items():
         if parameter.dtype == torch.int32:
@@ -143,9 +144,15 @@ def fill_experts_with_dummies(module: nn.Module) -> bool:
         elif _is_fp8(parameter):
             for expert in parameter:
                 _fill_fp8(expert)
+        elif parameter.dtype == torch.int8 and "zero_point" not in name:
+            parameter.random_(-127, 128)
         else:
             parameter.fill_(_DUMMY_SCALE if "_scale" in name else 0)
     return True
+
+
+def _is_byte(parameter: Tensor) -> bool:
+    return _is_fp8(parameter) or parameter.dtype == torch.int8
 
 
 def _is_fp8(parameter: Tensor) -> bool:
@@ -167,8 +174,8 @@ def fill_with_dummies(module: nn.Linear) -> bool:
     scale = _DUMMY_GROUP_SCALE if weight is None else _DUMMY_SCALE
     for name, parameter in parameters.items():
         if name == "weight_shape":
-            parameter.copy_(torch.tensor([module.out_features, module.in_features]))
-        elif _is_fp8(parameter):
+            continue  # it has its values
+        if _is_fp8(parameter):
             _fill_fp8(parameter)
         elif parameter.dtype == torch.int8:
             parameter.random_(-127, 128)

@@ -118,7 +118,7 @@ def _launch(
     )
     arranged_kernel[(blocks.most * tiles,)](
         x_desc, weight_desc, scales, out if bias is None else bias, routed, order,
-        order if blocks.slot_mapping is None else blocks.slot_mapping, expert_of, count, out,
+        blocks.slot_mapping if blocks.has_padding else order, expert_of, count, out,
         routed.numel(), blocks.most, BAND if tiling.rows == 128 else blocks.most,
         num_experts, out.shape[1], width * 8 // STEP, routed.shape[1], tiling.groups, tiling.rows, tiling.stages,
         tiling.registers_of_second, by_choice, not by_choice and not blocks.is_sorted, blocks.has_padding,
