@@ -24,7 +24,7 @@ from engine.model.load.loader import LoadFormat
 from engine.sequence import Sequence as EngineSequence
 from engine.step import StepResult
 from node.build import Built, build
-from node.ranks import Ranks
+from node.ranks.ranks import Ranks
 from node.settings import NodeSettings
 
 QUICK_CEILING_BYTES = 4 * 1024 * 1024

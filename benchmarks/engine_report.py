@@ -24,8 +24,8 @@ from baton.settings import flag_name, parse
 from benchmarks.checks import WrongAnswers
 from benchmarks.engine_bench import Bench, EngineBenchSettings, note, open_bench
 from benchmarks.engine_check import check, reference_of
-from node.rank_process import run_rank
-from node.ranks import Ranks, fork_ranks
+from node.ranks.process import run_rank
+from node.ranks.ranks import Ranks, fork_ranks
 
 Section = Callable[[Bench], dict[str, Any] | None]
 """Measures, prints a table, and returns the section of the JSON line."""

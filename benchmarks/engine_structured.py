@@ -23,7 +23,7 @@ from benchmarks.engine_decode import GREEDY, SAMPLINGS, WARM_STEPS, end, fill_po
 from benchmarks.engine_report import main
 from benchmarks.tables import Table
 from engine.sequence import Sequence
-from node.grammars import Grammars
+from node.structured_output.grammars import Grammars
 
 QUICK = (6, 40, 12)  # batch, context, steps
 PERSON = {

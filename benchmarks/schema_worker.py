@@ -20,7 +20,7 @@ from llguidance import LLTokenizer
 
 from baton.errors import InvalidRequest
 from baton.structured_output import StructuredKind, StructuredOutput
-from node.grammars import Backend, GrammarState
+from node.structured_output.grammars import Backend, GrammarState
 
 START_S = 120.0
 WALK_S = 30.0
@@ -187,13 +187,13 @@ def _resident_bytes() -> int:
 
 
 def _guidance(tokenizer: str, vocab_size: int, eos: list[int]) -> Backend:
-    from node.guidance_states import GuidanceBackend
+    from node.structured_output.guidance_states import GuidanceBackend
 
     return GuidanceBackend(tokenizer, vocab_size, eos)
 
 
 def _xgrammar(tokenizer: str, vocab_size: int, eos: list[int]) -> Backend:
-    from node.xgrammar_states import XgrammarBackend
+    from node.structured_output.xgrammar_states import XgrammarBackend
 
     return XgrammarBackend(tokenizer, vocab_size, eos)
 

@@ -32,8 +32,8 @@ from kv_transfer.receiver import PartFailed, PartLanded, PartRefused, PartUnused
 from kv_transfer.sender import PartSent
 from node.core import RoleCore, RoleOptions
 from node.events import ClosePeer, FromPeer, OfTarget, PeerClosed, PeerEvent, PeerOpened
+from node.handoffs.parts_out import PartsOut
 from node.intake import beams_of, make_sequence
-from node.parts_out import PartsOut
 
 
 class DecodeCore(RoleCore):

@@ -17,7 +17,7 @@ from baton.handoff_messages import Hello
 from baton.messages import Auth
 from baton.streams import ENDED, EOF, HELLO_S, STOPPED
 from node.events import ClosePeer, PeerClosed, PeerOpened, ToPrefill
-from node.handoff_stream import (
+from node.handoffs.stream import (
     CONNECT_S,
     DECODE_CODEC,
     HandoffEnd,

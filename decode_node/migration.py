@@ -12,7 +12,7 @@ from baton.table_shape import TableShape
 from engine.config import EngineConfig
 from engine.sequence import Sequence, SequenceState
 from kv_transfer.parts import Piece
-from node.kv_sending import KvSending
+from node.handoffs.sending import KvSending
 
 SPARE_TOKENS = 64
 SPARE_SHARE = 1 / 32

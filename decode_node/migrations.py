@@ -1,10 +1,10 @@
 """Requests that move from this decode node to another one while they run.
 
-Towards the target this node is what a prefill node is: Reserve, Grant, parts, Commit (`node.kv_sender_core`). The full
-blocks of the request leave while it goes on; then it stops, the Commit and the rest follow, and the target computes the
-very next token. Until the Commit is sent the request is here: whatever goes wrong, it goes on, and the router hears
-Stayed. After that it goes on here only if the target says that it did not take it. If that is not known, the request
-ends with an error, and the router's next attempt follows: no token is ever generated twice.
+Towards the target this node is what a prefill node is: Reserve, Grant, parts, Commit (`node.handoffs.sender_core`). The
+full blocks of the request leave while it goes on; then it stops, the Commit and the rest follow, and the target
+computes the very next token. Until the Commit is sent the request is here: whatever goes wrong, it goes on, and the
+router hears Stayed. After that it goes on here only if the target says that it did not take it. If that is not known,
+the request ends with an error, and the router's next attempt follows: no token is ever generated twice.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from decode_node.migration import Migration, MigrationState, is_movable
 from decode_node.running import RunningRequests
 from engine.engine import Engine
 from engine.sequence import Sequence
-from node.kv_sender_core import KvSenderCore
+from node.handoffs.parts_out import PartsOut
+from node.handoffs.sender_core import KvSenderCore
 from node.outbox import Outbox
-from node.parts_out import PartsOut
 
 REPLY_S = 5.0
 """How long the target has to answer a Commit: it does so within a turn, and a silent stream ends as soon."""

@@ -9,9 +9,9 @@ import grpc
 
 from baton.v1 import node_pb2, node_pb2_grpc
 from decode_node.handoffs import HandoffServer
-from node.decode_links import DecodeLinks
 from node.events import Event, FromPeer, OfTarget, PeerClosed, PeerOpened
-from node.handoff_stream import HandoffEnd
+from node.handoffs.decode_links import DecodeLinks
+from node.handoffs.stream import HandoffEnd
 from node.loop import Turn
 from node.sessions import Context, Sessions
 from node.shell import NodeParts, RoleSide

@@ -13,11 +13,11 @@ from kv_transfer.transport import Transport
 from node.core import RoleOptions
 from node.describe import ServedModel
 from node.logits_processors import LogitsProcessors
-from node.peer_nodes import PeerNodes
+from node.peers.nodes import PeerNodes
 from node.settings import NodeSettings
 
 if TYPE_CHECKING:
-    from node.grammars import Grammars
+    from node.structured_output.grammars import Grammars
 
 
 class Link(NamedTuple):

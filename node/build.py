@@ -1,6 +1,6 @@
 """From settings to an engine with its model and pool, and the node's description of them.
 
-meet the other nodes and ranks -> tokenizer, this rank's part (`node.rank_part`) -> runner -> engine -> warm-up
+meet the other nodes and ranks -> tokenizer, this rank's part (`node.ranks.part`) -> runner -> engine -> warm-up
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from engine.model.parallel.others import NO_OTHERS
 from engine.model.parallel.pipeline import ONE_STAGE, Pipeline
 from engine.model.runner import TorchModelRunner
 from kv_transfer.remote import RemotePool
-from node.data_parallel import join_nodes, join_ranks
 from node.errors import StartupError
-from node.kv_layout import fingerprint_of, layout_of
-from node.peer_nodes import PeerNodes
-from node.rank_part import Part, device_of, dtype_of, load_part
-from node.ranks import Ranks
+from node.peers.data_parallel import join_nodes, join_ranks
+from node.peers.nodes import PeerNodes
+from node.ranks.kv_layout import fingerprint_of, layout_of
+from node.ranks.part import Part, device_of, dtype_of, load_part
+from node.ranks.ranks import Ranks
 from node.settings import NodeSettings
 from node.tokenizer import TokenizerFiles, read_tokenizer
 

@@ -24,7 +24,6 @@ from engine.scheduler import Plan
 from engine.sequence import Sequence
 from engine.step import StepResult
 from node.audit import make_audit, verdict
-from node.block_changes import BlockChanges
 from node.events import (
     BlocksWanted,
     Draining,
@@ -40,12 +39,13 @@ from node.events import (
     SessionOpened,
 )
 from node.fences import Fences
+from node.kv_events.block_changes import BlockChanges
 from node.logits_processors import LogitsProcessors
-from node.matchers import Matchers
 from node.outbox import Outbox
+from node.structured_output.matchers import Matchers
 
 if TYPE_CHECKING:
-    from node.grammars import Grammars  # imports numpy, which a simulated node does without
+    from node.structured_output.grammars import Grammars  # imports numpy, which a simulated node does without
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,10 @@ from kv_transfer.remote import RemotePool
 from node.base import Base, Link
 from node.core import RoleCore
 from node.describe import count, describe
-from node.handoff_stream import PeerTransport
-from node.kv_events_config import KvEventsConfig
+from node.handoffs.stream import PeerTransport
+from node.kv_events.config import KvEventsConfig
 from node.logits_processors import LogitsProcessors
-from node.ranks import Ranks
+from node.ranks.ranks import Ranks
 from node.settings import NodeSettings
 from node.shell import Closeable, NodeParts, Outward
 from node.slots import slot_sizes
@@ -103,7 +103,7 @@ def _follow_blocks(settings: NodeSettings, core: RoleCore, block_size: int) -> C
     if config is None or not config.publishes:
         return None
     try:
-        from node.kv_events import KvEventPublisher, KvEvents
+        from node.kv_events.publisher import KvEventPublisher, KvEvents
     except ImportError as error:
         raise ValueError(
             f"--kv-events-config: {error.name} is not installed: pip install baton-serve[kv-events]"
@@ -136,8 +136,8 @@ def _make_torch_base(
     # torch and numpy, which a simulated node does without
     from baton.structured_output import StructuredBackend
     from node.build import build
-    from node.grammars import Grammars
-    from node.links import make_link
+    from node.ranks.pool_links import make_link
+    from node.structured_output.grammars import Grammars
 
     built = build(settings, wake, ranks)
     layout, sizes = built.layout, slot_sizes(settings, built.layout.block_bytes, built.on_gpu)

@@ -1,6 +1,6 @@
 """The life of a node's process: load, serve, drain, exit.
 
-A host of a node with --node-rank above 0 only has ranks of it: `node.headless`.
+A host of a node with --node-rank above 0 only has ranks of it: `node.ranks.headless`.
 
 exit code 0    stopped by SIGTERM, SIGINT or SIGHUP, all requests finished
           1    could not start, or the engine failed, or requests were left after --drain-timeout
@@ -31,11 +31,11 @@ from baton.signals import stop_signals
 from baton.telemetry import configure_logging
 from node import preflight
 from node.errors import StartupError
-from node.headless import run_headless
 from node.loop import NodeLoop
-from node.peer_nodes import PeerNodes
-from node.rank_process import run_rank
-from node.ranks import Ranks, fork_ranks
+from node.peers.nodes import PeerNodes
+from node.ranks.headless import run_headless
+from node.ranks.process import run_rank
+from node.ranks.ranks import Ranks, fork_ranks
 from node.settings import NodeSettings
 from node.shell import Node, NodeParts, RoleSide
 
@@ -125,7 +125,7 @@ def _make_parts_that_stay(
         if settings.engine == "torch":
             import kv_transfer.slot_copies  # noqa: F401
             import node.build  # torch and transformers, whose objects are frozen next
-            import node.grammars  # noqa: F401
+            import node.structured_output.grammars  # noqa: F401
         gc.freeze()
         return make_parts(settings, wake, ranks)
     finally:

@@ -6,7 +6,7 @@ router                      node
   | <------------ Subscribed - |   the role gets SessionOpened before any work
   | -- Prefill, Abort -------> |
   | <-- Updates, Load -------- |   Load at least every HEARTBEAT_S
-  | <-- KvEvents ------------- |   first a snapshot of the prefix cache, then its changes (`node.kv_feed`)
+  | <-- KvEvents ------------- |   first a snapshot of the prefix cache, then its changes (`node.kv_events.feed`)
   x                            |   end of the stream: SessionLost, all work of the epoch ends
 """
 
@@ -57,7 +57,7 @@ from node.events import (
     SessionOpened,
     ToRouter,
 )
-from node.kv_feed import KV_PERIOD_S, KvFeed
+from node.kv_events.feed import KV_PERIOD_S, KvFeed
 from node.loop import Turn
 
 log = logging.getLogger(__name__)

@@ -29,9 +29,9 @@ from node.audit import verdict
 from node.books import Books
 from node.errors import StartupError
 from node.events import Draining, Role
-from node.handoff_stream import HandoffEnd, PeerTransport
+from node.handoffs.stream import HandoffEnd, PeerTransport
 from node.loop import Counts, NodeLoop, Turn
-from node.peer_nodes import PeerNodes
+from node.peers.nodes import PeerNodes
 from node.profiling import Profiling, Watch
 from node.sessions import Sessions
 from node.settings import NodeSettings

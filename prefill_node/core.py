@@ -22,8 +22,8 @@ from kv_transfer.ranks import SenderRanks, peer_of
 from kv_transfer.sender import PartFailed, PartSent, PeerDisconnected
 from node.core import RoleCore, RoleOptions
 from node.events import FromPeer, PeerClosed, PeerEvent, PeerOpened
+from node.handoffs.parts_out import PartsOut
 from node.intake import make_sequence, without_last_token
-from node.parts_out import PartsOut
 from prefill_node.handoff import needs_decode_node
 from prefill_node.outgoing import Outgoing
 

@@ -9,7 +9,7 @@ from baton.handoff_messages import Commit, Grant
 from baton.messages import HandedOff, Prefill, Sample, SampleEnd, Tokens
 from baton.node_times import PromptTimes
 from engine.step import SampledToken
-from node.kv_sending import KvSending
+from node.handoffs.sending import KvSending
 
 
 def needs_decode_node(prefill: Prefill) -> bool:

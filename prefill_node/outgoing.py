@@ -2,7 +2,8 @@
 
 Nothing here runs a model. Memory on D is reserved when a prompt's first chunk is scheduled (so queued prompts hold
 nothing there), and granted while that chunk is computed. Parts leave as their blocks are computed and D has slots
-(`node.parts_out`). The first token goes to the router once D has granted, and the Commit gives the request to D.
+(`node.handoffs.parts_out`). The first token goes to the router once D has granted, and the Commit gives the request to
+D.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from engine.engine import Engine
 from engine.holdings import Holding
 from engine.sequence import Sequence
 from engine.step import SampledToken
-from node.kv_sender_core import KvSenderCore
+from node.handoffs.parts_out import PartsOut
+from node.handoffs.sender_core import KvSenderCore
 from node.outbox import Outbox
-from node.parts_out import PartsOut
 from prefill_node.handoff import Handoff, HandoffState, needs_decode_node
 
 

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 import grpc
 
 from baton.v1 import node_pb2, node_pb2_grpc
-from node.decode_links import DecodeLinks
-from node.handoff_stream import HandoffEnd
+from node.handoffs.decode_links import DecodeLinks
+from node.handoffs.stream import HandoffEnd
 from node.sessions import Context, Sessions
 from node.shell import NodeParts, RoleSide
 

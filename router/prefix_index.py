@@ -7,8 +7,8 @@ The hash of a block covers everything before it, so a node holds a prefix of a p
 blocks without a hole. Blocks before a hole may have been evicted while later ones are still there, therefore a lookup
 follows the chain from its beginning, and ends where no node is left.
 
-The index is a hint: it lags behind the nodes by up to a tenth of a second (`node.kv_feed`), and placement must work
-without it.
+The index is a hint: it lags behind the nodes by up to a tenth of a second (`node.kv_events.feed`), and placement must
+work without it.
 """
 
 from __future__ import annotations

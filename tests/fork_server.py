@@ -36,7 +36,7 @@ from deploy import child
 PRELOADED = (
     *("transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto"),
     *("prefill_node.node", "decode_node.node", "prefill_node.server", "decode_node.server", "router.server"),
-    *("node.build", "node.grammars", "kv_transfer.slot_copies", "kv_transfer.staging"),
+    *("node.build", "node.structured_output.grammars", "kv_transfer.slot_copies", "kv_transfer.staging"),
     *("node.run", "uvloop"),
 )
 NOT_BEFORE_A_FORK = ("ucxx", "libucxx")

@@ -1,7 +1,7 @@
 """The handoff stream between the two nodes of this process.
 
-It has the rules of the streams over gRPC (`node.decode_links`, `decode_node.handoffs`): a Reserve opens it, a role
-that finds it broken closes it, both roles hear of either, and what a role said before it heard is dropped.
+It has the rules of the streams over gRPC (`node.handoffs.decode_links`, `decode_node.handoffs`): a Reserve opens it, a
+role that finds it broken closes it, both roles hear of either, and what a role said before it heard is dropped.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 from baton.handoff_messages import Reserve
 from baton_llm.local.node import LocalNode
 from node.events import ClosePeer, FromPeer, PeerClosed, PeerOpened, ToDecode, ToPrefill
-from node.handoff_stream import CONNECT_S, check_hello, routes_to
+from node.handoffs.stream import CONNECT_S, check_hello, routes_to
 from node.loop import Turn
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from node.events import (
     SessionOpened,
     ToRouter,
 )
-from node.kv_feed import KvFeed
+from node.kv_events.feed import KvFeed
 from node.loop import Turn
 from router.dispatcher import Dispatcher
 

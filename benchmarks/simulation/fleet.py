@@ -31,7 +31,7 @@ from node.events import (
     ToPrefill,
     ToRouter,
 )
-from node.kv_feed import KV_PERIOD_S
+from node.kv_events.feed import KV_PERIOD_S
 from router.actions import Emit, ToNode
 from router.core import RouterCore
 from router.life import RequestEnd, RequestTimings, RoutedRequest, TokensOut

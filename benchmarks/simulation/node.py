@@ -19,7 +19,7 @@ from kv_transfer.slots import Slots
 from node.base import Base, Link
 from node.describe import describe
 from node.events import Event, Output
-from node.kv_feed import KvFeed
+from node.kv_events.feed import KvFeed
 from node.logits_processors import LogitsProcessors
 from node.settings import NodeSettings
 from node.simulated import simulate, slots_for

@@ -1,4 +1,4 @@
-"""The ranks of one node as threads of this process, which meet and work as those of `node.ranks` do."""
+"""The ranks of one node as threads of this process, which meet and work as those of `node.ranks.ranks` do."""
 
 from __future__ import annotations
 

@@ -19,10 +19,10 @@ import torch
 from engine.model.parallel.others import Kind
 from kv_transfer.remote import RemotePool
 from node.errors import StartupError
-from node.headless import run_headless
-from node.rank_forks import Limits
-from node.rank_seats import RankSeat
-from node.ranks import Ranks, fork_ranks
+from node.ranks.forks import Limits
+from node.ranks.headless import run_headless
+from node.ranks.ranks import Ranks, fork_ranks
+from node.ranks.seats import RankSeat
 from node.settings import NodeSettings
 from tests.node.rank_scene import CPU, NUM_STEPS, misfortune
 

@@ -15,9 +15,9 @@ import torch
 
 from engine.model.parallel.others import Kind
 from node.errors import StartupError
-from node.rank_forks import Limits
-from node.rank_seats import RankSeat
-from node.ranks import Ranks, fork_ranks
+from node.ranks.forks import Limits
+from node.ranks.ranks import Ranks, fork_ranks
+from node.ranks.seats import RankSeat
 from node.settings import NodeSettings
 
 SIZE = 3

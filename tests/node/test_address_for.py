@@ -10,7 +10,7 @@ from baton.errors import TransferError
 from baton.handoff_messages import Hello
 from baton.layout import KvSlice
 from baton.node_info import Route, TransportEndpoint
-from node.handoff_stream import routes_to
+from node.handoffs.stream import routes_to
 from tests.node.scripted import LAYOUT
 
 HEADS = (KvSlice(0, 2, 0, 1), KvSlice(0, 2, 1, 2))

@@ -21,8 +21,8 @@ from engine.model.fast.tally import FusedReport, Tally
 from engine.model.load import loader
 from node.build import build
 from node.errors import StartupError
-from node.greetings import why_not_alike
-from node.host_guests import shared_flags
+from node.peers.greetings import why_not_alike
+from node.ranks.guests import shared_flags
 from node.settings import NodeSettings
 from node.tokenizer import read_tokenizer
 from prefill_node.settings import PrefillSettings
@@ -154,7 +154,7 @@ def test_every_flag_says_what_it_is(name):
 def test_the_stages_of_the_start_are_logged(checkpoint, caplog):
     with caplog.at_level(logging.INFO):
         build(settings(checkpoint, num_gpu_blocks_override=40))
-    stages = [record.getMessage() for record in caplog.records if record.name == "node.rank_part"]
+    stages = [record.getMessage() for record in caplog.records if record.name == "node.ranks.part"]
     assert [re.sub(r"[\w]+=.*", "", text).strip() for text in stages] == ["model loaded", "kv pool"]
     assert all(re.search(r" seconds=\d+\.\d\d$", text) for text in stages)
     assert "kv_blocks=40 " in stages[1]

@@ -11,8 +11,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from baton.structured_output import StructuredBackend, StructuredKind, StructuredOutput
-from node import grammars
-from node.grammars import GrammarMatcher, Grammars
+from node.structured_output import grammars
+from node.structured_output.grammars import GrammarMatcher, Grammars
 
 CHECKPOINT = Path(__file__).parents[2] / "engine" / "checkpoints" / "baton-tiny"
 VOCAB_SIZE = 4096

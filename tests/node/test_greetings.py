@@ -11,8 +11,8 @@ import pytest
 
 from baton.address import HostPort
 from deploy.ports import HeldPort
-from node.greetings import Greeter, Place
-from node.peer_links import PeerLink
+from node.peers.greetings import Greeter, Place
+from node.peers.links import PeerLink
 
 PATIENCE_S = 20.0
 TIMEOUT_S = 0.3

@@ -21,9 +21,9 @@ from baton.v1 import node_pb2_grpc
 from baton.wire import Limits
 from decode_node.handoffs import HandoffServer
 from decode_node.server import DECODE_SIDE, DecodeNode
-from node.decode_links import IDLE_S, DecodeLinks
 from node.events import ClosePeer, FromPeer, OfTarget, PeerClosed, PeerOpened, ToDecode, ToPrefill
-from node.handoff_stream import HandoffEnd, connect
+from node.handoffs.decode_links import IDLE_S, DecodeLinks
+from node.handoffs.stream import HandoffEnd, connect
 from node.loop import Turn
 from node.shell import RoleSide, make_hello
 from prefill_node.server import PREFILL_SIDE

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node.kv_feed import KvFeed
+from node.kv_events.feed import KvFeed
 from router.prefix_index import PrefixIndex
 
 BLOCKS = [bytes([number]) * 32 for number in range(24)]

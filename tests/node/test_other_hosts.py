@@ -21,13 +21,13 @@ import pytest
 from baton.address import HostPort
 from deploy.ports import HeldPort
 from node.errors import StartupError
-from node.greetings import come
-from node.headless import _Host
-from node.host_guests import Guests, place_of, shared_flags
-from node.hosts import OtherHosts, _HostRank
-from node.peer_links import PeerLink
-from node.rank_forks import Limits, RankFork, Word, fork
-from node.rank_stream import RankStream
+from node.peers.greetings import come
+from node.peers.links import PeerLink
+from node.ranks.forks import Limits, RankFork, Word, fork
+from node.ranks.guests import Guests, place_of, shared_flags
+from node.ranks.headless import _Host
+from node.ranks.hosts import OtherHosts, _HostRank
+from node.ranks.stream import RankStream
 from node.settings import NodeSettings
 from tests.node.host_scene import LIMITS
 from tests.node.scenes import PATIENCE_S

@@ -15,11 +15,11 @@ import pytest
 from baton.address import HostPort
 from baton.incarnation import fate
 from deploy.ports import HeldPort
-from node.data_parallel import join_nodes
 from node.errors import StartupError
-from node.greetings import GREETING_S
-from node.peer_links import PeerLink
-from node.peer_nodes import BEAT_S, Limits, PeerNodes
+from node.peers.data_parallel import join_nodes
+from node.peers.greetings import GREETING_S
+from node.peers.links import PeerLink
+from node.peers.nodes import BEAT_S, Limits, PeerNodes
 from node.settings import NodeSettings
 
 HOST = "127.0.0.1"

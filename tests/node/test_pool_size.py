@@ -9,7 +9,7 @@ import pytest
 from decode_node.settings import DecodeSettings
 from engine.config import EngineConfig
 from engine.model.graphs import decode_capture_sizes, step_padding
-from node.pool_size import graph_bytes
+from node.ranks.pool_size import graph_bytes
 from node.settings import GIB
 
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from engine.model.parallel.others import Kind
-from node.rank_seats import HostSeat
-from node.rank_stream import RankStream
+from node.ranks.seats import HostSeat
+from node.ranks.stream import RankStream
 
 pytestmark = pytest.mark.timeout(20)
 
 
 class Ends:
-    """In the place of `node.rank_forks.Ends`."""
+    """In the place of `node.ranks.forks.Ends`."""
 
     def say(self, **said: Any) -> None:
         """Nobody listens."""

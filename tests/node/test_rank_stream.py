@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.rank_stream import MAX_BODY_BYTES, Content, FrameReader, RankStream, pack_said, pack_step
+from node.ranks.stream import MAX_BODY_BYTES, Content, FrameReader, RankStream, pack_said, pack_step
 
 pytestmark = pytest.mark.timeout(20)
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.ring import _LINE, NUM_SLOTS, SLOT_VALUES, RingReader, RingWriter, SharedRing
+from node.ranks.ring import _LINE, NUM_SLOTS, SLOT_VALUES, RingReader, RingWriter, SharedRing
 
 pytestmark = pytest.mark.timeout(20)  # a reader waits without an end
 

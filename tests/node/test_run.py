@@ -12,9 +12,10 @@ from typing import Any, cast
 import pytest
 import uvloop
 
-from node import peer_nodes, rank_forks
-from node.peer_nodes import PeerNodes
-from node.ranks import Ranks
+from node.peers import nodes
+from node.peers.nodes import PeerNodes
+from node.ranks import forks
+from node.ranks.ranks import Ranks
 from node.run import MakeParts, _make_parts_that_stay, _told_by
 from node.settings import NodeSettings
 from node.shell import NodeParts
@@ -105,4 +106,4 @@ def test_a_node_may_be_told_to_stop_at_any_time() -> None:
 
 def test_ranks_hosts_and_other_nodes_are_given_up_after_the_silence_that_is_set() -> None:
     settings = NodeSettings(model="nowhere", silence_timeout=7.0)
-    assert rank_forks.Limits.of(settings).silence == peer_nodes.Limits.of(settings).silence == 7.0
+    assert forks.Limits.of(settings).silence == nodes.Limits.of(settings).silence == 7.0

@@ -38,7 +38,7 @@ from node.events import (
     ToPrefill,
     ToRouter,
 )
-from node.handoff_stream import DECODE_CODEC, PREFILL_CODEC
+from node.handoffs.stream import DECODE_CODEC, PREFILL_CODEC
 from tests.protocol.fake_model import VOCAB_SIZE
 from tests.protocol.node import BLOCK_SIZE, MAX_MODEL_LEN, PART_BLOCKS, Node, outward
 from tests.protocol.world import World

@@ -29,7 +29,7 @@ from kv_transfer.staging import Staging
 from kv_transfer.transports.memory import MemoryHub, MemoryTransport
 from node.core import RoleOptions
 from node.events import Event
-from node.kv_feed import KvFeed
+from node.kv_events.feed import KvFeed
 from prefill_node.core import PrefillCore
 from tests.protocol.fake_model import EOS, VOCAB_SIZE, FakeModel
 

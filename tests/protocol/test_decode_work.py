@@ -22,7 +22,7 @@ from baton.handoff_messages import Commit, Refuse, Release
 from baton.messages import Abort, Adopted, AttemptId, End, SampleEnd
 from baton.structured_output import StructuredKind, StructuredOutput
 from node.events import Draining, FromPeer, FromRouter, PeerOpened, SessionLost
-from node.matchers import Matchers
+from node.structured_output.matchers import Matchers
 from tests.engine.test_token_matchers import Ends
 from tests.protocol.decoding import PEER, PROMPT, SAMPLING, WORK, Decoding
 from tests.protocol.fake_model import expected_output

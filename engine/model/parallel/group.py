@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import (
 from baton_kernels.all_reduce_rms_norm import PeerMemory
 
 COLLECTIVE_TIMEOUT_S = 600.0
-"""The bound for a rank that waits for another; that one died or hangs is noticed much earlier (`node.ranks`)."""
+"""The bound for a rank that waits for another; that one died or hangs is noticed much earlier (`node.ranks.ranks`)."""
 _CONNECT_TIMEOUT_S = 15.0
 """The bound for connecting ranks that are all there, which takes milliseconds. gloo holds Python's lock meanwhile, so
 that nobody in this process could end the wait for one that is not there."""

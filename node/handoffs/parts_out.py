@@ -11,7 +11,7 @@ from engine.engine import Engine
 from engine.sequence import Sequence
 from kv_transfer.parts import PartPlanner, Piece
 from kv_transfer.ranks import SenderRanks
-from node.kv_sending import Drain, KvSending
+from node.handoffs.sending import Drain, KvSending
 
 
 class PartsOut:

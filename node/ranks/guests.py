@@ -18,9 +18,9 @@ import baton
 from baton.address import HostPort
 from baton.settings import flag_name
 from node.errors import StartupError
-from node.greetings import Greeter, Place, number_in, why_not_alike
-from node.peer_links import PeerLink
-from node.rank_forks import BEAT_S, HAS_ENDED, Limits
+from node.peers.greetings import Greeter, Place, number_in, why_not_alike
+from node.peers.links import PeerLink
+from node.ranks.forks import BEAT_S, HAS_ENDED, Limits
 from node.settings import NodeSettings
 
 log = logging.getLogger(__name__)

@@ -112,10 +112,10 @@ class Grammars:
 
     def _make_backend(self) -> Backend:
         if self._name is StructuredBackend.XGRAMMAR:
-            from node.xgrammar_states import XgrammarBackend  # an extra
+            from node.structured_output.xgrammar_states import XgrammarBackend  # an extra
 
             return XgrammarBackend(self._tokenizer, self._vocab_size, self._eos_token_ids)
-        from node.guidance_states import GuidanceBackend
+        from node.structured_output.guidance_states import GuidanceBackend
 
         return GuidanceBackend(self._tokenizer, self._vocab_size, self._eos_token_ids)
 

@@ -3,8 +3,8 @@
     each host comes, and each of its ranks -> all are told where ranks meet
     -> over a stream to each rank: steps, and what moves KV; over a link to each host, which watches its ranks: beats
 
-How they meet: `node.host_guests`; what they are: `node.headless`. A host that dies, hangs, or loses a rank ends the
-node, by name; and the node, ending, ends them.
+How they meet: `node.ranks.guests`; what they are: `node.ranks.headless`. A host that dies, hangs, or loses a rank ends
+the node, by name; and the node, ending, ends them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 from baton.errors import TransferError
 from kv_transfer.remote import RemotePool
 from kv_transfer.transports.host import address_of
-from node.host_guests import HOST, RANK, Guests
-from node.peer_links import PeerLink
-from node.rank_forks import BEAT_S, HAS_ENDED, Limits, Word
-from node.rank_stream import RankStream
+from node.peers.links import PeerLink
+from node.ranks.forks import BEAT_S, HAS_ENDED, Limits, Word
+from node.ranks.guests import HOST, RANK, Guests
+from node.ranks.stream import RankStream
 from node.settings import NodeSettings
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class _HostRank:
 
 
 class OtherHosts:
-    """Implements `node.ranks.HostRanks`: the ranks of all other hosts, once they have come (`meet`)."""
+    """Implements `node.ranks.ranks.HostRanks`: the ranks of all other hosts, once they have come (`meet`)."""
 
     def __init__(self, settings: NodeSettings, limits: Limits) -> None:
         self._settings, self._limits = settings, limits

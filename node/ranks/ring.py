@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 NUM_SLOTS = 16
 SLOT_VALUES = 64 * 1024
 FULL_TIMEOUT_S = 600.0
-"""The bound for a reader that takes nothing; that its process died or hangs is noticed much earlier (`node.ranks`)."""
+"""The bound for a reader that takes nothing; that its process died or hangs is noticed much earlier
+(`node.ranks.ranks`)."""
 _LINE = 16  # int32 values of a cache line
 _HEADER = 3  # kind, number of values, whether the message goes on
 _FITTING = SLOT_VALUES - _HEADER

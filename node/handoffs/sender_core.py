@@ -18,9 +18,9 @@ from baton.messages import AttemptId
 from engine.engine import Engine
 from engine.sequence import Sequence
 from node.events import ClosePeer
-from node.kv_sending import DecodePeer, Drain, KvSending
+from node.handoffs.parts_out import PartsOut
+from node.handoffs.sending import DecodePeer, Drain, KvSending
 from node.outbox import Outbox
-from node.parts_out import PartsOut
 
 S = TypeVar("S", bound=KvSending)
 

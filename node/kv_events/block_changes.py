@@ -14,7 +14,7 @@ from node.outbox import Outbox
 
 
 class BlockFollower(Protocol):
-    """Is told of all changes of the prefix cache, on the engine's thread: see `node.kv_events.KvEvents`."""
+    """Is told of all changes of the prefix cache, on the engine's thread: see `node.kv_events.publisher.KvEvents`."""
 
     def sealed(self, tokens: Seq[int], cache_salt: str, hashes: Seq[BlockHash], first: int) -> None: ...
 

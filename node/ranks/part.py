@@ -28,7 +28,7 @@ from engine.model.memory import out_of_memory
 from engine.model.parallel.data_parallel import ONE_NODE, DataParallel
 from engine.model.parallel.part import RankPart
 from engine.model.parallel.pipeline import Pipeline
-from node import pool_size
+from node.ranks import pool_size
 from node.settings import GIB, NodeSettings
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from baton.address import HostPort
 from baton.incarnation import new_incarnation
 from node.errors import StartupError
-from node.greetings import Greeter, Place, closed_on_error, come, family, number_in, own_host, why_not_alike
-from node.peer_links import PeerLink
-from node.peer_nodes import Limits, PeerNodes, Rendezvous
+from node.peers.greetings import Greeter, Place, closed_on_error, come, family, number_in, own_host, why_not_alike
+from node.peers.links import PeerLink
+from node.peers.nodes import Limits, PeerNodes, Rendezvous
 from node.settings import NodeSettings
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from baton.address import HostPort
 from node.errors import StartupError
-from node.peer_links import PeerLink
+from node.peers.links import PeerLink
 
 log = logging.getLogger(__name__)
 

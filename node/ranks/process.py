@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from baton.telemetry import configure_logging
 from kv_transfer.transports.host import LOOPBACK
-from node.rank_seats import RankSeat
+from node.ranks.seats import RankSeat
 from node.settings import NodeSettings
 
 if TYPE_CHECKING:
@@ -31,10 +31,10 @@ def run_rank(seat: RankSeat, settings: NodeSettings) -> None:
     from engine.model.parallel.pipeline import Pipeline
     from engine.model.rank import RankModel
     from kv_transfer.pool_server import PoolServer
-    from node.data_parallel import join_ranks
-    from node.kv_layout import fingerprint_of, layout_of
-    from node.links import make_link
-    from node.rank_part import device_of, load_part
+    from node.peers.data_parallel import join_ranks
+    from node.ranks.kv_layout import fingerprint_of, layout_of
+    from node.ranks.part import device_of, load_part
+    from node.ranks.pool_links import make_link
 
     # Joined after the imports, which take seconds: rank 0 has its own meanwhile.
     checkpoint, device = Checkpoint.find(settings.model, settings.revision), device_of(settings, seat.number)

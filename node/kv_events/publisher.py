@@ -4,10 +4,10 @@
     sealed: tokens and parent of each block   ->   queue   ->   PUB: [topic, sequence number, msgpack]
     turned: what the prefix cache gained and lost                ROUTER: batches that a subscriber missed
 
-The same changes of the prefix cache that our own router hears (`node.kv_feed`), one batch per turn. The engine's thread
-never waits: if the publisher falls behind by `max_queue_size` batches, what follows begins with AllBlocksCleared, after
-which subscribers know less than the cache holds, never more. vLLM, `vllm/distributed/kv_events.py`; events are arrays,
-which all its readers understand.
+The same changes of the prefix cache that our own router hears (`node.kv_events.feed`), one batch per turn. The engine's
+thread never waits: if the publisher falls behind by `max_queue_size` batches, what follows begins with
+AllBlocksCleared, after which subscribers know less than the cache holds, never more. vLLM,
+`vllm/distributed/kv_events.py`; events are arrays, which all its readers understand.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import msgspec
 import zmq
 
 from baton.block_hash import BlockHash
-from node.kv_events_config import KvEventsConfig, is_bound
+from node.kv_events.config import KvEventsConfig, is_bound
 
 log = logging.getLogger(__name__)
 

@@ -24,12 +24,12 @@ from typing import Any
 
 from baton.signals import stop_signals
 from node import preflight
-from node.greetings import GREETING_S, come
-from node.host_guests import place_of, shared_flags
-from node.peer_links import PeerLink
-from node.rank_forks import BEAT_S, Ends, Limits, RankFork, RankForks, Word, fork
-from node.rank_seats import HostSeat
-from node.ranks import RunRank
+from node.peers.greetings import GREETING_S, come
+from node.peers.links import PeerLink
+from node.ranks.forks import BEAT_S, Ends, Limits, RankFork, RankForks, Word, fork
+from node.ranks.guests import place_of, shared_flags
+from node.ranks.ranks import RunRank
+from node.ranks.seats import HostSeat
 from node.settings import NodeSettings
 
 log = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
     all have loaded -> waves of steps -> one is told to stop, so all drain -> all have drained -> all leave
 
 Rank 0 passes on what one node says to the others. Each node has experts that the others need, so one that dies or hangs
-ends them all, by name, and routers go on elsewhere. How they meet: `node.data_parallel`.
+ends them all, by name, and routers go on elsewhere. How they meet: `node.peers.data_parallel`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from baton.address import HostPort
 from baton.incarnation import in_group
-from node.peer_links import PeerLink
+from node.peers.links import PeerLink
 
 if TYPE_CHECKING:
     from node.settings import NodeSettings

@@ -14,7 +14,7 @@ from node.settings import NodeSettings
 def layout_of(
     settings: NodeSettings, checkpoint: Checkpoint, kv: tuple[LayerKv, ...], groups: tuple[tuple[int, ...], ...]
 ) -> KvLayout:
-    """Of the whole model's blocks, and of what each rank has of them. kv, groups: of `node.rank_part.Part`."""
+    """Of the whole model's blocks, and of what each rank has of them. kv, groups: of `node.ranks.part.Part`."""
     fingerprint = fingerprint_of(settings, checkpoint)
     if settings.num_ranks == 1:
         return KvLayout(kv, settings.block_size, fingerprint, groups=groups)

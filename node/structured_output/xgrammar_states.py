@@ -11,7 +11,7 @@ from baton.xgrammar_compiler import XgrammarCompiler
 
 
 class XgrammarBackend:
-    """Implements `node.grammars.Backend`."""
+    """Implements `node.structured_output.grammars.Backend`."""
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: list[int]) -> None:
         """Takes a second for a large vocabulary."""
@@ -27,7 +27,7 @@ class XgrammarBackend:
 
 
 class XgrammarState:
-    """Implements `node.grammars.GrammarState`. no_ends: a mask of all tokens but EOS."""
+    """Implements `node.structured_output.grammars.GrammarState`. no_ends: a mask of all tokens but EOS."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from baton.messages import Auth, DecodeTarget
 from baton.streams import EOF, HELLO_S, STOPPED, rpc_reason
 from baton.v1 import node_pb2_grpc
 from node.events import ClosePeer, PeerClosed, PeerOpened, ToDecode
-from node.handoff_stream import (
+from node.handoffs.stream import (
     PREFILL_CODEC,
     HandoffEnd,
     HandoffStream,

@@ -13,7 +13,7 @@ from baton.structured_output import StructuredOutput
 
 
 class GuidanceBackend:
-    """Implements `node.grammars.Backend`."""
+    """Implements `node.structured_output.grammars.Backend`."""
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: list[int]) -> None:
         """Takes a second for a large vocabulary."""
@@ -30,7 +30,7 @@ class GuidanceBackend:
 
 
 class GuidanceState:
-    """Implements `node.grammars.GrammarState`."""
+    """Implements `node.structured_output.grammars.GrammarState`."""
 
     num_bytes = 0
 

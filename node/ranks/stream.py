@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FULL_TIMEOUT_S = 600.0
-"""The bound for a rank that reads nothing; that its process died or hangs is noticed much earlier (`node.hosts`)."""
+"""The bound for a rank that reads nothing; that its process died or hangs is noticed much earlier
+(`node.ranks.hosts`)."""
 MAX_BODY_BYTES = 256 * 1024 * 1024
 _HEAD = struct.Struct("<IB")
 _KIND_BYTES = 4

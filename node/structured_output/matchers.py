@@ -11,7 +11,7 @@ from baton.sampling import SamplingParams
 from engine.token_matcher import TokenMatcher
 
 if TYPE_CHECKING:
-    from node.grammars import Grammars  # imports numpy, which a simulated node does without
+    from node.structured_output.grammars import Grammars  # imports numpy, which a simulated node does without
 
 
 class Matchers:

@@ -21,11 +21,11 @@ from baton.address import HostPort
 from kv_transfer.remote import RemotePool
 from kv_transfer.transports.host import LOOPBACK, listen_on
 from node.errors import StartupError
-from node.hosts import OtherHosts
-from node.rank_forks import ENDED_LOADING, HAS_ENDED, Ends, Limits, RankFork, RankForks, Word, fork
-from node.rank_memory import mapped, mapped_from_gpu
-from node.rank_seats import ForkSeat, RankSeat, join_group, store_at
-from node.ring import RingWriter, SharedRing
+from node.ranks.forks import ENDED_LOADING, HAS_ENDED, Ends, Limits, RankFork, RankForks, Word, fork
+from node.ranks.hosts import OtherHosts
+from node.ranks.memory import mapped, mapped_from_gpu
+from node.ranks.ring import RingWriter, SharedRing
+from node.ranks.seats import ForkSeat, RankSeat, join_group, store_at
 from node.settings import NodeSettings
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """What the process of a rank has of its node: where it meets the other ranks, gets steps, and gives its KV pool.
 
 `ForkSeat`: rank 0 is on this host, and forked it: steps come through shared memory, and rank 0 maps its pool.
-`HostSeat`: rank 0 is on another host: all of this goes over a stream (`node.rank_stream`), also what moves KV.
+`HostSeat`: rank 0 is on another host: all of this goes over a stream (`node.ranks.stream`), also what moves KV.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from baton.address import HostPort
 from kv_transfer.transports.host import LOOPBACK
-from node.greetings import Place, come, own_host
-from node.rank_forks import Ends
-from node.rank_memory import mapped
-from node.rank_stream import Content, RankStream
-from node.ring import RingReader, SharedRing
+from node.peers.greetings import Place, come, own_host
+from node.ranks.forks import Ends
+from node.ranks.memory import mapped
+from node.ranks.ring import RingReader, SharedRing
+from node.ranks.stream import Content, RankStream
 
 if TYPE_CHECKING:
     import numpy as np

@@ -1,0 +1,1 @@
+"""KV on its way from this node to a decode node: streams of control messages, and the sending half of a handoff."""
