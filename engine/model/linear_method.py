@@ -220,6 +220,11 @@ class Quantization(ABC):
         kind: what is behind the weight's name in the parameter's."""
         return dim
 
+    def expert_block(self, name: str) -> int:
+        """How many of the features between gate and down belong together in the files of the experts of that module,
+        with one scale or in one word: a rank has all of them or none. 1: each is by itself."""
+        return 1
+
     def process_experts(self, name: str, module: nn.Module, dtype: torch.dtype) -> bool:
         """As `process_weights_after_loading`, for experts; it may be called again. Returns whether they are quantized
         now."""

@@ -14,7 +14,7 @@ from transformers import GptOssConfig
 from engine.model import fast
 from engine.model.attention import probe
 from engine.model.errors import UnsupportedModel
-from engine.model.experts import NAMES, expert_modules, own_forward, weights_of
+from engine.model.experts import NAMES, expert_modules, expert_shape, own_forward, weights_of
 from engine.model.fast.forwards import logits_as_served
 from engine.model.fast.target import Target
 from engine.model.load.checkpoint import Checkpoint
@@ -171,14 +171,24 @@ def test_ranks_have_exactly_the_values_of_their_parts(whole: bool, tmp_path: Pat
             assert torch.equal(parameter, theirs[name]), f"{name} of rank {rank}"
 
 
-def test_blocks_that_are_on_several_ranks_are_refused(folders: tuple[Path, Path]) -> None:
+def test_fewer_blocks_than_ranks_are_refused(folders: tuple[Path, Path]) -> None:
     def run(group: RankGroup) -> None:
-        why = r"do not divide its 48 columns on each rank \(--enable-expert-parallel divides whole experts\)"
+        why = (
+            r"96 features of each expert \(--enable-expert-parallel divides whole experts\) in blocks of 32 "
+            "cannot be divided among 4 ranks"
+        )
         with pytest.raises(UnsupportedModel, match=why):
             load_model(Checkpoint.open(folders[0]), part=RankPart(group))
 
-    with in_threads(2, run) as group:
+    with in_threads(4, run) as group:
         run(group)
+
+
+def test_blocks_are_divided_as_equally_as_can_be(folders: tuple[Path, Path]) -> None:
+    check_same(folders[0], 2, fused=True)
+    models = load_all(folders[0], 2)
+    sizes = [expert_shape(module, "down_proj")[2] for rank in (0, 1) for _, module in expert_modules(models[rank])]
+    assert set(sizes) == {32, 64}
 
 
 def test_ranks_refuse_files_with_other_blocks(folders: tuple[Path, Path], tmp_path: Path) -> None:

@@ -78,6 +78,14 @@ def test_a_part_of_each_expert_on_each_rank(form: str, sources: dict[str, Path],
     check_same(own, 2, fused=True)
 
 
+@pytest.mark.parametrize("form", ["awq", "gptq", "compressed-w4a16"])
+def test_groups_are_divided_as_equally_as_can_be(form: str, tmp_path: Path) -> None:
+    """Three on two ranks."""
+    config = Qwen3MoeConfig(**WIDE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=384)
+    own, _ = quantized(tiny_models.save(config, tmp_path / "source"), tmp_path, form)
+    check_same(own, 2, fused=True)
+
+
 def test_whole_experts_are_divided_among_ranks(sources: dict[str, Path], tmp_path: Path) -> None:
     own, _ = quantized(sources["qwen3_moe"], tmp_path, "gptq")
     check_same(own, 2, fused=True, whole_experts=True)
@@ -104,8 +112,7 @@ def test_parts_that_cut_groups_are_refused(sources: dict[str, Path], tmp_path: P
     config = json.loads((own / "config.json").read_text())
     config["moe_intermediate_size"] = 128
     (own / "config.json").write_text(json.dumps(config))
-    wanted = r"experts.down_proj: .* groups of 128 on each rank \(--enable-expert-parallel divides whole experts\)"
-    with pytest.raises(UnsupportedModel, match=wanted):
+    with pytest.raises(UnsupportedModel, match=r"128 features of each expert .* in blocks of 128 cannot be divided"):
         load_all(own, 2)
 
 

@@ -161,7 +161,13 @@ def _skeleton(
         groups = part.group, part.experts.everyone
         places = (Place(group.rank, group.size) for group in groups)
         whole, num_redundant = part.whole_experts, part.num_redundant_experts
-        sharding = shard(model, *places, whole_experts=whole, num_redundant_experts=num_redundant)
+        sharding = shard(
+            model,
+            *places,
+            whole_experts=whole,
+            num_redundant_experts=num_redundant,
+            expert_block=quantization.expert_block,
+        )
         quantization.divide(sharding.columns(*groups))
     create_weights(model, quantization)
     return model, sharding, weights

@@ -32,10 +32,18 @@ _BIASES = tuple(f"{name}_bias" for name in NAMES)
 
 
 def expert_cuts(
-    name: str, module: nn.Module, rank: int, size: int, *, whole: bool, num_redundant: int | None = None
+    name: str,
+    module: nn.Module,
+    rank: int,
+    size: int,
+    *,
+    whole: bool,
+    num_redundant: int | None = None,
+    block: int = 1,
 ) -> dict[str, Cut]:
     """What a rank has of the module's parameters, by their names; others are whole. name: of the module. num_redundant:
-    of whole experts that change places, see `connect_slots`. Raises UnsupportedModel."""
+    of whole experts that change places, see `connect_slots`. block: see `Quantization.expert_block`. Raises
+    UnsupportedModel."""
     reason, of = why_not(module), weights_of(module)
     shapes = {own: tuple(parameter.shape) for own, parameter in module.named_parameters(recurse=False)}
     if reason is None and (unknown := sorted(shapes.keys() - {*NAMES, *_BIASES})):
@@ -49,8 +57,7 @@ def expert_cuts(
             else _slots(name, of.num_experts, num_redundant, rank, size)
         )
         return {own: Cut(0, first, end, shape) for own, shape in shapes.items()}
-    hint = f"features of each expert ({FLAG} divides whole experts)"
-    first, end = _equal_part(of.intermediate_size, rank, size, name, hint)
+    first, end = _features(of.intermediate_size, block, rank, size, name)
     rows, columns = (2, 1) if is_transposed(module) else (1, 2)
     gate_up = (2 * first, 2 * end) if of.interleaved else (first, end)
     cuts = {
@@ -59,6 +66,19 @@ def expert_cuts(
         if own in shapes
     }
     return cuts | {NAMES[1]: Cut(columns, first, end, shapes[NAMES[1]])}
+
+
+def _features(number: int, block: int, rank: int, size: int, name: str) -> tuple[int, int]:
+    """Of each expert. Blocks that cannot be divided equally are divided as equally as can be: 6 among 4 ranks as 1, 2,
+    1, 2."""
+    hint = f"features of each expert ({FLAG} divides whole experts)"
+    if block == 1 or number % block or number % (block * size) == 0:
+        return _equal_part(number, rank, size, name, hint)
+    num_blocks = number // block
+    if num_blocks < size:
+        raise UnsupportedModel(f"{name}: {number} {hint} in blocks of {block} cannot be divided among {size} ranks")
+    first, end = (num_blocks * one // size * block for one in (rank, rank + 1))
+    return first, end
 
 
 def _equal_part(number: int, rank: int, size: int, name: str, what: str) -> tuple[int, int]:

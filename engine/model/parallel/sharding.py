@@ -12,7 +12,7 @@ Plans: `engine.model.parallel.plan`; the head, the embedding and experts are alw
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -130,10 +130,12 @@ def shard(
     *,
     whole_experts: bool = False,
     num_redundant_experts: int | None = None,
+    expert_block: Callable[[str], int] = lambda name: 1,
 ) -> Sharding:
     """Shrink the parameters of a model without weights, or of a stage of it, to the rank's part. block_place: see
     Sharding; None: `place`. whole_experts: `--enable-expert-parallel`; num_redundant_experts: not None with
-    `--enable-eplb`. Raises UnsupportedModel, by name, for a model that cannot be divided so."""
+    `--enable-eplb`. expert_block: see Quantization. Raises UnsupportedModel, by name, for a model that cannot be
+    divided so."""
     config = model.config.get_text_config()
     kv = kv_slice(config, *place)
     sharding = Sharding(place, block_place or place, kv, whole_experts, num_redundant_experts)
@@ -146,7 +148,7 @@ def shard(
         for module in (embedding, head):
             if module is not None:
                 _cut_vocabulary(sharding, module, config.vocab_size)
-    _cut_experts(sharding, model)
+    _cut_experts(sharding, model, expert_block)
     done = {embedding, head, *sharding.experts.values()}
     num_attentions = 0
     for name, module in list(model.named_modules()):
@@ -165,13 +167,14 @@ def shard(
     return sharding
 
 
-def _cut_experts(sharding: Sharding, model: PreTrainedModel) -> None:
+def _cut_experts(sharding: Sharding, model: PreTrainedModel, expert_block: Callable[[str], int]) -> None:
     sharding.experts = dict(expert_modules(model))
     for name, module in sharding.experts.items():
         block = name.rpartition(".")[0]
         sharding.blocks[block] = model.get_submodule(block)
         whole, num_redundant = sharding.whole_experts, sharding.num_redundant_experts
-        cuts = expert_cuts(name, module, *sharding.block_place, whole=whole, num_redundant=num_redundant)
+        place, in_block = sharding.block_place, expert_block(name)
+        cuts = expert_cuts(name, module, *place, whole=whole, num_redundant=num_redundant, block=in_block)
         for parameter, cut in cuts.items():
             _shrink(sharding, module, parameter, cut)
 

@@ -111,6 +111,10 @@ class CompressedTensors(WithStoredExperts):
             tensors[_SHAPE][1] *= self._columns.get(module, ONE_RANK).size  # files have that of all ranks together
         replace_weight(module, **tensors)
 
+    def group(self, name: str) -> int:
+        scheme = self._scheme(name)
+        return 0 if scheme is None else scheme.group
+
     def tensors(self, name: str, rows: int, columns: int) -> dict[str, Tensor]:
         scheme = self._scheme(name)
         assert scheme is not None

@@ -57,6 +57,11 @@ class StoredExperts(ABC):
         """As `Quantization.stored_dim`, for a parameter whose name has that end."""
         return dim
 
+    @property
+    @abstractmethod
+    def features_per_block(self) -> int:
+        """As `Quantization.expert_block`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fp8Experts(StoredExperts):
@@ -108,6 +113,10 @@ class Fp8Experts(StoredExperts):
             log.warning("not kept in 8 bits: %s: %s", name, reason)
         if reason is not None:
             store_values(module, gate_up, down, dtype)
+
+    @property
+    def features_per_block(self) -> int:
+        return self.block or 1
 
     def take(self, module: nn.Module, weight: str) -> Codes:
         """The codes of the weight of that name, and its scales as `ExpertWeights` has them, which leave the module."""
@@ -163,6 +172,10 @@ class WithStoredExperts(Quantization):
             return dim
         found = experts.stored_dim(kind, dim - 1)
         return None if found is None else found + 1
+
+    def expert_block(self, name: str) -> int:
+        experts = self._experts(name)
+        return 1 if experts is None else experts.features_per_block
 
     def process_experts(self, name: str, module: nn.Module, dtype: torch.dtype) -> bool:
         if (experts := self._experts(name)) is None:

@@ -76,6 +76,9 @@ class Gptq(WithStoredExperts):
     def experts(self, name: str) -> StoredExperts | None:
         return packed_experts(self, name, self._stored, ".qweight", name in self._layers)
 
+    def group(self, name: str) -> int:
+        return max(0, self._group)
+
     def tensors(self, name: str, rows: int, columns: int) -> dict[str, Tensor]:
         codes = 32 // self._bits
         group = self._group if self._group > 0 else columns

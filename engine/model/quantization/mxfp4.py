@@ -60,6 +60,9 @@ class Mxfp4(Quantization):
                 self._check(f"{name}.{weight}_{kind}", tensor)
                 module.register_parameter(f"{weight}_{kind}", nn.Parameter(tensor, requires_grad=False))
 
+    def expert_block(self, name: str) -> int:
+        return GROUP if self._is_quantized(name) else 1
+
     def process_experts(self, name: str, module: nn.Module, dtype: torch.dtype) -> bool:
         if not hasattr(module, f"{NAMES[0]}_blocks"):
             return self._is_quantized(name)

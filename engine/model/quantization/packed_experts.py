@@ -4,6 +4,7 @@ compressed-tensors), or as int8."""
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -46,6 +47,9 @@ class PackedForm(Protocol):
 
     def stored_dim(self, parameter: str, dim: int) -> int | None:
         """See `Quantization.stored_dim`."""
+
+    def group(self, name: str) -> int:
+        """Columns with one scale; 0: all of them."""
 
 
 def packed_experts(
@@ -98,6 +102,10 @@ class PackedExperts(StoredExperts):
 
     def stored_dim(self, kind: str, dim: int) -> int | None:
         return self.form.stored_dim(kind or _CODES, dim)
+
+    @property
+    def features_per_block(self) -> int:
+        return math.lcm(self.form.group(self.layer) or 1, WORD)
 
     def process(self, name: str, module: nn.Module, dtype: torch.dtype, others: RankGroup) -> None:
         """On a GPU 4 bits are kept, else the module gets the values."""

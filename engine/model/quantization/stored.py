@@ -70,8 +70,9 @@ def columns_by_group(name: str, groups: Tensor, group: int, others: RankGroup) -
     """The order in which a weight's columns of each group of so many are adjacent, given the group of each; None: their
     own. others: the ranks that have the other columns. Raises UnsupportedModel."""
     groups = groups.long()
-    num = groups.numel() // group
-    if torch.equal(groups, torch.arange(groups.numel(), device=groups.device) // group + others.rank * num):
+    num, first = groups.numel() // group, int(groups[0])
+    before = range(others.rank * (num - 1), others.rank * (num + 1) + 1)  # other ranks may have a group more, or less
+    if first in before and torch.equal(groups, torch.arange(groups.numel(), device=groups.device) // group + first):
         return None
     if others.size > 1:
         raise UnsupportedModel(f"{name}: columns in another order than their groups cannot be divided among ranks")
