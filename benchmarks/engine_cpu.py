@@ -1,4 +1,4 @@
-"""Steps on a CPU, in fp32, bf16 and int8, beside transformers and llama.cpp: `python -m benchmarks.engine_cpu`.
+"""Steps on a CPU, in fp32, bf16, int8 and AWQ, beside transformers and llama.cpp: `python -m benchmarks.engine_cpu`.
 
 Writes a checkpoint with random weights, and for llama.cpp a GGUF file of the same weights. Each side is a process of
 its own (`benchmarks.engine_cpu_side`), and they take turns, sample by sample, so that what else the machine does meets
@@ -27,14 +27,17 @@ from benchmarks.engine_cpu_answers import check
 from benchmarks.engine_cpu_side import DECODES, PROMPTS
 from benchmarks.random_checkpoint import write_checkpoint
 from benchmarks.tables import Table
+from tools.quantize import FORMATS, write
 
 SIDES = {
     "fp32": ("baton", "transformers"),
     "bf16": ("baton", "transformers"),
     "int8": ("baton", "transformers-torchao", "transformers-torch-dynamic", "llama.cpp"),
+    "awq": ("baton",),
 }
 """By dtype. int8: transformers has several ways; torchao's weight-only is the fastest that is maintained,
-`torch.ao.quantization.quantize_dynamic` is faster, but deprecated. llama.cpp: Q8_0."""
+`torch.ao.quantization.quantize_dynamic` is faster, but deprecated. llama.cpp: Q8_0. awq: 4 bits, computed in bf16;
+answers are compared with those of the values that they stand for."""
 TIMEOUT_S = 900
 
 
@@ -44,7 +47,9 @@ class CpuBenchSettings(Settings):
     prog: ClassVar[str] = "benchmarks.engine_cpu"
 
     shape: str = Field("qwen2.5-0.5b", description="folder of benchmarks/models")
-    folder: Path | None = Field(None, description="for the checkpoint and the GGUF file; unset: a temporary one")
+    folder: Path | None = Field(
+        None, description="for the checkpoint and the GGUF file, and beside it for AWQ; unset: a temporary one"
+    )
     dtypes: str = Field(",".join(SIDES), description="to measure, one after another")
     peers_python: str = Field(sys.executable, description="Python that has the packages of the other sides")
     threads: int = Field(os.cpu_count() or 1, ge=1, description="of each side")
@@ -98,7 +103,7 @@ class Side:
 def main() -> None:
     settings = parse(CpuBenchSettings)
     with tempfile.TemporaryDirectory() as temporary:
-        folder = settings.folder or Path(temporary)
+        folder = settings.folder or Path(temporary) / settings.shape
         write_checkpoint(settings.shape, folder)
         results = {dtype: measure(dtype, folder, settings) for dtype in settings.dtypes.split(",")}
     print(table(results).markdown())
@@ -110,6 +115,7 @@ def main() -> None:
 
 def measure(dtype: str, folder: Path, settings: CpuBenchSettings) -> dict[str, Any]:
     """Of each side: what its answers are worth, and {cell: [fastest, median]} in milliseconds. Raises WrongAnswers."""
+    folder, reference = _folders(dtype, folder)
     sides: list[Side] = []
     found: dict[str, Any] = {}
     try:
@@ -117,7 +123,7 @@ def measure(dtype: str, folder: Path, settings: CpuBenchSettings) -> dict[str, A
             sides.append(Side.start(name, dtype, folder, settings))
             sides[-1].ask(kind="load")
         answers = {side.name: side.ask(kind="answers") for side in sides}
-        shortfalls = check(folder, dtype, answers)
+        shortfalls = check(reference, dtype, answers)
         for _ in range(settings.rounds):
             for kind, sizes in (("decode", DECODES), ("prompt", PROMPTS)):
                 for size in sizes:
@@ -131,6 +137,16 @@ def measure(dtype: str, folder: Path, settings: CpuBenchSettings) -> dict[str, A
         for side in sides:
             side.close()
     return found
+
+
+def _folders(dtype: str, plain: Path) -> tuple[Path, Path]:
+    """Of the checkpoint, and of one with its values that transformers can read."""
+    if dtype not in FORMATS:
+        return plain, plain
+    own, values = (plain.with_name(f"{plain.name}-{dtype}{end}") for end in ("", "-values"))
+    write(plain, own, dtype)
+    write(plain, values, dtype, dequantized=True)
+    return own, values
 
 
 def table(results: dict[str, dict[str, Any]]) -> Table:

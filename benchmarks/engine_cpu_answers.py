@@ -13,7 +13,7 @@ from benchmarks.engine_cpu_side import prompts
 
 Answers = list[list[int]]
 
-MAX_SHORTFALL = {"fp32": 0.01, "bf16": 0.6, "int8": 1.0}
+MAX_SHORTFALL = {"fp32": 0.01, "bf16": 0.6, "int8": 1.0, "awq": 0.6}
 """How far a token's logit may be below the best, in standard deviations of the logits: a wrong token is 4 below."""
 
 

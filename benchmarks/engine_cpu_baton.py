@@ -15,7 +15,12 @@ from engine.engine import Engine
 from engine.sequence import Sequence
 from node.build import build
 
-_SETTINGS = {"fp32": ("float32", None), "bf16": ("bfloat16", None), "int8": ("bfloat16", "int8")}
+_SETTINGS = {
+    "fp32": ("float32", None),
+    "bf16": ("bfloat16", None),
+    "int8": ("bfloat16", "int8"),
+    "awq": ("bfloat16", None),
+}
 
 
 def open_runner(name: str, dtype: str, folder: Path, threads: int) -> EngineRunner:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
-from baton_kernels.packed_linear import can_pack_int8
+from baton_kernels.packed_linear import can_pack_int4, can_pack_int8
 from benchmarks.engine_cpu_baton import EngineRunner
 from engine.checkpoint import EMBEDDED
 from engine.model import fast
@@ -20,7 +21,8 @@ from engine.model.fast.target import Target
 from engine.model.linear_method import UnquantizedLinear, method_of
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
-from engine.model.quantization.linear import QuantizedLinear
+from engine.model.quantization.linear import LinearOfFourBits, QuantizedLinear
+from tools.quantize import write
 from tools.tiny.training.evaluate import heldout, prompt_ids
 
 torch.set_num_threads(1)
@@ -108,6 +110,33 @@ def test_other_formats_are_dequantized_in_bf16(exact: torch.Tensor) -> None:
     assert type(method_of(model.get_submodule("model.layers.0.mlp.down_proj"))) is UnquantizedLinear
     assert fast.apply(model, probed, 128).num_packed == NUM_PRODUCTS
     assert error(logits(model, probed), exact) < 0.1
+
+
+@pytest.mark.parametrize("form", ["awq", "gptq", "compressed-w4a16-asym", "compressed-w4a16-channel"])
+def test_4_bit_weights_multiply_few_rows_in_bf16(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of joined layers, too; more rows are multiplied by the values."""
+    if not can_pack_int4(256, 256, 128, torch.bfloat16):
+        pytest.skip("this processor has no such product")
+    write(EMBEDDED["baton-tiny"], tmp_path, form)
+    targets = list[Target]()
+
+    def noted(target: Target) -> list[int]:
+        targets.append(target)
+        return packing.pack_products(target)
+
+    monkeypatch.setattr("engine.model.fast.registry.pack_products", noted)
+    model = loader.load_model(Checkpoint.open(tmp_path), "bfloat16")
+    probed = probe(model, 128)
+    projection = model.get_submodule("model.layers.1.self_attn.o_proj")
+    weight, x = projection.weight.detach().clone(), torch.randn(9, 256).bfloat16()
+    assert fast.apply(model, probed, 128).num_packed == NUM_PRODUCTS
+    packed = [product._packed for product in targets[0].products if isinstance(product, LinearOfFourBits)]
+    few = [one for one in packed if one is not None and one.few is not None]
+    assert len(few) == NUM_PRODUCTS - 1, "all but the one that makes logits"
+    many, four = projection(x), projection(x[:4])
+    assert error(many.float(), (x @ weight.T).float()) < 0.01
+    assert error(four.float(), many[:4].float()) < 0.01
+    assert not torch.equal(four, many[:4])
 
 
 def test_a_cpu_has_no_float16() -> None:

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton_kernels.packed_linear import can_pack, can_pack_int8, pack, pack_int8, packed_linear, reference
+from baton_kernels.packed_linear import (
+    can_pack,
+    can_pack_int4,
+    can_pack_int8,
+    pack,
+    pack_int8,
+    packed_linear,
+    reference,
+    with_int4,
+)
 
 torch.set_num_threads(1)
 
@@ -63,3 +72,39 @@ def test_the_reference_stands_in_where_a_processor_has_no_such_instruction(monke
     assert not can_pack(weight)
     slow = packed_linear(x, pack_int8(values, scale)).float()
     assert float((fast - slow).abs().max() / slow.abs().max()) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("shape", "group"), [((64, 64), 32), ((192, 256), 128), ((64, 96), 0), ((128, 512), 64), ((64, 512), 512)], ids=str
+)
+@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 4, 5])
+def test_few_rows_are_multiplied_by_the_codes_of_4_bits(
+    shape: tuple[int, int], group: int, asymmetric: bool, num_rows: int
+) -> None:
+    if not can_pack_int4(*shape, group, torch.bfloat16) or not can_pack(torch.zeros(1, dtype=torch.bfloat16)):
+        pytest.skip("this processor has no such product")
+    torch.manual_seed(num_rows)
+    num_groups = shape[1] // group if group else 1
+    codes, scale = torch.randint(0, 16, shape, dtype=torch.uint8), torch.rand(shape[0], num_groups).half() * 0.1
+    zero = torch.randint(0, 16, scale.shape, dtype=torch.uint8) if asymmetric else None
+    wide = shape[1] // num_groups
+    centred = codes.float() - (8 if zero is None else zero.float().repeat_interleave(wide, 1))
+    values = centred * scale.float().repeat_interleave(wide, 1)
+    x, bias = torch.randn(num_rows, shape[1]).bfloat16(), torch.randn(shape[0]).bfloat16()
+    plain = pack(values.bfloat16())
+    packed = with_int4(plain, codes, scale, zero, group)
+    expected = x.double() @ values.double().T + bias.double()
+    for tensor in (codes, scale):
+        tensor.zero_()  # they are not referred to
+    out = packed_linear(x, packed, bias)
+    assert float(((out.double() - expected).abs().amax(1) / expected.abs().amax(1)).max()) < EPS[torch.bfloat16]
+    assert torch.equal(out, packed_linear(x, plain, bias)) == (num_rows > 4)
+    if num_rows <= 4:
+        assert torch.equal(out[:1], packed_linear(x[:1], packed, bias)), "rows have no part in one another"
+
+
+def test_weights_that_the_kernel_of_4_bits_cannot_take() -> None:
+    assert not can_pack_int4(64, 128, 128, torch.float32)
+    assert not can_pack_int4(72, 128, 128, torch.bfloat16)
+    assert not can_pack_int4(64, 144, 16, torch.bfloat16)

@@ -11,7 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from baton_kernels.gated_activation import Activation
-from baton_kernels.packed_linear import PackedWeight, can_pack_int8, pack_int8, packed_linear
+from baton_kernels.packed_linear import (
+    PackedWeight,
+    can_pack_int4,
+    can_pack_int8,
+    pack_int8,
+    packed_linear,
+    with_int4,
+)
 from baton_kernels.quantized_linear import (
     FourBitWeight,
     QuantizedWeight,
@@ -21,6 +28,7 @@ from baton_kernels.quantized_linear import (
     dequantize,
     gated_linear,
     linear,
+    unpack_halves,
     unscaled_activated_linear,
 )
 from baton_kernels.quantized_linear.tiling import MAX_GATED_ROWS
@@ -141,26 +149,49 @@ class QuantizedLinear(LinearMethod):
 
     @classmethod
     def concatenate(cls, parts: Sequence[Self]) -> Self:
-        weights, first = [part.weight for part in parts], parts[0]
+        first, whole = parts[0], _concatenated([part.weight for part in parts])
         biases = [part.bias for part in parts if part.bias is not None]
-        zeros = [weight.zero for weight in weights if weight.zero is not None]
-        whole = QuantizedWeight(
-            concatenate_tensors([weight.values for weight in weights]),
-            concatenate_tensors([weight.scale for weight in weights]),
-            concatenate_tensors(zeros) if zeros else None,
-            first.weight.group,
-            first.weight.scale_rows,
-        )
         return cls(whole, concatenate_tensors(biases) if biases else None, first.dtype, first.columns)
 
     @property
     def _form(self) -> tuple[object, ...]:
-        weight = self.weight
-        stored = (weight.values.dtype, weight.scale.dtype, weight.group, weight.scale_rows, weight.zero is None)
-        return (*stored, self.in_features, self.dtype, self.bias is None)
+        return (*_form_of(self.weight), self.in_features, self.dtype, self.bias is None)
 
     def _ordered(self, x: Tensor) -> Tensor:
         return x if self.columns is None else x.index_select(-1, self.columns)
+
+
+class LinearOfFourBits(UnquantizedLinear):
+    """On a CPU, in bf16: values, and the codes that they come from, by which few rows are multiplied. codes: until
+    these are packed, or joined with others."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, codes: QuantizedWeight) -> None:
+        super().__init__(weight, bias)
+        self.codes: QuantizedWeight | None = codes
+
+    def pack(self, x: Tensor) -> list[Tensor]:
+        freed, codes = super().pack(x), self.codes
+        self.codes = None
+        if self._packed is not None and codes is not None:
+            own = unpack_halves(codes.values, codes.packed_columns)
+            packed = with_int4(self._packed, own, codes.scale, codes.zero, codes.group)
+            row = x.reshape(-1, self.in_features)[:1]
+            if close(packed_linear(row, packed), packed_linear(row, self._packed), self.tolerance):
+                self._packed = packed
+        return freed
+
+    @classmethod
+    def can_concatenate(cls, parts: Sequence[Self]) -> bool:
+        forms = {None if part.codes is None else _form_of(part.codes) for part in parts}
+        return super().can_concatenate(parts) and len(forms) == 1 and None not in forms
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Self]) -> Self:
+        whole = UnquantizedLinear.concatenate(parts)
+        codes = _concatenated([part.codes for part in parts if part.codes is not None])
+        for part in parts:
+            part.codes = None
+        return cls(whole.weight, whole.bias, codes)
 
 
 def install(
@@ -178,12 +209,31 @@ def install(
         if columns is not None:
             whole = torch.empty_like(whole).index_copy_(1, columns, whole)
         module.weight = _parameter(whole)
+        rows = weight.out_features
+        if weight.four_bits and columns is None and can_pack_int4(rows, weight.in_features, weight.group, dtype):
+            return LinearOfFourBits(module.weight, module.bias, weight)
         return UnquantizedLinear(module.weight, module.bias)
     module.weight, module.weight_scale = _parameter(weight.values), _parameter(weight.scale)
     zero = None if weight.zero is None else _parameter(weight.zero)
     module.register_parameter("weight_zero_point", zero)
     own = QuantizedWeight(module.weight, module.weight_scale, zero, weight.group, weight.scale_rows)
     return QuantizedLinear(own, module.bias, dtype, columns)
+
+
+def _form_of(weight: QuantizedWeight) -> tuple[object, ...]:
+    return weight.values.dtype, weight.scale.dtype, weight.group, weight.scale_rows, weight.zero is None
+
+
+def _concatenated(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Of one form, one below the other."""
+    zeros = [weight.zero for weight in weights if weight.zero is not None]
+    return QuantizedWeight(
+        concatenate_tensors([weight.values for weight in weights]),
+        concatenate_tensors([weight.scale for weight in weights]),
+        concatenate_tensors(zeros) if zeros else None,
+        weights[0].group,
+        weights[0].scale_rows,
+    )
 
 
 def stays_quantized(values: torch.dtype, dtype: torch.dtype) -> bool:
