@@ -9,7 +9,6 @@ on the same engine, without a lease. `reservations` keeps requests that wait for
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import ClassVar
 
@@ -55,10 +54,6 @@ class DecodeCore(RoleCore):
         self._launch_at: float | None = None  # when to launch the next step, while a launch is delayed
 
     # ---- the turn ----
-
-    def prepare(self, now: float) -> None:
-        super().prepare(now)
-        self._running.tell_adopted(self.engine.computing or self._plan.chunks)  # an idle device begins the plan at once
 
     def _take_transfers(self, now: float) -> None:
         for event in self.receiver.poll():
@@ -125,11 +120,11 @@ class DecodeCore(RoleCore):
             self._migrations.preempted(sequence)
         return plan
 
-    def _tell_started(self, sequences: Seq[Sequence], now: float) -> None:
-        self._running.tell_started(sequences, now)
+    def _tell_launched(self, plan: Plan, now: float) -> None:
+        self._running.tell_started(plan.started, now)
+        self._running.tell_adopted(plan.chunks)
 
     def _computed(self, result: StepResult, now: float) -> bool:
-        self._running.tell_adopted(self.engine.computing)
         self._move_migrations_on(now)
         # A step that retired may have made room for a Reserve, even if nothing is left to compute.
         return result.again or (result.num_tokens > 0 and self._reservations.num_waiting > 0)

@@ -110,9 +110,9 @@ class Lease:
         assert self.commit is not None
         return len(self.commit.prompt_tokens) + len(self.commit.samples[0].output_tokens) - 1
 
-    def adopted(self, begun: float) -> Adopted:
-        """The update for the router when the first step with the request begins, at `begun`. Transfers before the
-        Commit arrived were hidden behind the prompt's computation and count as no time."""
+    def adopted(self, launched: float) -> Adopted:
+        """The update for the router when the first step with the request is launched, at that time. Transfers before
+        the Commit arrived were hidden behind the prompt's computation and count as no time."""
         assert self.commit is not None
         arrived, in_place = max(self.committed, self.last_arrived), max(self.committed, self.landed)
         return Adopted(
@@ -121,7 +121,7 @@ class Lease:
             transfer_bytes=self.transfer_bytes,
             commit_s=self.commit.age_s,
             scatter_s=max(0.0, in_place - arrived),
-            step_wait_s=max(0.0, begun - in_place),
+            step_wait_s=max(0.0, launched - in_place),
         )
 
     @property

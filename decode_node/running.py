@@ -60,7 +60,7 @@ class RunningRequests:
         self._fences = fences
         self._running: dict[AttemptId, Running] = {}
         self._deadlines = Deadlines[AttemptId]()
-        self._adopted: dict[AttemptId, Lease] = {}  # those whose first step has not begun
+        self._adopted: dict[AttemptId, Lease] = {}  # those whose first step has not been launched
         self._ended: list[AttemptId] = []
 
     def __len__(self) -> int:
@@ -155,7 +155,7 @@ class RunningRequests:
             self._outbox.to_router(sequence.attempt_id, started)
 
     def tell_adopted(self, chunks: Iterable[Chunk]) -> None:
-        """Report the adopted requests among these chunks of a step that begins now, which is their first."""
+        """Report the adopted requests among these chunks of a step that is launched now, which is their first."""
         if self._adopted:
             for attempt_id in self._adopted.keys() & {chunk.sequence.attempt_id for chunk in chunks}:
                 self._outbox.to_router(attempt_id, self._adopted.pop(attempt_id).adopted(self._engine.clock()))

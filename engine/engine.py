@@ -33,7 +33,7 @@ from engine.live_sequences import LiveSequences
 from engine.pace import LaunchKind, StepSize
 from engine.scheduler import Plan, Scheduler
 from engine.sequence import Sequence, SequenceState
-from engine.step import Chunk, ModelRunner, StepResult
+from engine.step import ModelRunner, StepResult
 from engine.step_counters import StepCounters
 from engine.step_output import StepOutput
 from engine.step_timing import StepTiming
@@ -111,11 +111,6 @@ class Engine:
     def has_room(self) -> bool:
         """Whether one more step may be launched. If not, the oldest must retire first."""
         return len(self._in_flight) <= self._num_ahead
-
-    @property
-    def computing(self) -> list[Chunk]:
-        """The chunks of the oldest launched step, which the device is computing as far as the engine knows."""
-        return self._in_flight[0].chunks if self._in_flight else []
 
     @property
     def launch_at(self) -> float | None:

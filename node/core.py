@@ -10,7 +10,6 @@ of prompts, parts and peers in the abstract methods at the end.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -99,14 +98,14 @@ class RoleCore(ABC):
         self._move_on(now)
         self._plan = self._schedule(now)
         if not self.engine.only_launches:
-            self._tell_started(self._plan.started, now)
+            self._tell_launched(self._plan, now)
         if not self._outbox.is_empty:  # else the turn's second half reports both halves' changes
             self.block_changes.tell()
 
     def compute(self, now: float) -> bool:
         result = self.engine.compute(self._plan, wait=False)
         if self.engine.only_launches:
-            self._tell_started(self._plan.started, now)
+            self._tell_launched(self._plan, now)
         self._take(result)
         again = self._computed(result, now)
         self.block_changes.tell()
@@ -248,8 +247,8 @@ class RoleCore(ABC):
         """Do what has become possible since the last turn, before the next step is decided."""
 
     @abstractmethod
-    def _tell_started(self, sequences: Seq[Sequence], now: float) -> None:
-        """Report that these sequences are in a step for the first time."""
+    def _tell_launched(self, plan: Plan, now: float) -> None:
+        """Report the sequences that are in a step for the first time: this one, which is launched in this turn."""
 
     @abstractmethod
     def _computed(self, result: StepResult, now: float) -> bool:

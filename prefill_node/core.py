@@ -7,7 +7,6 @@ on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from typing import ClassVar
 
 from baton.audit import KvSlot
@@ -16,6 +15,7 @@ from baton.messages import Abort, AttemptId, Migrate, Prefill, Stayed
 from baton.node_info import NodeRole
 from engine.engine import Engine
 from engine.holdings import Holding
+from engine.scheduler import Plan
 from engine.sequence import Sequence
 from engine.step import StepResult
 from kv_transfer.ranks import SenderRanks, peer_of
@@ -72,8 +72,8 @@ class PrefillCore(RoleCore):
     def _move_on(self, now: float) -> None:
         self._outgoing.move_on(now)
 
-    def _tell_started(self, sequences: Seq[Sequence], now: float) -> None:
-        for sequence in sequences:
+    def _tell_launched(self, plan: Plan, now: float) -> None:
+        for sequence in plan.started:
             self._outgoing.started(sequence, now)
 
     def _computed(self, result: StepResult, now: float) -> bool:

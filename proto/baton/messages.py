@@ -185,12 +185,13 @@ class HandedOff:
 
 
 class Adopted(NamedTuple):
-    """The decode node's first message: it holds the KV, and the first step with the request begins now.
+    """The decode node's first message: it holds the KV, and the first step with the request is launched now. On a GPU
+    that step begins when the one before it ends, a few milliseconds later at most.
 
     `transfer_s`: from receipt of the commit until the last byte is in place, i.e. the part of the transfer that was not
     overlapped with computing the prompt. `scatter_s`: the part of it after the last part's arrival (on a GPU the copy
     is then queued, and the step waits for it on the device). `commit_s`: the age of the prompt's last chunk when the
-    commit left the prefill node. `step_wait_s`: from the last byte in place to the start of that step.
+    commit left the prefill node. `step_wait_s`: from the last byte in place to the launch of that step.
     """
 
     transfer_s: float
@@ -202,7 +203,7 @@ class Adopted(NamedTuple):
 
     @property
     def handoff_s(self) -> float:
-        """From the end of the prompt's last chunk to the start of the first step with the request, excluding the
+        """From the end of the prompt's last chunk to the launch of the first step with the request, excluding the
         commit's time on the network: clocks are never compared across hosts."""
         return self.commit_s + self.transfer_s + self.step_wait_s
 

@@ -281,7 +281,7 @@ def test_a_row_is_not_given_anew_while_a_step_in_a_stage_has_it(tmp_path: Path) 
 
 def answer(engine: Engine, request_id: str) -> list[int]:
     tokens = []
-    while engine.has_work or engine.computing:
+    while engine.has_work or engine.device_busy_since is not None:
         result = engine.compute(engine.schedule(0.0))
         tokens += [token.token for token in result.sampled if token.sequence.attempt_id.request_id == request_id]
     return tokens

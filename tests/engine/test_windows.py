@@ -235,7 +235,7 @@ def test_a_prompt_that_has_the_smallest_pool_keeps_all_stages_busy(stages: int) 
     engine = Engine(dataclasses.replace(sizes, num_blocks=1 + sizes.most_blocks(MAX_MODEL_LEN)), model)
     engine.add(ask("long", tuple(range(156)), max_tokens=1))
     oldest = iter(model.steps)
-    while engine.num_waiting or engine.computing:
+    while engine.num_waiting or engine.device_busy_since is not None:
         while engine.has_room and (plan := engine.schedule(0.0)).chunks:
             engine.compute(plan, wait=False)
         engine.check_integrity()
