@@ -23,6 +23,7 @@ SECTIONS: dict[str, Section] = {
     "prefill": engine_prefill.measure,
     "throughput": engine_throughput.measure,
     "prefill_even": engine_prefill.measure_even,
+    "decode_even": engine_decode.measure_even,
 }
 
 if __name__ == "__main__":

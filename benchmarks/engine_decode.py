@@ -19,7 +19,9 @@ from pydantic import Field, field_validator
 
 from baton.sampling import SamplingParams
 from baton_kernels.fp8_kv import quantize
+from benchmarks import vllm_weights
 from benchmarks.engine_bench import Bench, EngineBenchSettings, drain, note, step
+from benchmarks.engine_experts import counting
 from benchmarks.engine_report import main
 from benchmarks.engine_shape import Cell
 from benchmarks.engine_tables import decode_table
@@ -33,6 +35,7 @@ QUICK_CELLS = "1x20,3x40"
 QUICK_STEPS = 24
 WARM_STEPS = 20
 TRACED_STEPS = 12
+COUNTED_STEPS = 12
 FILL_BLOCKS = 256  # at a time: some torch operations count elements in 32 bits
 GREEDY = "greedy"
 SAMPLINGS = {
@@ -90,11 +93,38 @@ def measure(bench: Bench) -> dict[str, Any]:
     for cell, sampling in [*((cell, GREEDY) for cell in cells), *((cell, "top-p") for cell in sampled)]:
         note(f"decode, batch {cell[0]} at {cell[1]}, {sampling}")
         told.append(_judged(bench, measure_cell(bench, cell, sampling, num_steps, SAMPLINGS[sampling])))
+    if bench.shape.experts is not None and bench.settings.num_ranks == 1:
+        _count_experts(bench, told)
     section: dict[str, Any] = {"num_steps": num_steps, "cells": told}
     print(decode_table(section).plain())
     if settings.trace:
         section["trace"] = _trace(bench, max(cells), settings.trace)
     return section
+
+
+def measure_even(bench: Bench) -> dict[str, Any] | None:
+    """The same with weights as in vLLM's dummy format, for a mixture: how many experts a step reads depends on them.
+    The model is useless afterwards. None for other models, or those with their own or with quantized weights."""
+    if bench.shape.experts is None or not vllm_weights.fill(bench):
+        return None
+    note(f"decode, weights between -{vllm_weights.RANGE} and {vllm_weights.RANGE}")
+    return measure(bench)
+
+
+def _count_experts(bench: Bench, told: list[dict[str, Any]]) -> None:
+    """Add to each greedy cell the experts that its steps read, and the floor that follows."""
+    with counting(bench) as chosen:
+        for cell in (cell for cell in told if cell["sampling"] == GREEDY):
+            note(f"experts, batch {cell['batch']} at {cell['context']}")
+            running = adopt(bench, (cell["batch"], cell["context"]), COUNTED_STEPS, SAMPLINGS[GREEDY])
+            for _ in range(WARM_STEPS):
+                step(bench.engine)
+            experts = chosen.mean(COUNTED_STEPS)
+            end(bench.engine, running)
+            floor_ms = _floor_ms(bench, cell["batch"], cell["mean_context"], experts)
+            cell["experts"] = round(experts, 2)
+            cell["experts_floor_ms"] = round(floor_ms, 4)
+            cell["experts_ratio"] = round(cell["mean_ms"] / floor_ms, 4)
 
 
 def fill_pool(bench: Bench) -> None:
@@ -171,8 +201,7 @@ def _mean_context(running: list[Sequence], num_steps: int) -> float:
 def _judged(bench: Bench, measured: Measured) -> dict[str, Any]:
     """The entry of the JSON line, with the floor and vLLM's figure. The mean is compared, as it determines
     throughput."""
-    read = bench.shape.step_bytes(measured.batch, measured.mean_context, bench.token_bytes)
-    floor_ms = read / bench.ceilings.read_bytes_per_s * 1e3
+    floor_ms = _floor_ms(bench, measured.batch, measured.mean_context)
     mean_ms = statistics.fmean(measured.step_s) * 1e3
     vllm = bench.shape.vllm
     return {
@@ -187,6 +216,12 @@ def _judged(bench: Bench, measured: Measured) -> dict[str, Any]:
         "vllm_ms": vllm.decode_ms.get((measured.batch, measured.context)) if vllm else None,
         "host_ms": {name: round(ms, 4) for name, ms in measured.host_ms.items()},
     }
+
+
+def _floor_ms(bench: Bench, batch: int, mean_context: float, experts: float | None = None) -> float:
+    """experts: of each layer that a step reads; None: as many as are likely."""
+    read = bench.shape.step_bytes(batch, mean_context, bench.token_bytes, experts)
+    return read / bench.ceilings.read_bytes_per_s * 1e3
 
 
 def _trace(bench: Bench, cell: Cell, file: Path) -> dict[str, float] | None:
@@ -211,4 +246,4 @@ def _trace(bench: Bench, cell: Cell, file: Path) -> dict[str, float] | None:
 
 
 if __name__ == "__main__":
-    main(DecodeBenchSettings, {"decode": measure})
+    main(DecodeBenchSettings, {"decode": measure, "decode_even": measure_even})

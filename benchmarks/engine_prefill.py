@@ -11,12 +11,11 @@ import statistics
 import time
 from typing import Any, ClassVar
 
-import torch
 from pydantic import Field, field_validator
 
 from baton.sampling import SamplingParams
+from benchmarks import vllm_weights
 from benchmarks.engine_bench import Bench, EngineBenchSettings, drain, note
-from benchmarks.engine_check import is_quantized
 from benchmarks.engine_report import main
 from benchmarks.engine_tables import prefill_table
 from prefill_node.settings import PrefillSettings
@@ -24,8 +23,6 @@ from prefill_node.settings import PrefillSettings
 LENGTHS = "512,2048,8192,32768"
 QUICK_LENGTHS = "16,100"
 QUICK_SATURATED = (4, 32)
-VLLM_DUMMY_RANGE = 1e-3
-"""vllm/model_executor/model_loader/weight_utils.py, initialize_dummy_weights."""
 FIRST_TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
 
@@ -83,12 +80,9 @@ def measure_even(bench: Bench) -> dict[str, Any] | None:
 
     None for a model with its own or with quantized weights.
     """
-    if bench.settings.load_format != "dummy" or is_quantized(bench):
+    if not vllm_weights.fill(bench):
         return None
-    with torch.inference_mode():
-        for weight in bench.built.runner.model.parameters():
-            weight.uniform_(-VLLM_DUMMY_RANGE, VLLM_DUMMY_RANGE)
-    note(f"prefill, weights between -{VLLM_DUMMY_RANGE} and {VLLM_DUMMY_RANGE}")
+    note(f"prefill, weights between -{vllm_weights.RANGE} and {vllm_weights.RANGE}")
     return measure(bench)
 
 

@@ -32,6 +32,7 @@ class VllmFigures:
 
 LLAMA_8B = (4096, 14336, 32, 32, 8, 128256)
 LLAMA_70B = (8192, 28672, 80, 64, 8, 128256)
+QWEN3_30B = (2048, 6144, 48, 32, 4, 151936)
 VLLM = {
     (LLAMA_8B, None, "auto", 1): VllmFigures(
         version="0.26.0",
@@ -73,6 +74,22 @@ VLLM = {
         saturated_tokens_per_s=72_526.0,
         offline_tokens_per_s=None,
     ),
+    (QWEN3_30B, None, "auto", 1): VllmFigures(
+        version="0.26.0",
+        machine="one NVIDIA H200",
+        decode_ms={(1, 1024): 4.14, (8, 1024): 9.25, (32, 1024): 16.35, (128, 1024): 21.26, (256, 1024): 26.51},
+        prefill_ms={512: 25.3, 2048: 55.2, 8192: 155.6},
+        saturated_tokens_per_s=69_671.0,
+        offline_tokens_per_s=None,
+    ),
+    (QWEN3_30B, "fp8", "auto", 1): VllmFigures(
+        version="0.26.0",
+        machine="one NVIDIA H200",
+        decode_ms={(1, 1024): 4.29, (32, 1024): 5.92, (128, 1024): 9.44},
+        prefill_ms={2048: 69.6},
+        saturated_tokens_per_s=88_157.0,
+        offline_tokens_per_s=None,
+    ),
     (LLAMA_70B, None, "auto", 4): VllmFigures(
         version="0.26.0",
         machine="four NVIDIA H200",
@@ -95,9 +112,13 @@ class ExpertsShape:
     num_params: int
     num_bytes: int
 
-    def read_bytes(self, batch: int) -> float:
-        """Bytes of the experts that a batch chooses if each token takes any with the same chance."""
-        return self.num_bytes * (1 - (1 - self.top_k / self.num_experts) ** batch)
+    def likely(self, batch: int) -> float:
+        """How many of a layer a batch chooses if each token takes any with the same chance."""
+        return self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** batch)
+
+    def read_bytes(self, chosen: float) -> float:
+        """Bytes of so many experts of each layer."""
+        return self.num_bytes * chosen / self.num_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +139,12 @@ class ModelShape:
     vllm: VllmFigures | None = field(default=None)
     experts: ExpertsShape | None = None
 
-    def step_bytes(self, batch: int, mean_context: float, token_bytes: float) -> float:
+    def step_bytes(self, batch: int, mean_context: float, token_bytes: float, chosen: float | None = None) -> float:
         """Bytes that a decode step must read: the weights once, of experts those that are chosen, and the KV of every
-        sequence, of `token_bytes` each."""
-        experts = 0.0 if self.experts is None else self.experts.read_bytes(batch)
+        sequence, of `token_bytes` each. chosen: experts of each layer; None: as many as are likely."""
+        experts = 0.0
+        if self.experts is not None:
+            experts = self.experts.read_bytes(self.experts.likely(batch) if chosen is None else chosen)
         return self.read_bytes + experts + batch * mean_context * token_bytes
 
     def prompt_flops(self, num_tokens: int) -> float:

@@ -9,10 +9,12 @@ from benchmarks.tables import Table
 
 MUST_BE_UNDER = 0.95
 """The goal for a decode step, relative to vLLM's time."""
+EXPERTS = ("experts", "experts_floor_ms", "experts_ratio")
 
 
 def decode_table(section: Mapping[str, Any]) -> Table:
-    """A row for each batch, context and sampling."""
+    """A row for each batch, context and sampling. Of a mixture also the experts of each layer that a step reads."""
+    has_experts = any("experts" in cell for cell in section["cells"])
     return Table(
         [
             "batch",
@@ -26,12 +28,13 @@ def decode_table(section: Mapping[str, Any]) -> Table:
             "to vLLM",
             "5% under",
             "host waits",
+            *(["experts", "their floor", "x their floor"] if has_experts else []),
         ],
-        [_decode_row(cell) for cell in section["cells"]],
+        [_decode_row(cell, has_experts) for cell in section["cells"]],
     )
 
 
-def _decode_row(cell: Mapping[str, Any]) -> list[str]:
+def _decode_row(cell: Mapping[str, Any], has_experts: bool) -> list[str]:
     return [
         str(cell["batch"]),
         str(cell["context"]),
@@ -44,6 +47,7 @@ def _decode_row(cell: Mapping[str, Any]) -> list[str]:
         _relative(cell["mean_ms"], cell["vllm_ms"]),
         _verdict(cell["mean_ms"], cell["vllm_ms"]),
         f"{cell['host_ms']['wait']:.2f}",
+        *([_number(cell.get(name), 2) for name in EXPERTS] if has_experts else []),
     ]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
 
 from baton.messages import TokenLogprobs
 from baton.settings import parse
@@ -22,6 +22,7 @@ from benchmarks.engine_report import main
 from benchmarks.engine_shape import shape_of
 from benchmarks.engine_trace import summarize
 from benchmarks.performance_page import NOTHING, PARTS, plots, write_page
+from engine.model.experts import expert_modules
 from engine.model.load.checkpoint import Checkpoint
 
 TINY = LlamaConfig(
@@ -36,6 +37,21 @@ TINY = LlamaConfig(
     initializer_range=0.2,  # logits far apart
     tie_word_embeddings=False,
     architectures=["LlamaForCausalLM"],
+)
+MIXTURE = Qwen3MoeConfig(
+    vocab_size=300,
+    hidden_size=32,
+    intermediate_size=48,
+    moe_intermediate_size=16,
+    num_experts=8,
+    num_experts_per_tok=2,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=256,
+    tie_word_embeddings=False,
+    architectures=["Qwen3MoeForCausalLM"],
 )
 SMALL = ["--quick", "--device=cpu", "--cpu-threads=1", "--max-num-seqs=4", "--num-gpu-blocks-override=64"]
 
@@ -101,6 +117,27 @@ def test_random_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert line["load_format"] == "dummy"
     assert line["checked"]["agreement"] >= 0.98
     assert "decode" not in line
+
+
+def test_the_experts_that_steps_read_are_counted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    MIXTURE.save_pretrained(tmp_path)
+    sections: dict[str, Any] = {"decode": engine_decode.measure, "decode_even": engine_decode.measure_even}
+    argv = [*SMALL, f"--model={tmp_path}", "--sampled-cells="]
+    bench, _ = open_bench(parse(engine_decode.DecodeBenchSettings, argv))
+    told = {name: section(bench) for name, section in sections.items()}
+    printed = capsys.readouterr().out
+    assert printed.count("x their floor") == 2
+    for section in told.values():
+        alone, three = section["cells"][:2]  # greedy
+        assert alone["experts"] == 2  # as many as a token takes
+        assert 2 < three["experts"] <= 6
+        for cell in (alone, three):
+            found = cell["mean_ms"] / cell["experts_floor_ms"]
+            assert cell["experts_ratio"] == pytest.approx(found, rel=0.1), "which are rounded"
+        assert alone["experts_floor_ms"] == alone["floor_ms"]
+    modules = [module for _, module in expert_modules(bench.built.runner.model)]
+    assert [len(module._forward_pre_hooks) for module in modules] == [1, 1], "only the node's own counts stay"
+    assert not bench.engine.has_work
 
 
 def test_other_weights_are_found_out(folder: Path) -> None:
