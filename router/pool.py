@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from random import Random
 
-from baton.errors import InvalidRequest, LayoutMismatch, NodeUnavailable
+from baton.errors import BatonError, InvalidRequest, LayoutMismatch, NodeUnavailable
 from baton.messages import Load
 from baton.node_info import NodeInfo, NodeRole
 from router.circuit_breakers import CircuitBreakers, Pair
@@ -150,19 +150,21 @@ class Pool:
         """A pair that fits and works, or a decode node alone, for a prompt of so many tokens, as the policy chooses
         among the nodes of `version`; None: of all.
 
-        Nodes in `avoid` are chosen only if there is no other. `held`: how many of the prompt's leading blocks nodes
-        hold, by incarnation. `n`: how many answers go on on a decode node; 0: none has more than the token that the
-        prompt gives. None: no node can take it at the moment. Raises NodeUnavailable with the reason if the present
-        nodes do not fit together, so that waiting would not help; TooLargeForNow if none of them could ever hold the
-        request, and InvalidRequest if also no other could that was ever here."""
+        Decode nodes that could never hold the request are left out if others could; nodes in `avoid` are chosen only if
+        there is no other. `held`: how many of the prompt's leading blocks nodes hold, by incarnation. `n`: how many
+        answers go on on a decode node; 0: none has more than the token that the prompt gives. None: no node can take it
+        at the moment. Raises NodeUnavailable with the reason if the present nodes do not fit together, so that waiting
+        would not help; TooLargeForNow if none of them could ever hold the request, and InvalidRequest if also no other
+        could that was ever here."""
         every_prefill, every_decode = self._by_role(version)
         if not every_decode:
             return None
-        prefills, decodes, paired = self._willing(every_prefill, every_decode, avoid, now)
-        if not paired and every_prefill and (misfit := self._why_not(every_prefill, every_decode)):
+        able = [node for node in every_decode if node.can_hold(least_blocks(node, num_tokens, n))]
+        prefills, decodes, paired = self._willing(every_prefill, able or every_decode, avoid, now)
+        if not paired and every_prefill and (misfit := self._why_not(every_prefill, able or every_decode)):
             raise NodeUnavailable(misfit)
-        if paired:
-            self._require_possible(every_decode, num_tokens, n)
+        if paired and not able:
+            raise self._too_large(every_decode, num_tokens, n)
         roomy = self._with_room(prefills, decodes, now, num_tokens, held, n) if paired else []
         options = self._options((prefills, roomy or decodes, paired), now, num_tokens, held)
         option = self._policy.choose(options, self._draw)
@@ -170,10 +172,8 @@ class Pool:
         last = None if decode is None else self._nodes[decode.incarnation]
         return Placement(prefill, last, option, options, has_room=bool(roomy) or not paired)
 
-    def _require_possible(self, decodes: Sequence[Node], num_tokens: int, n: int) -> None:
-        """What fits none of these would wait for one to be idle, and others behind it."""
-        if any(node.can_hold(least_blocks(node, num_tokens, n)) for node in decodes):
-            return
+    def _too_large(self, decodes: Sequence[Node], num_tokens: int, n: int) -> BatonError:
+        """What to raise, since none of these can hold it: it would wait for one to be idle, and others behind it."""
         largest = max(decodes, key=lambda node: node.load.num_blocks_total)
         needed, told = least_blocks(largest, num_tokens, n), f" for n {n}" if n > 1 else ""
         why = (
@@ -181,8 +181,8 @@ class Pool:
         )
         known = self._largest.get(largest.version.name, largest)
         if known.can_hold(least_blocks(known, num_tokens, n)):
-            raise TooLargeForNow(f"{why} while {known.info.node_id} is away")
-        raise InvalidRequest(why, "prompt")
+            return TooLargeForNow(f"{why} while {known.info.node_id} is away")
+        return InvalidRequest(why, "prompt")
 
     def _with_room(
         self, prefills: list[Node], decodes: list[Node], now: float, num_tokens: int, held: Mapping[str, int], n: int
@@ -193,8 +193,7 @@ class Pool:
             num_held = held.get(node.info.incarnation, 0) * node.info.layout.block_size
             return num_blocks(node, max(1, num_tokens - num_held), n)
 
-        able = [node for node in decodes if node.can_hold(least_blocks(node, num_tokens, n))]
-        roomy = [node for node in able if not n or node.has_room(needed(node))]
+        roomy = [node for node in decodes if not n or node.has_room(needed(node))]
         if len(roomy) == len(decodes) or any(self._works(_key(p, d), now) for p in prefills for d in roomy):
             return roomy
         return []

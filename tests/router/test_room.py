@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
+from baton.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, TransferError
 from baton.kv_groups import group_layers
 from baton.layout import KvLayout, LayerKv
-from baton.messages import Adopted, HandedOff, Load, Started, Tokens
+from baton.messages import Adopted, End, HandedOff, Load, Started, Tokens
 from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
 from baton.table_shape import TableShape
@@ -131,6 +131,29 @@ def test_a_node_that_is_too_small_does_not_count_as_room_even_if_it_is_idle() ->
     rig.core.node_load("d2", Load(0, 0, 20, 20), 0.0)
     rig.collect()
     assert isinstance(rig.end, NodeUnavailable), "none is left that could hold it"
+
+
+def test_what_only_an_avoided_node_could_hold_goes_there_and_nobody_waits_for_it() -> None:
+    rig = RouterRig("p1", "d1", "d2")
+    rig.core.node_load("d1", Load(0, 0, 100, 100), 0.0)
+    rig.core.node_load("d2", Load(0, 0, 20, 20), 0.0)
+    submit(rig, "long", 50 * 16)
+    ((_, prefill),) = rig.prefills
+    rig.say("d1", prefill, End(TransferError("failed once")))
+    rig.core.node_load("d1", Load(0, 0, 100, 100), 1.0)
+    rig.collect()
+    assert placed(rig) == ["long", "long"]
+    assert [prefill.decode.incarnation for _, prefill in rig.prefills if prefill.decode] == ["d1", "d1"]
+
+
+def test_decode_nodes_alone_get_what_they_can_hold() -> None:
+    rig = RouterRig("d1", "d2", with_prefill=False)
+    rig.core.node_load("d1", Load(0, 0, 20, 20), 0.0)
+    load(rig, 90, "d2")
+    params = SamplingParams(max_tokens=8)
+    rig.core.submit(RoutedRequest("many", tuple(range(LONG)), 50, params, 60.0), 0.0)
+    rig.collect()
+    assert [incarnation for incarnation, _ in rig.prefills] == ["d2"]
 
 
 def test_what_only_a_node_that_is_away_could_hold_is_unavailable() -> None:
