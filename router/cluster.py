@@ -129,18 +129,21 @@ class Cluster:
         return None
 
     def remove(self, link: NodeLink) -> None:
-        """End the link at once, whatever wants it: its requests go on elsewhere."""
-        running = self._running[link.address]
-        if link.info:
-            link.drain()  # so that nothing more is placed there, and its loss is no request's fault
-        running.cancel()
+        """End the links to the node at once, whatever wants it: its requests go on elsewhere."""
+        for other in self._to_same_node(link):
+            if other.info:
+                other.drain()  # so that nothing more is placed there, and its loss is no request's fault
+            self._running[other.address].cancel()
         self.exclude(link)
 
     def exclude(self, link: NodeLink) -> None:
         """Want the node no longer, at none of the addresses at which it was found."""
+        self.membership.exclude(*(other.address for other in self._to_same_node(link)))
+
+    def _to_same_node(self, link: NodeLink) -> list[NodeLink]:
+        """This link, and those to other addresses of the node that was last there."""
         known = link.incarnation
-        same = [other for other in self.links if other is link or (known and other.incarnation == known)]
-        self.membership.exclude(*(other.address for other in same))
+        return [other for other in self.links if other is link or (known and other.incarnation == known)]
 
     # ---- links come and go ----
 

@@ -87,7 +87,7 @@ class Models:
 
     async def tokenizer(self, info: NodeInfo, fetch: Callable[[], Awaitable[bytes]]) -> Tokenizer:
         """The node's tokenizer: fetched once for each digest, however many nodes have it; from this node if another one
-        has failed to send it. Raises NodeUnavailable, and what `fetch` does."""
+        has failed to send it, or was removed meanwhile. Raises NodeUnavailable, and what `fetch` does."""
         digest = info.tokenizer_digest
         while True:
             if is_own := digest not in self._tokenizers:
@@ -95,10 +95,10 @@ class Models:
             task = self._tokenizers[digest]
             try:
                 return await asyncio.shield(task)
-            except BaseException as error:
+            except BaseException:
                 if task.done() and self._tokenizers.get(digest) is task:
                     del self._tokenizers[digest]
-                if is_own or not isinstance(error, Exception):
+                if is_own or not task.done() or _is_cancelled():
                     raise
 
     def join(self, info: NodeInfo, tokenizer: Tokenizer, address: str = "") -> None:
@@ -179,6 +179,12 @@ async def _load(info: NodeInfo, fetch: Callable[[], Awaitable[bytes]]) -> Tokeni
         return await asyncio.to_thread(Tokenizer, data)  # a large vocabulary takes a second
     except Exception as error:
         raise NodeUnavailable(f"the tokenizer of {info.node_id} cannot be read: {error}") from error
+
+
+def _is_cancelled() -> bool:
+    """Whether the running task is to end, rather than one that it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _described(known: ServedModel | None, version: ModelVersion, info: NodeInfo, tokenizer: Tokenizer) -> ServedModel:

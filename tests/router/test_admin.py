@@ -169,6 +169,17 @@ async def test_a_node_of_two_addresses_is_not_used_at_the_other_one_instead(oper
     assert node.num_sessions == 1
 
 
+async def test_a_node_is_removed_at_once_by_the_address_at_which_it_is_not_in_use(operator: Operator) -> None:
+    task, node = await running(operator, asyncio.Event())
+    second = node.info.address.replace("127.0.0.1", "localhost")
+    await operator.client.post("/admin/nodes", json={"role": "decode", "address": second})
+    link = operator.router.server.cluster.find(second)
+    await operator.router.until(lambda: link.problem == "is configured twice, under different addresses")
+    await operator.client.delete(f"/admin/nodes/{second}")
+    check(await task, attempts=2)
+    await operator.gone(node)
+
+
 async def test_a_drain_is_taken_back_by_adding_the_node(operator: Operator) -> None:
     hold = asyncio.Event()
     task, node = await running(operator, hold)

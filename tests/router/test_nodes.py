@@ -7,10 +7,12 @@ import time
 import httpx
 import pytest
 
+from baton.address import HostPort
 from baton.errors import PeerLost
 from baton.messages import Load
 from baton.node_info import NodeRole, TransportEndpoint
 from router import nodes as nodes_of_router
+from router.discovery.source import Member
 from tests.router.conftest import Router, says
 from tests.router.fake_node import LAYOUT, Answer, FakeCluster
 from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer
@@ -64,6 +66,25 @@ async def test_a_node_that_stops_sending_its_tokenizer_does_not_keep_the_others_
     await router.start()
     await router.ready()
     assert well.tokenizer_fetches >= 1
+    assert text_of(await answer(router)) == "hello world"
+    hung.sends_tokenizer.set()
+    await router.stop()
+
+
+async def test_a_node_that_is_removed_while_it_sends_its_tokenizer_does_not_take_the_others_with_it(empty):
+    hung = await empty.add(NodeRole.DECODE)
+    hung.sends_tokenizer.clear()
+    router = Router(empty)
+    await router.start()
+    cluster = router.server.cluster
+    await router.until(lambda: hung.tokenizer_fetches == 1)
+    well = await empty.add(NodeRole.DECODE)
+    cluster.membership.add(Member(NodeRole.DECODE, HostPort.parse(well.info.address)))
+    await router.until(lambda: cluster.find(well.info.address).incarnation is not None)
+    link = cluster.find(hung.info.address)
+    assert link is not None
+    cluster.remove(link)
+    await router.ready()
     assert text_of(await answer(router)) == "hello world"
     hung.sends_tokenizer.set()
     await router.stop()
