@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-from deploy.flags_page import PATH, render
+from tools.flags_page import PATH, render
 
 
 def test_the_page_is_what_the_commands_take() -> None:
-    assert PATH.read_text() == render(), "run: python -m deploy.flags_page"
+    assert PATH.read_text() == render(), "run: python -m tools.flags_page"
 
 
 def test_it_has_the_flags_of_each_command() -> None:

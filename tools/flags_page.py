@@ -1,4 +1,4 @@
-"""`python -m deploy.flags_page`: write docs/flags.md, from the settings of the commands."""
+"""`python -m tools.flags_page`: write docs/flags.md, from the settings of the commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tools.api_reference.tables import code, table
 PATH = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
 _HEAD = """# Flags
 
-All flags of the commands that serve, made from their settings by `python -m deploy.flags_page`. Each is also an
+All flags of the commands that serve, made from their settings by `python -m tools.flags_page`. Each is also an
 environment variable (`--max-num-seqs 8` is `BATON_MAX_NUM_SEQS=8`) and a key in the YAML file of `--config`
 (`max-num-seqs: 8`); a flag wins over the environment, and that over the file. Those without a value also have a `--no-`
 form. The README has a table of the most important ones. `baton bench`, `doctor`, `top` and `tune` are explained on
