@@ -193,8 +193,8 @@ class Seeing(OneRank):
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=4), st.booleans())
 def test_rows_go_and_come_back(num_rows: list[int], meets: bool) -> None:
-    """Whatever number each node has, in a step or outside."""
-    rows = [torch.arange(num * 3.0).view(1, num, 3) + 100 * node for node, num in enumerate(num_rows)]
+    """Whatever number each node has, in a step or outside; also of a part of the columns of another tensor."""
+    rows = [(torch.arange(num * 4.0).view(1, num, 4) + 100 * node)[..., :3] for node, num in enumerate(num_rows)]
     numbers = [torch.tensor([num]) for num in num_rows]
     told = [torch.tensor([num, 7 + num]) for num in num_rows]
     padded = [torch.cat([row[0], row.new_zeros(max(num_rows) - row.shape[1], 3)]).view(-1) for row in rows]

@@ -73,7 +73,7 @@ class DataParallel:
         most, padded = max(self._num_tokens_across_dp), x.reshape(num_own, width)
         if num_own < most:
             padded = torch.cat([padded, x.new_zeros(most - num_own, width)])
-        found = self.peers.all_gather(padded.view(-1)).view(self.num_nodes, most, width)
+        found = self.peers.all_gather(padded.reshape(-1)).view(self.num_nodes, most, width)
         rows = found.view(-1, width)
         if min(self._num_tokens_across_dp) < most:
             rows = torch.cat([found[node, :num] for node, num in enumerate(self._num_tokens_across_dp)])
