@@ -115,7 +115,7 @@ def test_other_formats_are_dequantized_in_bf16(exact: torch.Tensor) -> None:
 @pytest.mark.parametrize("form", ["awq", "gptq", "compressed-w4a16-asym", "compressed-w4a16-channel"])
 def test_4_bit_weights_multiply_few_rows_in_bf16(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of joined layers, too; more rows are multiplied by the values."""
-    if not can_pack_int4(256, 256, 128, torch.bfloat16):
+    if not can_pack_int4(256, 128, torch.bfloat16):
         pytest.skip("this processor has no such product")
     write(EMBEDDED["baton-tiny"], tmp_path, form)
     targets = list[Target]()

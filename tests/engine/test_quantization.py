@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from baton_kernels.packed_linear import can_pack_int4
 from baton_kernels.quantized_linear import FourBitWeight, QuantizedWeight, arrange, dequantize, linear, pack_halves
 from baton_kernels.quantized_linear.four_bits import has_order
 from engine.checkpoint import EMBEDDED
@@ -23,7 +24,8 @@ from engine.model.fast.target import Target
 from engine.model.linear_method import UnquantizedLinear, method_of
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.loader import load_model
-from engine.model.quantization.linear import QuantizedLinear, install
+from engine.model.quantization.linear import LinearOfFourBits, QuantizedLinear, install
+from engine.model.tolerance import close
 from tools.quantize import FORMATS, write
 
 torch.set_num_threads(1)
@@ -282,6 +284,29 @@ def test_methods_of_one_form_become_one_and_share_its_memory() -> None:
     assert not QuantizedLinear.can_concatenate([parts[0], quantized_method(64, columns.flip(0))])
     assert not QuantizedLinear.can_concatenate([parts[0], quantized_method(64)])
     assert not QuantizedLinear.can_concatenate([parts[0], quantized_method(64, columns, 128)])
+
+
+def four_bit_part(rows: int, asymmetric: bool = True) -> LinearOfFourBits:
+    codes = quantized_method(rows, group=128).weight
+    codes = codes if asymmetric else replace(codes, zero=None)
+    return LinearOfFourBits(dequantize(codes, torch.bfloat16), None, codes)
+
+
+def test_layers_of_4_bits_become_one_on_a_cpu_whatever_their_rows_and_zeros() -> None:
+    """Few rows are multiplied by codes if all have one form, and together fill the blocks of the kernel."""
+    torch.manual_seed(0)
+    x, asymmetric = torch.randn(2, 256).bfloat16(), {"all": (True, True), "some": (True, False)}
+    for rows, zeros, has_few in (((96, 32), "all", True), ((64, 32), "all", False), ((96, 32), "some", False)):
+        parts = [four_bit_part(num, own) for num, own in zip(rows, asymmetric[zeros], strict=True)]
+        expected = torch.cat([part.reference(x) for part in parts], 1)
+        assert LinearOfFourBits.can_concatenate(parts)
+        whole = LinearOfFourBits.concatenate(parts)
+        product = whole.make_product()
+        freed = whole.pack(x)
+        assert close(product(x), expected, whole.tolerance)
+        if freed and can_pack_int4(256, 128, torch.bfloat16):
+            assert whole._packed is not None
+            assert (whole._packed.few is not None) == has_few
 
 
 @pytest.mark.parametrize("sorted_columns", [False, True])

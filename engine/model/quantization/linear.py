@@ -163,11 +163,11 @@ class QuantizedLinear(LinearMethod):
 
 class LinearOfFourBits(UnquantizedLinear):
     """On a CPU, in bf16: values, and the codes that they come from, by which few rows are multiplied. codes: until
-    these are packed, or joined with others."""
+    these are packed, or joined with others; None: there are none of one form."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, codes: QuantizedWeight) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, codes: QuantizedWeight | None) -> None:
         super().__init__(weight, bias)
-        self.codes: QuantizedWeight | None = codes
+        self.codes = codes
 
     def pack(self, x: Tensor) -> list[Tensor]:
         freed, codes = super().pack(x), self.codes
@@ -181,14 +181,11 @@ class LinearOfFourBits(UnquantizedLinear):
         return freed
 
     @classmethod
-    def can_concatenate(cls, parts: Sequence[Self]) -> bool:
-        forms = {None if part.codes is None else _form_of(part.codes) for part in parts}
-        return super().can_concatenate(parts) and len(forms) == 1 and None not in forms
-
-    @classmethod
     def concatenate(cls, parts: Sequence[Self]) -> Self:
         whole = UnquantizedLinear.concatenate(parts)
-        codes = _concatenated([part.codes for part in parts if part.codes is not None])
+        found = [part.codes for part in parts if part.codes is not None]
+        is_one_form = len(found) == len(parts) and len(set(map(_form_of, found))) == 1
+        codes = _concatenated(found) if is_one_form else None
         for part in parts:
             part.codes = None
         return cls(whole.weight, whole.bias, codes)
@@ -209,8 +206,7 @@ def install(
         if columns is not None:
             whole = torch.empty_like(whole).index_copy_(1, columns, whole)
         module.weight = _parameter(whole)
-        rows = weight.out_features
-        if weight.four_bits and columns is None and can_pack_int4(rows, weight.in_features, weight.group, dtype):
+        if weight.four_bits and columns is None and can_pack_int4(weight.in_features, weight.group, dtype):
             return LinearOfFourBits(module.weight, module.bias, weight)
         return UnquantizedLinear(module.weight, module.bias)
     module.weight, module.weight_scale = _parameter(weight.values), _parameter(weight.scale)

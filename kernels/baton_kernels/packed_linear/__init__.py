@@ -67,18 +67,20 @@ def pack_int8(values: Tensor, scale: Tensor) -> PackedWeight:
     return PackedWeight(packed, scale.float().reshape(-1).contiguous(), *values.shape)
 
 
-def can_pack_int4(out_features: int, in_features: int, group: int, dtype: torch.dtype) -> bool:
+def can_pack_int4(in_features: int, group: int, dtype: torch.dtype) -> bool:
     """Whether this machine multiplies few rows of that dtype faster by a weight of 4 bits. group: columns with one
     scale; 0: all."""
-    return int4.group_of(out_features, in_features, group, dtype) is not None
+    return int4.group_of(in_features, group, dtype) is not None
 
 
 def with_int4(packed: PackedWeight, codes: Tensor, scale: Tensor, zero: Tensor | None, group: int) -> PackedWeight:
-    """The weight of bf16, of which few rows are multiplied by its codes. codes: [out_features, in_features], from 0 to
-    15. scale, zero (None: 8): [out_features, num_groups]. group: as for `can_pack_int4`, which must hold. Nothing is
-    referred to."""
-    own = int4.group_of(packed.out_features, packed.in_features, group, torch.bfloat16)
+    """The weight of bf16, of which few rows are multiplied by its codes; as it is, if it has no multiple of 64 outputs.
+    codes: [out_features, in_features], from 0 to 15. scale, zero (None: 8): [out_features, num_groups]. group: as for
+    `can_pack_int4`, which must hold. Nothing is referred to."""
+    own = int4.group_of(packed.in_features, group, torch.bfloat16)
     assert own is not None
+    if packed.out_features % int4.ROWS:
+        return packed
     return replace(packed, few=int4.pack(codes, scale, zero, own))
 
 

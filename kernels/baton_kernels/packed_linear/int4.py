@@ -15,7 +15,7 @@ FEW_ROWS = 4
 """The kernel takes rows by fours, and two fours take longer than oneDNN's product in bf16 (Zen 5, all layers of a model
 of 0.5B: 6.2, 9.2 and 17.4 ms for 1, 4 and 6 rows, in bf16 17 to 18)."""
 _GROUPS = (256, 128, 64, 32)
-_ROWS = 64
+ROWS = 64
 """In so many of the weight's, torch packs them."""
 _TILES = 2
 """Of the packed form: without a meaning on a CPU."""
@@ -34,10 +34,10 @@ class Int4Weight:
     group: int
 
 
-def group_of(out_features: int, in_features: int, group: int, dtype: torch.dtype) -> int | None:
+def group_of(in_features: int, group: int, dtype: torch.dtype) -> int | None:
     """The columns that are packed with one scale, of a weight with one for each `group` of them, 0: all; None: this
     machine has no fast product of it and x of that dtype."""
-    if dtype != torch.bfloat16 or out_features % _ROWS or not has_instruction("avx512_f"):
+    if dtype != torch.bfloat16 or not has_instruction("avx512_f"):
         return None
     if not hasattr(_aten, "_weight_int4pack_mm_for_cpu"):
         return None
@@ -46,8 +46,9 @@ def group_of(out_features: int, in_features: int, group: int, dtype: torch.dtype
 
 
 def pack(codes: Tensor, scale: Tensor, zero: Tensor | None, group: int) -> Int4Weight:
-    """codes: [out_features, in_features], from 0 to 15. scale, zero: [out_features, any number that divides the groups
-    of `group` columns]; zero None: 8. group: see `group_of`. None of them is referred to."""
+    """codes: [out_features, in_features], from 0 to 15, of a multiple of ROWS outputs. scale, zero: [out_features, any
+    number that divides the groups of `group` columns]; zero None: 8. group: see `group_of`. None of them is referred
+    to."""
     num_groups = codes.shape[1] // group
     scale = scale.float()
     offset = torch.zeros_like(scale) if zero is None else (_MIDDLE - zero.float()) * scale
