@@ -123,7 +123,9 @@ class Attempts:
         if placement.decode and not task.life.request.has_prefill:
             placement = Placement(placement.decode, None, placement.option.alone, placement.options)
         num_tokens = num_tokens_of(task.life, task.samples)
-        n = len(task.samples) if placement.decode is None else num_continued(task.life, task.samples)
+        n = num_continued(task.life, task.samples)
+        if not n and placement.decode is None:
+            n = len(task.samples)
         num_blocks = placement.num_blocks(num_tokens, n)
         life, samples = task.life, [sample for sample in task.samples if not sample.ended]
         prefill, decode = placement.prefill.info, placement.decode.info if placement.decode else None
@@ -250,8 +252,10 @@ def num_tokens_of(life: RequestLife, samples: Sequence[SampleLife]) -> int:
 
 
 def num_continued(life: RequestLife, samples: Sequence[SampleLife]) -> int:
-    """How many of these samples go on on a decode node: none whose last token is the one that the prompt gives. See
-    `prefill_node.handoff.needs_decode_node`."""
+    """How many answers go on on a decode node for these samples: none whose last token is the one that the prompt
+    gives, and all beams of a beam search. See `Reserve.num_samples`, and `prefill_node.handoff.needs_decode_node`."""
     sampling = life.request.sampling
+    if sampling.beam_width:
+        return max(len(samples), sampling.beam_width)
     num_output = num_tokens_of(life, samples) - len(life.request.prompt_tokens)
-    return len(samples) if sampling.beam_width or sampling.max_tokens - num_output > 1 else 0
+    return len(samples) if sampling.max_tokens - num_output > 1 else 0

@@ -88,6 +88,18 @@ def test_what_no_decode_node_could_hold_is_refused_and_nobody_waits_for_it() -> 
     assert placed(rig) == ["a"]
 
 
+def test_all_beams_of_a_search_need_room() -> None:
+    """Of one answer, too."""
+    rig = RouterRig("p1", "d1")
+    load(rig, 50)
+    params = SamplingParams(max_tokens=8, temperature=0.0, beam_width=10)
+    rig.core.submit(RoutedRequest("a", tuple(range(LONG)), 1, params, 60.0), 0.0)
+    assert rig.core.pool.get("d1").num_promised == 2 + 10
+    rig.core.node_load("d1", Load(0, 1, 11, 11), 0.0)
+    with pytest.raises(InvalidRequest, match="needs 12 KV blocks for n 10, and a decode node has 11 at most"):
+        rig.core.submit(RoutedRequest("b", tuple(range(LONG)), 1, params, 60.0), 0.0)
+
+
 def test_what_exactly_fits_a_decode_node_is_placed() -> None:
     """An idle one: the first token goes on in the prompt's last block."""
     rig = RouterRig("p1", "d1")
