@@ -104,12 +104,8 @@ class CompressedTensors(WithStoredExperts):
         return None if parameter == _SHAPE else super().stored_dim(parameter, dim)
 
     def create_weights(self, name: str, module: nn.Linear) -> None:
-        if self._scheme(name) is None:
-            return
-        tensors = self.tensors(name, module.out_features, module.in_features)
-        if _SHAPE in tensors:
-            tensors[_SHAPE][1] *= self._columns.get(module, ONE_RANK).size  # files have that of all ranks together
-        replace_weight(module, **tensors)
+        if self._scheme(name) is not None:
+            replace_weight(module, **self.tensors(name, module.out_features, module.in_features))
 
     def group(self, name: str) -> int:
         scheme = self._scheme(name)
@@ -128,7 +124,7 @@ class CompressedTensors(WithStoredExperts):
         codes = 32 // scheme.bits
         if scheme.packed:
             parameters["weight_packed"] = torch.empty(rows, -(-columns // codes), dtype=torch.int32)
-            parameters[_SHAPE] = torch.tensor([rows, columns])
+            parameters[_SHAPE] = torch.empty(2, dtype=torch.int64)
         else:
             parameters["weight"] = torch.empty(rows, columns, dtype=_VALUES[scheme.type, scheme.bits])
         if not scheme.symmetric or f"{name}.weight_zero_point" in self._stored:
@@ -143,7 +139,9 @@ class CompressedTensors(WithStoredExperts):
         scheme = self._scheme(name)
         if scheme is None:
             return super().process_weights_after_loading(name, module, dtype)
-        weight, columns = self.weight(name, stored_parameters(module), self._columns.get(module, ONE_RANK))
+        others = self._columns.get(module, ONE_RANK)
+        shape = torch.tensor([module.out_features, module.in_features * others.size])  # unless the files have it
+        weight, columns = self.weight(name, {_SHAPE: shape, **stored_parameters(module)}, others)
         return install(module, weight, dtype, columns)
 
     def weight(

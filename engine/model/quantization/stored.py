@@ -175,8 +175,8 @@ def fill_with_dummies(module: nn.Linear) -> bool:
     scale = _DUMMY_GROUP_SCALE if weight is None else _DUMMY_SCALE
     for name, parameter in parameters.items():
         if name == "weight_shape":
-            continue  # it has its values
-        if _is_fp8(parameter):
+            delattr(module, name)  # it is known without files
+        elif _is_fp8(parameter):
             _fill_fp8(parameter)
         elif parameter.dtype == torch.int8:
             parameter.random_(-127, 128)
