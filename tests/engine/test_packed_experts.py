@@ -72,6 +72,22 @@ def test_4_bits_that_are_kept_compute_the_same(
         torch.testing.assert_close(module(x, ids, weights), other(x, ids, weights))
 
 
+def test_scales_beyond_fp16_are_not_kept(
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    own, _ = quantized(sources["qwen3_moe"], tmp_path, "compressed-w4a16")
+    file = own / "model.safetensors"
+    stored = load_file(file)
+    small = next(name for name in stored if ".experts.2.down_proj.weight_scale" in name)
+    stored[small] *= 2.0**-14
+    save_file(stored, file, metadata={"format": "pt"})
+    monkeypatch.setattr(packed_experts, "stays_packed", lambda device: True)
+    modules = [module for _, module in expert_modules(load_model(Checkpoint.open(own), load_format="safetensors"))]
+    kept = [(of := weights_of(module)) is not None and of.integers for module in modules]
+    assert sorted(kept) == [False, *[True] * (len(modules) - 1)]
+    assert "too small or too large for fp16" in caplog.text
+
+
 @pytest.mark.parametrize("form", [*IN_ORDER, "compressed-int8"])
 def test_a_part_of_each_expert_on_each_rank(form: str, sources: dict[str, Path], tmp_path: Path) -> None:
     own, _ = quantized(sources["qwen3_moe"], tmp_path, form)

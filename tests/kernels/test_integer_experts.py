@@ -10,7 +10,7 @@ from torch import Tensor
 
 from baton_kernels.experts import ExpertWeights, can_compute, kernel_tokens, on_gpu, reference
 from baton_kernels.experts.arranged import has_order
-from baton_kernels.experts.weights import int_group, pack_scales
+from baton_kernels.experts.weights import can_pack_scales, int_group, pack_scales
 from tests.kernels.expert_cases import PLACES, choices
 from tests.kernels.poison import poisoned
 
@@ -41,6 +41,15 @@ def whole(of: ExpertWeights) -> ExpertWeights:
         for codes, scale in ((of.gate_up, of.gate_up_scale), (of.down, of.down_scale))
     )
     return ExpertWeights(gate_up, down)
+
+
+@pytest.mark.parametrize(
+    ("scale", "fits"), [(0.01, True), (2.0**-20, True), (1.01 * 2.0**-20, False), (60000.0, True), (70000.0, False)]
+)
+def test_scales_must_be_as_exact_in_fp16_as_in_bf16(scale: float, fits: bool) -> None:
+    scales = torch.tensor([[0.0, 0.02], [-scale, 0.02]])
+    assert can_pack_scales(scales) == fits
+    assert can_pack_scales(scales[:1])
 
 
 def test_a_group_has_one_scale_and_one_zero() -> None:

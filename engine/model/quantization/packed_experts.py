@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple, Protocol
@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from baton_kernels.experts.weights import pack_scales
+from baton_kernels.experts.weights import can_pack_scales, pack_scales
 from baton_kernels.quantized_linear import QuantizedWeight, dequantize, unpack_halves
 from engine.model.errors import UnsupportedModel
 from engine.model.experts import NAMES, expert_shape, is_transposed
@@ -114,8 +114,8 @@ class PackedExperts(StoredExperts):
             return  # it was processed before
         stored = self._weights(gate_up, ONE_RANK), self._weights(down, others)
         if stays_packed(next(iter(gate_up.values())).device):
-            reason: str | None = "they have 8 bits, or columns in another order than their groups"
-            if all(one.weight.four_bits and one.order is None for experts in stored for one in chain(*experts)):
+            reason = _why_not_packed([one for experts in stored for one in chain(*experts)])
+            if reason is None:
                 reason = keep_quantized(module, _codes(stored[0]), _codes(stored[1]), dtype)
             if reason is None:
                 return
@@ -151,6 +151,16 @@ class _Stored(NamedTuple):
 def stays_packed(device: torch.device) -> bool:
     """Whether 4 bits are kept there."""
     return device.type == "cuda"
+
+
+def _why_not_packed(layers: Iterable[_Stored]) -> str | None:
+    """Why 4 bits of these are not kept; None: they may be."""
+    for one in layers:
+        if not one.weight.four_bits or one.order is not None:
+            return "they have 8 bits, or columns in another order than their groups"
+        if not can_pack_scales(one.weight.scale):
+            return "some of their scales are too small or too large for fp16"
+    return None
 
 
 def _codes(experts: list[list[_Stored]]) -> Codes:

@@ -14,6 +14,8 @@ GROUP = 32
 """Columns of a weight in MXFP4 that have one scale."""
 BLOCK = 128
 """Rows and columns of a weight in fp8 that have one scale, if its rows have several (DeepSeek-V3)."""
+_BF16_ERROR = 2.0**-9
+"""The most by which rounding to bf16 changes a number, as a share of it."""
 Gate = Activation | Literal["clamped"]
 """What gate and up become. "clamped", of gpt-oss: `(up + 1) * gate * sigmoid(alpha * gate)`, gate at most `limit`, up
 within `limit` of zero."""
@@ -117,8 +119,16 @@ def int_group(codes: Tensor, scale: Tensor | None) -> int:
     return 2 * codes.shape[-1] // scale.shape[-1]
 
 
+def can_pack_scales(scale: Tensor) -> bool:
+    """Whether fp16, in which `pack_scales` keeps them, has these scales as exactly as bf16 would. Below 6e-5 it has
+    fewer bits, and above 65,504 none."""
+    scale = scale.float()
+    return bool(((scale.half().float() - scale).abs() <= scale.abs() * _BF16_ERROR).all())
+
+
 def pack_scales(scale: Tensor, zero: Tensor | int) -> Tensor:
-    """int32 of `scale`'s shape: of 4-bit integers, see `ExpertWeights`. zero: codes from 0 to 16."""
+    """int32 of `scale`'s shape: of 4-bit integers, see `ExpertWeights`. scale: of which `can_pack_scales` holds. zero:
+    codes from 0 to 16."""
     bits = scale.to(torch.float16).view(torch.int16).to(torch.int32) << 16
     return bits | (zero.to(torch.int32) if isinstance(zero, Tensor) else zero)
 
