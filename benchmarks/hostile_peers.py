@@ -309,7 +309,7 @@ async def grant_lease_2_39(attack: Attack) -> str:
             await server.stop(None)
 
 
-# ---- looks into the books ----
+# ---- audits ----
 
 
 @case

@@ -222,7 +222,7 @@ class DecodeCore(RoleCore):
     def _migrate(self, migrate: Migrate, now: float) -> None:
         self._migrations.begin(migrate, now)
 
-    # ---- its books ----
+    # ---- its accounts ----
 
     @property
     def idle(self) -> bool:

@@ -1,4 +1,7 @@
-"""The audit of a node's KV memory, and whether its books agree."""
+"""What an audit of a node's KV memory contains, and the verdict of its integrity check.
+
+Both run on the engine's thread; `node.auditor` decides when.
+"""
 
 from __future__ import annotations
 

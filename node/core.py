@@ -288,7 +288,7 @@ class RoleCore(ABC):
     def _handle_peer(self, event: PeerEvent, now: float) -> None:
         """Handle an event of a handoff stream."""
 
-    # ---- implemented by the role: its books ----
+    # ---- implemented by the role: its accounts ----
 
     @property
     @abstractmethod

@@ -191,7 +191,7 @@ class Role(Protocol):
         """Whether no request is on this node in any state, so that it may stop."""
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if the node's books disagree."""
+        """Raise AssertionError if the node's blocks, slots and requests disagree."""
 
     def audit(self, now: float) -> KvAudit:
         """Every block and slot, as of between two turns. The shell fills in `node_id`."""

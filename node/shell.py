@@ -26,7 +26,7 @@ from baton.trust import Trust
 from baton.v1 import node_pb2_grpc
 from baton.wire import Limits
 from node.audit import verdict
-from node.books import Books
+from node.auditor import Auditor
 from node.errors import StartupError
 from node.events import Draining, Role
 from node.handoffs.stream import HandoffEnd, PeerTransport
@@ -136,7 +136,7 @@ class Node:
         self._loop = loop
         self._gate = AdminGate(settings.admin_key_file)
         role = parts.role
-        self._books = Books(loop.run_engine_call, lambda: verdict(role.check_integrity), self._take_audit, audit_s)
+        self._auditor = Auditor(loop.run_engine_call, lambda: verdict(role.check_integrity), self._take_audit, audit_s)
         name = settings.name(parts.info.role)
         self._profiling = Profiling(settings.profile_dir, name, loop.run_engine_call, parts.watch_steps)
         self._why_not: str | None = "starting"
@@ -173,7 +173,7 @@ class Node:
             silence_s=self._settings.silence_timeout,
         )
         self._peers = self._side.serve(self._server, self._sessions, self._parts, ours)
-        status = NodeStatus(info, self._parts.tokenizer, self._books, self._gate)
+        status = NodeStatus(info, self._parts.tokenizer, self._auditor, self._gate)
         node_pb2_grpc.add_NodeStatusServicer_to_server(status, self._server)  # type: ignore[no-untyped-call]
         self._health = Health(self._server, ["baton.v1.NodeStatus", self._side.service])
         # Before the first turn, in which a data parallel node may take part in others' steps, which are their warm-up.
@@ -215,7 +215,7 @@ class Node:
         await self._peers.close()
         await self._server.stop(GRACE_S)
         ended = await asyncio.to_thread(self._loop.stop, THREAD_STOP_S)
-        await asyncio.to_thread(self._books.close)
+        await asyncio.to_thread(self._auditor.close)
         await asyncio.to_thread(self.metrics.close)
         return ended
 
@@ -239,7 +239,7 @@ class Node:
         try:
             checks = {"/health": lambda: self._why_not}
             actions = {"/debug/profile": self._profiling.answer}
-            return MetricsServer(listen, registry, checks, admin_pages(self._books), self._gate, actions)
+            return MetricsServer(listen, registry, checks, admin_pages(self._auditor), self._gate, actions)
         except OSError as error:
             raise StartupError(f"--metrics-port: cannot listen on {listen}: {error.strerror}") from None
 

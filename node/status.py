@@ -18,7 +18,7 @@ from baton.errors import BatonError
 from baton.node_info import NodeInfo
 from baton.telemetry import AdminGate, Page
 from baton.v1 import common_pb2, node_pb2, node_pb2_grpc
-from node.books import Books
+from node.auditor import Auditor
 from node.sessions import Context
 
 PIECE_BYTES = 1024 * 1024
@@ -29,11 +29,11 @@ class NodeStatus(node_pb2_grpc.NodeStatusServicer):
     """`tokenizer` is the text of a tokenizer.json, whose digest is in `info`. `gate` controls access to audits. The
     transports' addresses are left out: they are sent in the Hello only."""
 
-    def __init__(self, info: NodeInfo, tokenizer: bytes, books: Books, gate: AdminGate) -> None:
+    def __init__(self, info: NodeInfo, tokenizer: bytes, auditor: Auditor, gate: AdminGate) -> None:
         endpoints = tuple(replace(endpoint, address=b"") for endpoint in info.endpoints)
         self._info = wire.write_node_info(replace(info, endpoints=endpoints))
         self._tokenizer = tokenizer
-        self._books = books
+        self._auditor = auditor
         self._gate = gate
 
     async def Describe(self, request: node_pb2.DescribeRequest, context: Context) -> common_pb2.NodeInfo:  # noqa: N802
@@ -54,7 +54,7 @@ class NodeStatus(node_pb2_grpc.NodeStatusServicer):
         if denied := self._gate.denies(_host(context.peer()), metadata.get("authorization")):
             await context.abort(grpc.StatusCode[denied.grpc_status], denied.reason)
         try:
-            pieces = await asyncio.wrap_future(self._books.audit(_message_pieces))
+            pieces = await asyncio.wrap_future(self._auditor.audit(_message_pieces))
         except BatonError as error:
             await context.abort(grpc.StatusCode[error.grpc_status], error.message)
         audit = node_pb2.KvAudit()
@@ -63,15 +63,15 @@ class NodeStatus(node_pb2_grpc.NodeStatusServicer):
         return audit
 
 
-def admin_pages(books: Books) -> dict[str, Page]:
+def admin_pages(auditor: Auditor) -> dict[str, Page]:
     """Pages for operators only, with a bounded cost to the engine."""
 
     async def integrity() -> tuple[HTTPStatus, str]:
-        said = await asyncio.wrap_future(books.integrity())
-        return (HTTPStatus.OK if said == OK else HTTPStatus.SERVICE_UNAVAILABLE), said
+        verdict = await asyncio.wrap_future(auditor.integrity())
+        return (HTTPStatus.OK if verdict == OK else HTTPStatus.SERVICE_UNAVAILABLE), verdict
 
     async def debug_kv() -> tuple[HTTPStatus, str]:
-        pieces = await asyncio.wrap_future(books.audit(KvAudit.json_pieces))
+        pieces = await asyncio.wrap_future(auditor.audit(KvAudit.json_pieces))
         return HTTPStatus.OK, "".join(pieces)
 
     return {"/integrity": integrity, "/debug/kv": debug_kv}

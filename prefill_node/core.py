@@ -125,7 +125,7 @@ class PrefillCore(RoleCore):
         error = InvalidRequest("a prefill node hands its requests over by itself", "move")
         self._outbox.to_router(migrate.attempt_id, Stayed(migrate.move, error))
 
-    # ---- its books ----
+    # ---- its accounts ----
 
     @property
     def idle(self) -> bool:

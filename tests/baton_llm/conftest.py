@@ -46,7 +46,7 @@ def audit(llm) -> list[KvAudit]:
 
 
 def wait_whole(llm) -> list[KvAudit]:
-    """Until no request is left on either node and every block is back; their books must balance. Each audit waits for
+    """Until no request is left on either node and every block is back; their accounts must agree. Each audit waits for
     a turn of the engine, so this does not spin."""
     deadline = time.monotonic() + PATIENCE_S
     while True:

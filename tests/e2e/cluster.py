@@ -179,7 +179,7 @@ class Node(Member):
         self.wait_page("/health")
 
     def wait_whole(self) -> None:
-        """Until no request is left and every block and slot is back; its books must balance then."""
+        """Until no request is left and every block and slot is back; its accounts must agree then."""
         wait_until(self._why_not_whole)
         wait_until(self._why_metrics_disagree)
         assert self.page("/integrity").status_code == 200
@@ -210,7 +210,7 @@ class Node(Member):
 
 
 def wait_whole(nodes: Iterable[Node]) -> None:
-    """Until each is, all at once: a node rests after it has accounted for its blocks (`node.books`)."""
+    """Until each is, all at once: a node pauses after each audit (`node.auditor`)."""
     with ThreadPoolExecutor() as pool:
         for _ in pool.map(Node.wait_whole, nodes):
             pass

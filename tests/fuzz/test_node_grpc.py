@@ -1,7 +1,7 @@
 """What strangers may say to a node's gRPC services: first messages and later ones, wrong in some places or no messages.
 
-A real node shell around a scripted role. Each stream ends with a named status or goes on; the node lives, its books
-balance, and whoever comes next is served.
+A real node shell around a scripted role. Each stream ends with a named status or goes on; the node lives, its accounts
+agree, and whoever comes next is served.
 """
 
 from __future__ import annotations

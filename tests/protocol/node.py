@@ -83,7 +83,7 @@ class Node:
         self.subscribed = False  # as the router sees it
         self.fenced: set[AttemptId] = set()  # work that it was told to abort
         self._awake = True  # its loop has a reason for a turn
-        self.num_touches = 0  # while it stays the same, so do the node's books
+        self.num_touches = 0  # while it stays the same, so do the node's accounts
         self.feed = KvFeed()
         self.model = make_model(num_blocks, BLOCK_SIZE, ranks)
         layout = self.model.layout

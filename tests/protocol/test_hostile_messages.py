@@ -1,4 +1,4 @@
-"""Whatever others say, within what the wire lets through: nothing raises, no books are wrong, and nobody else's request
+"""Whatever others say, within what the wire lets through: nothing raises, accounts agree, and nobody else's request
 is any different."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Looks into the books: one for all who asked, rests in between, and nobody waits for an engine that is gone."""
+"""Audits of a node: one for all queries before it, pauses in between, and nobody waits for an engine that is gone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from baton.audit import KvAudit, KvBlock
 from baton.errors import DeadlineExceeded, NodeUnavailable
 from baton.node_info import NodeRole
-from node.books import REST, Books
+from node.auditor import PAUSE_FACTOR, Auditor
 from node.status import _host, _message_pieces
 
 WAIT_S = 20.0
@@ -23,35 +23,35 @@ AUDIT = KvAudit("d", "i", NodeRole.DECODE, "ok", True, {"free": 1}, {}, (), (), 
 
 
 class Engine:
-    """Runs a call when told to. `looks` are the kinds that it took; `took_s` how long the next ones take."""
+    """Runs calls while `free` is set. `audits`: the kinds that it ran; `took_s`: how long the next ones take."""
 
     def __init__(self) -> None:
-        self.looks: list[str] = []
+        self.audits: list[str] = []
         self.times: list[float] = []
         self.took_s = 0.0
         self.free = threading.Event()
         self.free.set()
-        self.came = threading.Semaphore(0)
+        self.called = threading.Semaphore(0)
 
     def run_engine_call(self, call: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
 
         def run() -> None:
-            self.came.release()
+            self.called.release()
             if self.free.wait(WAIT_S) and future.set_running_or_notify_cancel():
                 future.set_result(call())
 
         threading.Thread(target=run, daemon=True).start()
         return future
 
-    def look(self, kind: str, result: Any) -> Callable[[], Any]:
-        def look() -> Any:
-            self.looks.append(kind)
+    def audit(self, kind: str, result: Any) -> Callable[[], Any]:
+        def run() -> Any:
+            self.audits.append(kind)
             self.times.append(time.monotonic())
             time.sleep(self.took_s)
             return result
 
-        return look
+        return run
 
 
 @pytest.fixture
@@ -60,44 +60,44 @@ def engine() -> Engine:
 
 
 @pytest.fixture
-def books(engine: Engine) -> Iterator[Books]:
-    books = Books(engine.run_engine_call, engine.look("verdict", "ok"), engine.look("audit", AUDIT), 5.0)
-    yield books
-    books.close()
+def auditor(engine: Engine) -> Iterator[Auditor]:
+    auditor = Auditor(engine.run_engine_call, engine.audit("verdict", "ok"), engine.audit("audit", AUDIT), 5.0)
+    yield auditor
+    auditor.close()
 
 
-def test_one_look_serves_all_who_asked_before_it(engine: Engine, books: Books) -> None:
+def test_one_audit_serves_all_queries_before_it(engine: Engine, auditor: Auditor) -> None:
     engine.free.clear()
-    first = books.integrity()
-    assert engine.came.acquire(timeout=WAIT_S)
-    rest = [books.integrity() if i % 2 else books.audit(KvAudit.json_pieces) for i in range(50)]
+    first = auditor.integrity()
+    assert engine.called.acquire(timeout=WAIT_S)
+    rest = [auditor.integrity() if i % 2 else auditor.audit(KvAudit.json_pieces) for i in range(50)]
     engine.free.set()
     assert first.result(WAIT_S) == "ok"
     for answer in rest:
         said = answer.result(WAIT_S)
         assert said == "ok" or json.loads("".join(said))["node_id"] == "d"
-    assert engine.looks == ["verdict", "audit"]
+    assert engine.audits == ["verdict", "audit"]
 
 
-def test_the_engine_rests_many_times_as_long_as_a_look_took(engine: Engine, books: Books) -> None:
+def test_the_next_audit_waits_many_times_as_long_as_one_took(engine: Engine, auditor: Auditor) -> None:
     engine.took_s = 0.01
     for _ in range(3):
-        books.integrity().result(WAIT_S)
+        auditor.integrity().result(WAIT_S)
     gaps = [after - before for before, after in zip(engine.times, engine.times[1:], strict=False)]
-    assert min(gaps) >= REST * engine.took_s
+    assert min(gaps) >= PAUSE_FACTOR * engine.took_s
 
 
-def test_an_engine_that_hangs_fails_the_question_and_not_the_next(engine: Engine) -> None:
-    books = Books(engine.run_engine_call, engine.look("verdict", "ok"), engine.look("audit", AUDIT), 0.05)
+def test_an_engine_that_hangs_fails_the_query_and_not_the_next(engine: Engine) -> None:
+    auditor = Auditor(engine.run_engine_call, engine.audit("verdict", "ok"), engine.audit("audit", AUDIT), 0.05)
     engine.free.clear()
     with pytest.raises(DeadlineExceeded, match=r"no turn of the engine ended within 0\.05 s"):
-        books.integrity().result(WAIT_S)
+        auditor.integrity().result(WAIT_S)
     engine.free.set()
-    assert books.integrity().result(WAIT_S) == "ok"
-    books.close()
+    assert auditor.integrity().result(WAIT_S) == "ok"
+    auditor.close()
 
 
-def test_a_look_that_fails_is_told_and_is_not_the_last(engine: Engine) -> None:
+def test_an_audit_that_fails_is_reported_and_is_not_the_last(engine: Engine) -> None:
     failures = [ZeroDivisionError()]
 
     def verdict() -> str:
@@ -113,20 +113,20 @@ def test_a_look_that_fails_is_told_and_is_not_the_last(engine: Engine) -> None:
             future.set_exception(error)
         return future
 
-    books = Books(run_engine_call, verdict, lambda: AUDIT, 1.0)
+    auditor = Auditor(run_engine_call, verdict, lambda: AUDIT, 1.0)
     with pytest.raises(ZeroDivisionError):
-        books.integrity().result(WAIT_S)
-    assert books.integrity().result(WAIT_S) == "ok"
-    books.close()
+        auditor.integrity().result(WAIT_S)
+    assert auditor.integrity().result(WAIT_S) == "ok"
+    auditor.close()
 
 
-def test_closing_answers_who_waits_and_who_comes(engine: Engine, books: Books) -> None:
-    books.integrity().result(WAIT_S)  # so that the next one has to wait
+def test_closing_fails_queries_that_wait_and_later_ones(engine: Engine, auditor: Auditor) -> None:
+    auditor.integrity().result(WAIT_S)  # so that the next one has to wait
     engine.took_s = 0.2
-    books.integrity().result(WAIT_S)
-    waiting = books.integrity()
-    books.close()
-    for answer in (waiting, books.audit(KvAudit.json_pieces)):
+    auditor.integrity().result(WAIT_S)
+    waiting = auditor.integrity()
+    auditor.close()
+    for answer in (waiting, auditor.audit(KvAudit.json_pieces)):
         with pytest.raises(NodeUnavailable, match="the node was stopped"):
             answer.result(WAIT_S)
 
