@@ -140,7 +140,7 @@ def build(settings: NodeSettings, wake: Callable[[], None] | None = None, ranks:
     if ranks is not None and peers is not None:
         ranks.settle = lambda: peers.why_lost(_NOTICED_S)
     try:
-        at = None if peers is None else peers.rendezvous.at
+        at = None if peers is None else peers.rendezvous.store
         weights = partial(fingerprint_of, settings, checkpoint)
         everyone = ONE_RANK if ranks is None else ranks.join(device_of(settings), at, weights)
         return _build(settings, checkpoint, wake, ranks, Pipeline(everyone, settings.pipeline_parallel_size), peers)
@@ -196,7 +196,7 @@ def _build(
     peers: PeerNodes | None = None,
 ) -> Built:
     tokenizer = _read_tokenizer(settings, checkpoint.path)
-    data = ONE_NODE if peers is None else join_ranks(settings, 0, peers.rendezvous.at, device_of(settings))
+    data = ONE_NODE if peers is None else join_ranks(settings, 0, peers.rendezvous.store, device_of(settings))
     part = load_part(settings, checkpoint, pipeline, data)
     config, device = part.config, part.model.device
     layer_groups = settings.layer_groups(device.type == "cuda")

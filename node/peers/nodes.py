@@ -3,7 +3,7 @@
     all have loaded -> waves of steps -> one is told to stop, so all drain -> all have drained -> all leave
 
 Rank 0 passes on what one node says to the others. Each node has experts that the others need, so one that dies or hangs
-ends them all, by name, and routers go on elsewhere. How they meet: `node.peers.data_parallel`.
+ends them all, by name, and routers go on elsewhere. How they find each other: `node.peers.data_parallel`.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Rendezvous:
-    """What all nodes have in common: where their ranks meet, and what their incarnations begin with. server: on rank 0,
-    which is that place as long as it has this object."""
+class RendezvousInfo:
+    """What all nodes have in common: the TCPStore at which their ranks find each other, and what their incarnations
+    begin with. server: the store itself, on rank 0, which serves it as long as this object lives."""
 
-    at: HostPort
+    store: HostPort
     group: str
     server: object = None
 
@@ -70,7 +70,7 @@ class PeerNodes:
         rank: int,
         size: int,
         links: Mapping[int, PeerLink],
-        rendezvous: Rendezvous,
+        rendezvous: RendezvousInfo,
         wake: Callable[[], None],
         limits: Limits,
     ) -> None:

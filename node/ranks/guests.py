@@ -18,8 +18,8 @@ import baton
 from baton.address import HostPort
 from baton.settings import flag_name
 from node.errors import StartupError
-from node.peers.greetings import Greeter, Place, number_in, why_not_alike
 from node.peers.links import PeerLink
+from node.peers.rendezvous import RendezvousEndpoint, RendezvousServer, int_field, mismatch
 from node.ranks.forks import BEAT_S, HAS_ENDED, Limits
 from node.settings import NodeSettings
 
@@ -40,10 +40,10 @@ _OWN_TO_A_HOST = frozenset(
 compared by themselves, and of a secret whether there is one."""
 
 
-def place_of(settings: NodeSettings) -> Place:
-    """Where the hosts of the node meet."""
-    at = HostPort(settings.master_addr, settings.master_port)
-    return Place(at, "--master-addr", "--master-port", "host of this node")
+def rendezvous_of(settings: NodeSettings) -> RendezvousEndpoint:
+    """At which rank 0 waits for the other hosts of the node."""
+    address = HostPort(settings.master_addr, settings.master_port)
+    return RendezvousEndpoint(address, "--master-addr", "--master-port", "host of this node")
 
 
 def shared_flags(settings: NodeSettings) -> dict[str, str]:
@@ -61,7 +61,7 @@ class Guests:
     """Those that rank 0 waits for: hosts, by their --node-rank, and ranks."""
 
     def __init__(self, settings: NodeSettings, fingerprint: str, limits: Limits) -> None:
-        self._settings, self._place, self._limits = settings, place_of(settings), limits
+        self._settings, self._endpoint, self._limits = settings, rendezvous_of(settings), limits
         self._flags, self._weights = shared_flags(settings), {"--model": fingerprint}
         own = len(settings.host_ranks)
         self._wanted = {(HOST, number) for number in range(1, settings.nnodes)}
@@ -72,18 +72,20 @@ class Guests:
         """Until all are there. Raises StartupError."""
         next_beat = time.monotonic()
         deadline = next_beat + self._limits.join
-        with Greeter(self._place, self._why_not) as greeter, self._closed_on_error():
-            log.info("waiting for other hosts address=%s number=%d", self._place.at, self._settings.nnodes - 1)
-            self._warn_of_loopback(greeter.host)
+        with RendezvousServer(self._endpoint, self._why_not) as server, self._closed_on_error():
+            log.info("waiting for other hosts address=%s number=%d", self._endpoint.address, self._settings.nnodes - 1)
+            self._warn_of_loopback(server.host)
             while missing := self._wanted - self._came.keys():
-                ready = greeter.wait(self._came.values(), min(deadline, next_beat) - time.monotonic())
+                ready = server.wait(self._came.values(), min(deadline, next_beat) - time.monotonic())
                 if time.monotonic() > deadline:
                     who, limit_s = self._named(*min(missing)), self._limits.join
-                    raise StartupError(f"--nnodes: {who} did not connect to {self._place.at} within {limit_s:g} s")
+                    raise StartupError(
+                        f"--nnodes: {who} did not connect to {self._endpoint.address} within {limit_s:g} s"
+                    )
                 for guest in [guest for guest, link in self._came.items() if link in ready]:
                     if guest in self._came:  # its host may just have ended
                         self._hear(guest)
-                for said, link in greeter.greet(ready):
+                for said, link in server.admit(ready):
                     self._let_in(said, link)
                 if time.monotonic() >= next_beat:
                     next_beat = time.monotonic() + BEAT_S
@@ -109,14 +111,14 @@ class Guests:
 
     def _why_not(self, said: dict[str, Any]) -> str | None:
         if "node_rank" not in said:
-            guest = RANK, number_in(said, "rank")
+            guest = RANK, int_field(said, "rank")
             if guest not in self._wanted or guest in self._came:
                 return f"--node-rank: rank {guest[1]} is there, or belongs to no other host"
-            return why_not_alike(said["serves"], self._weights, _RANK_0)
-        guest = HOST, number_in(said, "node_rank")
+            return mismatch(said["serves"], self._weights, _RANK_0)
+        guest = HOST, int_field(said, "node_rank")
         is_taken = guest not in self._wanted or guest in self._came
         taken = f"--node-rank: {guest[1]} is taken" if is_taken else None
-        return why_not_alike(said["serves"], self._flags, _RANK_0) or taken
+        return mismatch(said["serves"], self._flags, _RANK_0) or taken
 
     def _hear(self, guest: tuple[str, int]) -> None:
         """Beats of hosts, and why they end; ranks have nothing to say before they are told where to meet."""

@@ -24,10 +24,10 @@ from typing import Any
 
 from baton.signals import stop_signals
 from node import preflight
-from node.peers.greetings import GREETING_S, come
 from node.peers.links import PeerLink
+from node.peers.rendezvous import HELLO_TIMEOUT_S, join_rendezvous
 from node.ranks.forks import BEAT_S, Ends, Limits, RankFork, RankForks, Word, fork
-from node.ranks.guests import place_of, shared_flags
+from node.ranks.guests import rendezvous_of, shared_flags
 from node.ranks.ranks import RunRank
 from node.ranks.seats import HostSeat
 from node.settings import NodeSettings
@@ -40,10 +40,10 @@ _RANK_0 = "node rank 0"
 def run_headless(settings: NodeSettings, run: RunRank, limits: Limits | None = None) -> int:
     """Until the node ends; the exit code. Call it on the main thread, before this process has others. Raises
     StartupError."""
-    limits, place = limits or Limits.of(settings), place_of(settings)
+    limits, endpoint = limits or Limits.of(settings), rendezvous_of(settings)
 
     def run_fork(number: int, ends: Ends) -> None:
-        run(HostSeat(number, settings.num_ranks, ends, place, limits.join), settings)
+        run(HostSeat(number, settings.num_ranks, ends, endpoint, limits.join), settings)
 
     host, code = _Host(settings, fork(settings.host_ranks, run_fork, limits), limits), 1
     try:
@@ -70,8 +70,8 @@ class _Host:
         preflight.check(self._settings)  # after the forks: it asks for GPUs
         settings = self._settings
         hello = {"node_rank": settings.node_rank, "serves": shared_flags(settings)}
-        log.info("coming to rank 0 address=%s node_rank=%d", place_of(settings).at, settings.node_rank)
-        self._link, _ = come(place_of(settings), hello, self._limits.join, answer_s=GREETING_S)
+        log.info("coming to rank 0 address=%s node_rank=%d", rendezvous_of(settings).address, settings.node_rank)
+        self._link, _ = join_rendezvous(rendezvous_of(settings), hello, self._limits.join, answer_s=HELLO_TIMEOUT_S)
         with _signals() as signals:
             try:
                 return self._follow(self._link, signals)

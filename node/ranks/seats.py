@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from baton.address import HostPort
 from kv_transfer.transports.host import LOOPBACK
-from node.peers.greetings import Place, come, own_host
+from node.peers.rendezvous import RendezvousEndpoint, join_rendezvous, own_host
 from node.ranks.forks import Ends
 from node.ranks.memory import mapped
 from node.ranks.ring import RingReader, SharedRing
@@ -92,19 +92,19 @@ class ForkSeat:
 
 
 class HostSeat:
-    """Implements RankSeat. place: where rank 0 listens."""
+    """Implements RankSeat. endpoint: where rank 0 listens."""
 
     host: str | None
 
-    def __init__(self, number: int, size: int, ends: Ends, place: Place, join_s: float) -> None:
-        self.number, self._size, self._ends, self._place, self._join_s = number, size, ends, place, join_s
+    def __init__(self, number: int, size: int, ends: Ends, endpoint: RendezvousEndpoint, join_s: float) -> None:
+        self.number, self._size, self._ends, self._endpoint, self._join_s = number, size, ends, endpoint, join_s
         self._steps: queue.SimpleQueue[tuple[int, NDArray[np.int32]] | Callable[[], None]] = queue.SimpleQueue()
 
     def join(self, device: torch.device, fingerprint: Callable[[], str]) -> tuple[RankGroup, HostPort | None]:
         hello = {"rank": self.number, "serves": {"--model": fingerprint()}}
-        link, said = come(self._place, hello, self._join_s)
+        link, said = join_rendezvous(self._endpoint, hello, self._join_s)
         self._stream = RankStream(link.release())
-        at = HostPort(self._place.at.host, int(said["port"]))
+        at = HostPort(self._endpoint.address.host, int(said["port"]))
         self.host = own_host(at)
         return join_group(store_at(at), self.number, self._size, device, self.host), None
 

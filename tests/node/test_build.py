@@ -21,7 +21,7 @@ from engine.model.fast.tally import FusedReport, Tally
 from engine.model.load import loader
 from node.build import build
 from node.errors import StartupError
-from node.peers.greetings import why_not_alike
+from node.peers.rendezvous import mismatch
 from node.ranks.guests import shared_flags
 from node.settings import NodeSettings
 from node.tokenizer import read_tokenizer
@@ -272,10 +272,10 @@ def test_hosts_agree_on_all_flags_but_their_own(tmp_path):
         other = PrefillSettings(**sizes, node_rank=1, **changes)
         (name,) = changes
         flag = flag_name(name)
-        differs = why_not_alike(shared_flags(other), shared_flags(first), "rank 0")
+        differs = mismatch(shared_flags(other), shared_flags(first), "rank 0")
         assert differs == f"{flag}: {changes[name]}, and rank 0 has {getattr(first, name)}"
     decode = DecodeSettings(model="none", tensor_parallel_size=6, nnodes=3, node_rank=1)
-    assert str(why_not_alike(shared_flags(decode), shared_flags(first), "rank 0")).startswith("the command: ")
+    assert str(mismatch(shared_flags(decode), shared_flags(first), "rank 0")).startswith("the command: ")
 
 
 @pytest.mark.parametrize("why", ["data parallel rank 0 has ended", None])
@@ -283,7 +283,7 @@ def test_a_start_that_the_loss_of_another_node_has_broken_names_it(checkpoint, m
     """Anything else that breaks it is told as it is."""
 
     class Peers:
-        rendezvous = SimpleNamespace(at=None)
+        rendezvous = SimpleNamespace(store=None)
 
         def why_lost(self, timeout_s):
             return why

@@ -21,10 +21,10 @@ import pytest
 from baton.address import HostPort
 from deploy.ports import HeldPort
 from node.errors import StartupError
-from node.peers.greetings import come
 from node.peers.links import PeerLink
+from node.peers.rendezvous import join_rendezvous
 from node.ranks.forks import Limits, RankFork, Word, fork
-from node.ranks.guests import Guests, place_of, shared_flags
+from node.ranks.guests import Guests, rendezvous_of, shared_flags
 from node.ranks.headless import _Host
 from node.ranks.hosts import OtherHosts, _HostRank
 from node.ranks.stream import RankStream
@@ -69,7 +69,7 @@ def test_a_host_that_ends_before_all_have_come_may_come_again() -> None:
         flags = shared_flags(settings)
 
         def arrive(**said: Any) -> PeerLink:
-            return come(place_of(settings), said, PATIENCE_S, answer_s=PATIENCE_S)[0]
+            return join_rendezvous(rendezvous_of(settings), said, PATIENCE_S, answer_s=PATIENCE_S)[0]
 
         for _ in range(2):
             arrive(node_rank=1, serves=flags).close()
@@ -107,12 +107,12 @@ def test_a_host_that_says_nothing_is_given_up_with_its_ranks_while_others_are_mi
         settings = NodeSettings(model="none", tensor_parallel_size=4, nnodes=2, master_port=port.address.port)
         waiting = pool.submit(Guests(settings, "weights", limits).wait)
         hello = {"node_rank": 1, "serves": shared_flags(settings)}
-        vanished, _ = come(place_of(settings), hello, PATIENCE_S, answer_s=PATIENCE_S)
+        vanished, _ = join_rendezvous(rendezvous_of(settings), hello, PATIENCE_S, answer_s=PATIENCE_S)
         gone = PeerLink(socket.create_connection((port.address.host, port.address.port)))
         gone.send(rank=3, serves={"--model": "weights"})
         for link in (vanished, gone):
             is_let_go(link)
-        links = [vanished, gone, come(place_of(settings), hello, PATIENCE_S, answer_s=PATIENCE_S)[0]]
+        links = [vanished, gone, join_rendezvous(rendezvous_of(settings), hello, PATIENCE_S, answer_s=PATIENCE_S)[0]]
         for number in (2, 3):
             links.append(PeerLink(socket.create_connection((port.address.host, port.address.port))))
             links[-1].send(rank=number, serves={"--model": "weights"})

@@ -17,9 +17,9 @@ from baton.incarnation import fate
 from deploy.ports import HeldPort
 from node.errors import StartupError
 from node.peers.data_parallel import join_nodes
-from node.peers.greetings import GREETING_S
 from node.peers.links import PeerLink
 from node.peers.nodes import BEAT_S, Limits, PeerNodes
+from node.peers.rendezvous import HELLO_TIMEOUT_S
 from node.settings import NodeSettings
 
 HOST = "127.0.0.1"
@@ -73,8 +73,8 @@ class Scene:
     def together(self, size: int, wake: Callable[[], None] = lambda: None) -> list[PeerNodes]:
         return [future.result(PATIENCE_S) for future in [self.meet(rank, size, wake) for rank in range(size)]]
 
-    def come(self, **said: Any) -> PeerLink:
-        """As a node that says this; once rank 0 listens."""
+    def connect(self, **hello: Any) -> PeerLink:
+        """As a node with this hello; once rank 0 listens."""
         for _ in range(1000):
             try:
                 link = PeerLink(socket.create_connection(self.address, timeout=PATIENCE_S))
@@ -82,8 +82,8 @@ class Scene:
             except ConnectionRefusedError:
                 threading.Event().wait(0.01)
         self.links.append(link)
-        if said:
-            link.send(**said)
+        if hello:
+            link.send(**hello)
         return link
 
     @property
@@ -115,15 +115,15 @@ def scene(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
     scene.close()
 
 
-# ---- to meet ----
+# ---- rendezvous ----
 
 
 def test_the_others_may_come_before_rank_0_and_all_know_where_ranks_meet(scene: Scene) -> None:
     others = [scene.meet(rank, 3) for rank in (2, 1)]
     first = scene.meet(0, 3).result(PATIENCE_S)
-    met = [first.rendezvous, *(other.result(PATIENCE_S).rendezvous for other in others)]
-    assert len({(meeting.at, meeting.group) for meeting in met}) == 1
-    assert [meeting.server is None for meeting in met] == [False, True, True]
+    found = [first.rendezvous, *(other.result(PATIENCE_S).rendezvous for other in others)]
+    assert len({(rendezvous.store, rendezvous.group) for rendezvous in found}) == 1
+    assert [rendezvous.server is None for rendezvous in found] == [False, True, True]
     assert fate(first.incarnation) == fate(others[0].result().incarnation) == first.rendezvous.group
     assert first.incarnation != others[0].result().incarnation
 
@@ -140,20 +140,20 @@ def test_a_node_that_does_not_belong_is_refused_and_the_right_one_is_not(
     scene: Scene, rank: int, size: int, serves: dict[str, str], why: str
 ) -> None:
     first = scene.meet(0, 3)
-    taken = scene.come(rank=2, size=3, serves=SERVES)
+    taken = scene.connect(rank=2, size=3, serves=SERVES)
     with pytest.raises(StartupError, match=why):
         scene.meet(rank, size, serves={**SERVES, **serves}).result(PATIENCE_S)
     scene.meet(1, 3).result(PATIENCE_S)
-    meeting = first.result(PATIENCE_S).rendezvous
-    assert taken.receive_one(PATIENCE_S) == {"port": meeting.at.port, "group": meeting.group}
+    rendezvous = first.result(PATIENCE_S).rendezvous
+    assert taken.receive_one(PATIENCE_S) == {"port": rendezvous.store.port, "group": rendezvous.group}
 
 
 @pytest.mark.parametrize(
     "data", [b"GET / HTTP/1.1\r\n\r\n", b'{"rank": 1}\n', b"[" * 5000 + b"\n", b"[]\n", b'"a"\n', HUGE]
 )
-def test_what_is_no_node_is_sent_away(scene: Scene, data: bytes) -> None:
+def test_what_is_no_node_is_disconnected(scene: Scene, data: bytes) -> None:
     first = scene.meet(0, 2)
-    link = scene.come()
+    link = scene.connect()
     link._socket.sendall(data)
     with pytest.raises(OSError, match=r"closed|reset"):
         link.receive_one(PATIENCE_S)
@@ -162,17 +162,17 @@ def test_what_is_no_node_is_sent_away(scene: Scene, data: bytes) -> None:
     assert "was no data parallel node" in scene.log.text
 
 
-def test_who_says_nothing_keeps_no_node_out(scene: Scene) -> None:
+def test_a_silent_connection_holds_up_no_node(scene: Scene) -> None:
     first = scene.meet(0, 2)
     for _ in range(3):
-        scene.come()
-    scene.meet(1, 2).result(GREETING_S)
-    first.result(GREETING_S)
+        scene.connect()
+    scene.meet(1, 2).result(HELLO_TIMEOUT_S)
+    first.result(HELLO_TIMEOUT_S)
 
 
 def test_a_node_that_ended_while_others_were_missing_may_come_again(scene: Scene) -> None:
     first = scene.meet(0, 3)
-    scene.come(rank=1, size=3, serves=SERVES).close()
+    scene.connect(rank=1, size=3, serves=SERVES).close()
     others = [scene.meet(rank, 3) for rank in (1, 2)]
     for future in (first, *others):
         future.result(PATIENCE_S)
@@ -180,7 +180,7 @@ def test_a_node_that_ended_while_others_were_missing_may_come_again(scene: Scene
 
 def test_who_is_missing_is_named(scene: Scene) -> None:
     first = scene.meet(0, 3, limits=Limits(join=0.5))
-    scene.come(rank=1, size=3, serves=SERVES)
+    scene.connect(rank=1, size=3, serves=SERVES)
     with pytest.raises(StartupError, match=r"^--data-parallel-size: rank (1, )?2 of 3 did not connect within 0.5 s"):
         first.result(PATIENCE_S)
     with pytest.raises(StartupError, match=f"--data-parallel-address: could not reach {HOST}:"):
@@ -270,7 +270,7 @@ def test_all_stop_together_and_leave_when_all_have_drained(scene: Scene) -> None
 def test_a_node_that_ends_at_once_when_all_have_drained_is_not_lost(scene: Scene) -> None:
     """Though nobody here has seen yet that all have: its last word and the end of its connection come together."""
     started = scene.meet(0, 2)
-    other = scene.come(rank=1, size=2, serves=SERVES)
+    other = scene.connect(rank=1, size=2, serves=SERVES)
     node = started.result(PATIENCE_S)
     node.ready(lambda: None)
     with node._state:
@@ -334,7 +334,7 @@ def test_a_node_that_says_nothing_ends_all_others_by_name(scene: Scene) -> None:
     """Once all are ready: while they load it may be silent for longer. The last one beats no more."""
     limits = Limits(PATIENCE_S, silence=3 * BEAT_S, loading_silence=PATIENCE_S, report=0.0)
     started = [scene.meet(rank, 3, limits=limits) for rank in (0, 1)]
-    silent = scene.come(rank=2, size=3, serves=SERVES)
+    silent = scene.connect(rank=2, size=3, serves=SERVES)
     for future in started:
         future.result(PATIENCE_S).ready(lambda: None)
     silent.send(rank=2, ready=True)
@@ -345,7 +345,7 @@ def test_a_node_whose_start_another_one_has_broken_can_say_which(scene: Scene) -
     """It has a moment for it before it is ended."""
     limits = Limits(PATIENCE_S, PATIENCE_S, PATIENCE_S, report=PATIENCE_S)
     started = scene.meet(0, 2, limits=limits)
-    other = scene.come(rank=1, size=2, serves=SERVES)
+    other = scene.connect(rank=1, size=2, serves=SERVES)
     node = started.result(PATIENCE_S)
     assert node.why_lost(0) is None
     other.close()

@@ -205,7 +205,7 @@ async def test_an_engine_that_hangs_lets_nobody_wait_for_an_audit():
         with pytest.raises(grpc.aio.AioRpcError, match=hangs) as error:
             await stub.AuditKv(node_pb2.AuditKvRequest(), timeout=WAIT_S)
         assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        node.node._books._limit_s = WAIT_S  # a turn that ends may take its time where the machine is busy
+        node.node._auditor._limit_s = WAIT_S  # a turn that ends may take its time where the machine is busy
         go.set()
         assert await asyncio.to_thread(fetch, page, "/integrity") == (200, "ok\n")
         assert not node.node.failure.done()
