@@ -27,7 +27,7 @@ from node import preflight
 from node.peers.links import PeerLink
 from node.peers.rendezvous import HELLO_TIMEOUT_S, join_rendezvous
 from node.ranks.forks import BEAT_S, Ends, Limits, RankFork, RankForks, Word, fork
-from node.ranks.guests import rendezvous_of, shared_flags
+from node.ranks.joining import rendezvous_of, shared_flags
 from node.ranks.ranks import RunRank
 from node.ranks.seats import HostSeat
 from node.settings import NodeSettings

@@ -3,8 +3,8 @@
     each host comes, and each of its ranks -> all are told where ranks meet
     -> over a stream to each rank: steps, and what moves KV; over a link to each host, which watches its ranks: beats
 
-How they meet: `node.ranks.guests`; what they are: `node.ranks.headless`. A host that dies, hangs, or loses a rank ends
-the node, by name; and the node, ending, ends them.
+How they join: `node.ranks.joining`; what runs on them: `node.ranks.headless`. A host that dies, hangs or loses a rank
+ends the node, which names it; and when the node ends, it ends its hosts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kv_transfer.remote import RemotePool
 from kv_transfer.transports.host import address_of
 from node.peers.links import PeerLink
 from node.ranks.forks import BEAT_S, HAS_ENDED, Limits, Word
-from node.ranks.guests import HOST, RANK, Guests
+from node.ranks.joining import HOST, RANK, JoiningHosts
 from node.ranks.stream import RankStream
 from node.settings import NodeSettings
 
@@ -123,10 +123,10 @@ class OtherHosts:
     def meet(self, fingerprint: str, lost: Lost) -> str:
         """Wait for all hosts and their ranks. fingerprint: of the weights as they are served. lost: is called, on
         another thread, from then on. Returns this host's address. Raises StartupError."""
-        came = Guests(self._settings, fingerprint, self._limits).wait()
+        joined = JoiningHosts(self._settings, fingerprint, self._limits).wait()
         self._on_lost = lost
-        self._links = {number: link for (kind, number), link in came.items() if kind == HOST}
-        self._rank_links = {number: link for (kind, number), link in sorted(came.items()) if kind == RANK}
+        self._links = {number: link for (kind, number), link in joined.items() if kind == HOST}
+        self._rank_links = {number: link for (kind, number), link in sorted(joined.items()) if kind == RANK}
         for number, link in self._links.items():
             self._start(f"host-{number}", self._watch, number, link)
         return address_of(self._settings.master_addr) or self._settings.master_addr

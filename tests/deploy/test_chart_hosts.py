@@ -11,7 +11,7 @@ import pytest
 
 from baton.address import HostPort
 from deploy.ports import HeldPort
-from node.ranks.guests import shared_flags
+from node.ranks.joining import shared_flags
 from node.settings import NodeSettings
 from tests.deploy.commands import put_file
 from tests.deploy.namespaces import Host, arguments, why_not

@@ -22,7 +22,7 @@ from engine.model.load import loader
 from node.build import build
 from node.errors import StartupError
 from node.peers.rendezvous import mismatch
-from node.ranks.guests import shared_flags
+from node.ranks.joining import shared_flags
 from node.settings import NodeSettings
 from node.tokenizer import read_tokenizer
 from prefill_node.settings import PrefillSettings

@@ -1,5 +1,5 @@
-"""What rank 0 and another host make of what they hear, from each other and from strangers: who belongs to the node, who
-is lost, and which of several losses is to blame."""
+"""What rank 0 and another host make of the messages of each other and of anybody else: who belongs to the node, who is
+lost, and which of several losses is to blame."""
 
 from __future__ import annotations
 
@@ -24,79 +24,79 @@ from node.errors import StartupError
 from node.peers.links import PeerLink
 from node.peers.rendezvous import join_rendezvous
 from node.ranks.forks import Limits, RankFork, Word, fork
-from node.ranks.guests import Guests, rendezvous_of, shared_flags
 from node.ranks.headless import _Host
 from node.ranks.hosts import OtherHosts, _HostRank
+from node.ranks.joining import JoiningHosts, rendezvous_of, shared_flags
 from node.ranks.stream import RankStream
 from node.settings import NodeSettings
 from tests.node.host_scene import LIMITS
 from tests.node.scenes import PATIENCE_S
 
 
-def test_hosts_and_ranks_come_once() -> None:
+def test_hosts_and_ranks_join_once() -> None:
     """And only those that belong to other hosts."""
     settings = NodeSettings(model="none", tensor_parallel_size=4, nnodes=2)
     second = shared_flags(settings.model_copy(update={"node_rank": 1}))
-    guests = Guests(settings, "weights", LIMITS)
+    hosts = JoiningHosts(settings, "weights", LIMITS)
 
-    def why_not_host(number: int) -> str | None:
-        return guests._why_not({"node_rank": number, "serves": second})
+    def refusal_of_host(number: int) -> str | None:
+        return hosts._check_hello({"node_rank": number, "serves": second})
 
-    def why_not_rank(number: int) -> str | None:
-        return guests._why_not({"rank": number, "serves": {"--model": "weights"}})
+    def refusal_of_rank(number: int) -> str | None:
+        return hosts._check_hello({"rank": number, "serves": {"--model": "weights"}})
 
-    assert why_not_host(1) is None
-    assert [why_not_host(number) for number in (0, 2)] == ["--node-rank: 0 is taken", "--node-rank: 2 is taken"]
-    assert [number for number in range(5) if why_not_rank(number) is None] == [2, 3]
-    why = guests._why_not({"rank": 2, "serves": {"--model": "other"}})
+    assert refusal_of_host(1) is None
+    assert [refusal_of_host(number) for number in (0, 2)] == ["--node-rank: 0 is taken", "--node-rank: 2 is taken"]
+    assert [number for number in range(5) if refusal_of_rank(number) is None] == [2, 3]
+    why = hosts._check_hello({"rank": 2, "serves": {"--model": "other"}})
     assert why == "--model: other, and --node-rank 0 has weights"
-    guests._came |= dict.fromkeys([("host", 1), ("rank", 2)], cast("PeerLink", None))
-    assert why_not_host(1) == "--node-rank: 1 is taken"
-    assert why_not_rank(2) == "--node-rank: rank 2 is there, or belongs to no other host"
-    assert why_not_rank(3) is None
+    hosts._joined |= dict.fromkeys([("host", 1), ("rank", 2)], cast("PeerLink", None))
+    assert refusal_of_host(1) == "--node-rank: 1 is taken"
+    assert refusal_of_rank(2) == "--node-rank: rank 2 is there, or belongs to no other host"
+    assert refusal_of_rank(3) is None
 
 
-def is_let_go(link: PeerLink) -> None:
+def is_dropped(link: PeerLink) -> None:
     with pytest.raises(OSError, match=r"closed|reset"):
         link.receive_one(PATIENCE_S)
 
 
-def test_a_host_that_ends_before_all_have_come_may_come_again() -> None:
-    """So may its ranks. What is no host is let go."""
+def test_a_host_that_ends_before_all_have_joined_may_join_again() -> None:
+    """So may its ranks. What is no host is disconnected."""
     with HeldPort(HostPort("127.0.0.1", 0)) as port, ThreadPoolExecutor(1) as pool:
         settings = NodeSettings(model="none", tensor_parallel_size=4, nnodes=2, master_port=port.address.port)
-        waiting = pool.submit(Guests(settings, "weights", replace(LIMITS, join=PATIENCE_S)).wait)
+        waiting = pool.submit(JoiningHosts(settings, "weights", replace(LIMITS, join=PATIENCE_S)).wait)
         flags = shared_flags(settings)
 
-        def arrive(**said: Any) -> PeerLink:
-            return join_rendezvous(rendezvous_of(settings), said, PATIENCE_S, answer_s=PATIENCE_S)[0]
+        def join(**hello: Any) -> PeerLink:
+            return join_rendezvous(rendezvous_of(settings), hello, PATIENCE_S, answer_s=PATIENCE_S)[0]
 
         for _ in range(2):
-            arrive(node_rank=1, serves=flags).close()
-        host = arrive(node_rank=1, serves=flags)
+            join(node_rank=1, serves=flags).close()
+        host = join(node_rank=1, serves=flags)
         with pytest.raises(StartupError, match="--node-rank: 1 is taken"):
-            arrive(node_rank=1, serves=flags)
+            join(node_rank=1, serves=flags)
         with pytest.raises(StartupError, match="--model: other, and --node-rank 0 has weights"):
-            arrive(rank=2, serves={"--model": "other"})
+            join(rank=2, serves={"--model": "other"})
         for nonsense in (
             *({}, {"rank": "x", "serves": {}}, {"node_rank": 1}, {"node_rank": 1, "serves": []}),
             *({"rank": math.inf, "serves": {}}, {"node_rank": math.inf, "serves": flags}, {"rank": math.nan}),
             *({"node_rank": True, "serves": flags}, {"node_rank": 1, "serves": flags | {"--dtype": [3]}}),
         ):
-            with socket.create_connection((port.address.host, port.address.port)) as stranger:
-                PeerLink(stranger).send(**nonsense)
-                is_let_go(PeerLink(stranger))
+            with socket.create_connection((port.address.host, port.address.port)) as other:
+                PeerLink(other).send(**nonsense)
+                is_dropped(PeerLink(other))
         for more in (b"{", b"{}\n"):
             with socket.create_connection((port.address.host, port.address.port)) as chatty:
                 PeerLink(chatty).send(rank=2, serves={"--model": "weights"})
                 chatty.sendall(more)  # a rank has nothing to say yet
-                is_let_go(PeerLink(chatty))
+                is_dropped(PeerLink(chatty))
         ranks = [PeerLink(socket.create_connection((port.address.host, port.address.port))) for _ in range(2)]
         for number, rank in enumerate(ranks, 2):
             rank.send(rank=number, serves={"--model": "weights"})
-        came = waiting.result(PATIENCE_S)
-        assert sorted(came) == [("host", 1), ("rank", 2), ("rank", 3)]
-        for link in (host, *ranks, *came.values()):
+        joined = waiting.result(PATIENCE_S)
+        assert sorted(joined) == [("host", 1), ("rank", 2), ("rank", 3)]
+        for link in (host, *ranks, *joined.values()):
             link.close()
 
 
@@ -105,20 +105,20 @@ def test_a_host_that_says_nothing_is_given_up_with_its_ranks_while_others_are_mi
     limits = Limits(loading_silence=0.5, join=PATIENCE_S)
     with HeldPort(HostPort("127.0.0.1", 0)) as port, ThreadPoolExecutor(1) as pool:
         settings = NodeSettings(model="none", tensor_parallel_size=4, nnodes=2, master_port=port.address.port)
-        waiting = pool.submit(Guests(settings, "weights", limits).wait)
+        waiting = pool.submit(JoiningHosts(settings, "weights", limits).wait)
         hello = {"node_rank": 1, "serves": shared_flags(settings)}
         vanished, _ = join_rendezvous(rendezvous_of(settings), hello, PATIENCE_S, answer_s=PATIENCE_S)
         gone = PeerLink(socket.create_connection((port.address.host, port.address.port)))
         gone.send(rank=3, serves={"--model": "weights"})
         for link in (vanished, gone):
-            is_let_go(link)
+            is_dropped(link)
         links = [vanished, gone, join_rendezvous(rendezvous_of(settings), hello, PATIENCE_S, answer_s=PATIENCE_S)[0]]
         for number in (2, 3):
             links.append(PeerLink(socket.create_connection((port.address.host, port.address.port))))
             links[-1].send(rank=number, serves={"--model": "weights"})
-        came = waiting.result(PATIENCE_S)
-        assert sorted(came) == [("host", 1), ("rank", 2), ("rank", 3)]
-        for link in (*links, *came.values()):
+        joined = waiting.result(PATIENCE_S)
+        assert sorted(joined) == [("host", 1), ("rank", 2), ("rank", 3)]
+        for link in (*links, *joined.values()):
             link.close()
 
 
@@ -127,12 +127,12 @@ def test_a_host_without_the_cluster_secret_of_the_first_is_refused(tmp_path: Pat
     without = NodeSettings(model="none", tensor_parallel_size=4, nnodes=2)
     first, other = (without.model_copy(update={"cluster_secret_file": tmp_path / name}) for name in "ab")
 
-    def why_not(own: NodeSettings, guest: NodeSettings) -> str | None:
-        return Guests(own, "weights", LIMITS)._why_not({"node_rank": 1, "serves": shared_flags(guest)})
+    def refusal(own: NodeSettings, other: NodeSettings) -> str | None:
+        return JoiningHosts(own, "weights", LIMITS)._check_hello({"node_rank": 1, "serves": shared_flags(other)})
 
-    assert why_not(first, other) is None
-    assert why_not(first, without) == "--cluster-secret-file: none, and --node-rank 0 has one"
-    assert why_not(without, first) == "--cluster-secret-file: one, and --node-rank 0 has none"
+    assert refusal(first, other) is None
+    assert refusal(first, without) == "--cluster-secret-file: none, and --node-rank 0 has one"
+    assert refusal(without, first) == "--cluster-secret-file: one, and --node-rank 0 has none"
 
 
 @pytest.mark.parametrize(("master_addr", "is_warned_of"), [("localhost", True), ("127.0.0.1", False)])
@@ -148,7 +148,7 @@ def test_a_name_that_only_this_host_can_connect_to_is_warned_of(
             master_port=port.address.port,
         )
         with pytest.raises(StartupError, match="--nnodes: node rank 1 of 2 did not connect"):
-            Guests(settings, "weights", Limits(join=0.0)).wait()
+            JoiningHosts(settings, "weights", Limits(join=0.0)).wait()
     assert ("--master-addr: on this host localhost is " in caplog.text) == is_warned_of
 
 

@@ -170,7 +170,7 @@ def test_a_silent_connection_holds_up_no_node(scene: Scene) -> None:
     first.result(HELLO_TIMEOUT_S)
 
 
-def test_a_node_that_ended_while_others_were_missing_may_come_again(scene: Scene) -> None:
+def test_a_node_that_ended_while_others_were_missing_may_join_again(scene: Scene) -> None:
     first = scene.meet(0, 3)
     scene.connect(rank=1, size=3, serves=SERVES).close()
     others = [scene.meet(rank, 3) for rank in (1, 2)]
