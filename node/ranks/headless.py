@@ -28,8 +28,8 @@ from node.peers.links import PeerLink
 from node.peers.rendezvous import HELLO_TIMEOUT_S, join_rendezvous
 from node.ranks.forks import BEAT_S, Ends, Limits, RankFork, RankForks, Word, fork
 from node.ranks.joining import rendezvous_of, shared_flags
+from node.ranks.rank_links import RemoteRankLink
 from node.ranks.ranks import RunRank
-from node.ranks.seats import HostSeat
 from node.settings import NodeSettings
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def run_headless(settings: NodeSettings, run: RunRank, limits: Limits | None = N
     limits, endpoint = limits or Limits.of(settings), rendezvous_of(settings)
 
     def run_fork(number: int, ends: Ends) -> None:
-        run(HostSeat(number, settings.num_ranks, ends, endpoint, limits.join), settings)
+        run(RemoteRankLink(number, settings.num_ranks, ends, endpoint, limits.join), settings)
 
     host, code = _Host(settings, fork(settings.host_ranks, run_fork, limits), limits), 1
     try:

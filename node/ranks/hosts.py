@@ -126,7 +126,7 @@ class OtherHosts:
         joined = JoiningHosts(self._settings, fingerprint, self._limits).wait()
         self._on_lost = lost
         self._links = {number: link for (kind, number), link in joined.items() if kind == HOST}
-        self._rank_links = {number: link for (kind, number), link in sorted(joined.items()) if kind == RANK}
+        self._joined_ranks = {number: link for (kind, number), link in sorted(joined.items()) if kind == RANK}
         for number, link in self._links.items():
             self._start(f"host-{number}", self._watch, number, link)
         return address_of(self._settings.master_addr) or self._settings.master_addr
@@ -136,7 +136,7 @@ class OtherHosts:
         return bool(self._ranks) and all(rank.ready.done() and not rank.ready.exception() for rank in self._ranks)
 
     def begin(self, **said: Any) -> None:
-        for number, link in self._rank_links.items():
+        for number, link in self._joined_ranks.items():
             try:
                 link.send(port=said["port"])
                 self._ranks.append(_HostRank(number, RankStream(link.release())))

@@ -1,4 +1,4 @@
-"""The process of a rank that only computes: it loads its part of the model, and does what rank 0 sends."""
+"""The process of a rank that only computes: it loads its part of the model and computes the steps that rank 0 sends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from baton.telemetry import configure_logging
 from kv_transfer.transports.host import LOOPBACK
-from node.ranks.seats import RankSeat
+from node.ranks.rank_links import RankLink
 from node.settings import NodeSettings
 
 if TYPE_CHECKING:
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def run_rank(seat: RankSeat, settings: NodeSettings) -> None:
+def run_rank(link: RankLink, settings: NodeSettings) -> None:
     """Until the node closes the rank. Raises what loading raises, and RuntimeError when another rank is lost."""
-    name = f"{settings.node_id or settings.listen.port}/{seat.number}"
+    name = f"{settings.node_id or settings.listen.port}/{link.number}"
     configure_logging(settings.log_levels(), name, log_format=settings.log_format)
 
     import torch
@@ -37,10 +37,10 @@ def run_rank(seat: RankSeat, settings: NodeSettings) -> None:
     from node.ranks.pool_links import make_link
 
     # Joined after the imports, which take seconds: rank 0 has its own meanwhile.
-    checkpoint, device = Checkpoint.find(settings.model, settings.revision), device_of(settings, seat.number)
-    everyone, peers = seat.join(device, partial(fingerprint_of, settings, checkpoint))
+    checkpoint, device = Checkpoint.find(settings.model, settings.revision), device_of(settings, link.number)
+    everyone, peers = link.join(device, partial(fingerprint_of, settings, checkpoint))
     pipeline = Pipeline(everyone, settings.pipeline_parallel_size)
-    data = ONE_NODE if peers is None else join_ranks(settings, seat.number, peers, device)
+    data = ONE_NODE if peers is None else join_ranks(settings, link.number, peers, device)
     part = load_part(settings, checkpoint, pipeline, data)
     last_tokens = torch.zeros(part.config.max_num_seqs, dtype=torch.int32, device=device)
     rank = RankModel(
@@ -51,14 +51,14 @@ def run_rank(seat: RankSeat, settings: NodeSettings) -> None:
         pipeline=pipeline,
         data=data,
         layer_groups=settings.layer_groups(device.type == "cuda"),
-        memory=seat.memory(device),
+        memory=link.memory(device),
     )
 
     def serve_pool(say: Callable[..., None], after_steps: AfterSteps, fail: Callable[[Exception], None]) -> PoolServer:
         """To rank 0, on another host."""
         layout = layout_of(settings, checkpoint, part.kv, part.groups)
-        make = partial(make_link, settings, device, seat.host or LOOPBACK)  # --listen is an address of rank 0's host
+        make = partial(make_link, settings, device, link.host or LOOPBACK)  # --listen is an address of rank 0's host
         return PoolServer(rank.pool.as_bytes(), layout, make, say, after_steps, fail)
 
-    seat.ready(rank.pool.tensor, serve_pool)
-    serve(rank, seat.receive)
+    link.ready(rank.pool.tensor, serve_pool)
+    serve(rank, link.receive)

@@ -24,8 +24,8 @@ from node.errors import StartupError
 from node.ranks.forks import ENDED_LOADING, HAS_ENDED, Ends, Limits, RankFork, RankForks, Word, fork
 from node.ranks.hosts import OtherHosts
 from node.ranks.memory import mapped, mapped_from_gpu
+from node.ranks.rank_links import ForkedRankLink, RankLink, join_group, store_at
 from node.ranks.ring import RingWriter, SharedRing
-from node.ranks.seats import ForkSeat, RankSeat, join_group, store_at
 from node.settings import NodeSettings
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RunRank = Callable[[RankSeat, NodeSettings], None]
+RunRank = Callable[[RankLink, NodeSettings], None]
 """What the process of a rank does: loads its part, reports, and serves until the node closes it."""
 
 
@@ -231,7 +231,7 @@ def fork_ranks(settings: NodeSettings, run: RunRank, limits: Limits | None = Non
     ring = SharedRing(len(own))
 
     def run_fork(number: int, ends: Ends) -> None:
-        run(ForkSeat(number, size, ends, ring, own.index(number)), settings)
+        run(ForkedRankLink(number, size, ends, ring, own.index(number)), settings)
 
     forked = ForkedRanks(fork(own, run_fork, limits), ring)
     return Ranks(size, forked, OtherHosts(settings, limits) if settings.nnodes > 1 else None, limits)

@@ -21,8 +21,8 @@ from kv_transfer.remote import RemotePool
 from node.errors import StartupError
 from node.ranks.forks import Limits
 from node.ranks.headless import run_headless
+from node.ranks.rank_links import RankLink
 from node.ranks.ranks import Ranks, fork_ranks
-from node.ranks.seats import RankSeat
 from node.settings import NodeSettings
 from tests.node.rank_scene import CPU, NUM_STEPS, misfortune
 
@@ -44,27 +44,27 @@ class Echo:
         self._say(answers=said["id"], heard=said["do"])
 
 
-def run_rank(case: str, weights: str, seat: RankSeat) -> None:
+def run_rank(case: str, weights: str, link: RankLink) -> None:
     print("rank", os.getpid(), flush=True)
     what, _, number = case.partition("@")
-    mine = what if seat.number == int(number or SIZE - 1) else ""
+    mine = what if link.number == int(number or SIZE - 1) else ""
     misfortune(mine, "start")
-    group = seat.join(CPU, lambda: weights)[0]
+    group = link.join(CPU, lambda: weights)[0]
     group.minimum(SIZE)  # all have met
     misfortune(mine, "load")
-    group.minimum(seat.number)  # as loading does
-    shared = seat.memory(CPU)
+    group.minimum(link.number)  # as loading does
+    shared = link.memory(CPU)
     memory = torch.zeros(8, dtype=torch.uint8) if shared is None else shared(8)
-    seat.ready(memory, lambda say, *_: Echo(say))  # type: ignore[arg-type]
+    link.ready(memory, lambda say, *_: Echo(say))  # type: ignore[arg-type]
     while True:
-        kind, array = seat.receive()
+        kind, array = link.receive()
         misfortune(mine, "close" if kind == Kind.CLOSE else "step")
         if mine in HOST_SIGNALS:
             os.kill(os.getppid(), HOST_SIGNALS[mine])
         if kind == Kind.CLOSE:
             return
         assert np.array_equal(array, np.arange(LARGE) * int(array[1]))
-        group.all_reduce(torch.tensor([float(seat.number)]))
+        group.all_reduce(torch.tensor([float(link.number)]))
 
 
 def serve(case: str, weights: str, ranks: Ranks) -> None:
@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def master(case: str, weights: str, settings: NodeSettings) -> int:
-    ranks = fork_ranks(settings, lambda seat, _: run_rank(case, weights, seat), LIMITS)
+    ranks = fork_ranks(settings, lambda link, _: run_rank(case, weights, link), LIMITS)
     assert ranks is not None
     try:
         serve(case, weights, ranks)
@@ -114,7 +114,7 @@ def master(case: str, weights: str, settings: NodeSettings) -> int:
 
 def headless(case: str, weights: str, settings: NodeSettings) -> int:
     try:
-        return run_headless(settings, lambda seat, _: run_rank(case, weights, seat), LIMITS)
+        return run_headless(settings, lambda link, _: run_rank(case, weights, link), LIMITS)
     except StartupError as error:
         print(error, file=sys.stderr, flush=True)
         return 1

@@ -16,8 +16,8 @@ import torch
 from engine.model.parallel.others import Kind
 from node.errors import StartupError
 from node.ranks.forks import Limits
+from node.ranks.rank_links import RankLink
 from node.ranks.ranks import Ranks, fork_ranks
-from node.ranks.seats import RankSeat
 from node.settings import NodeSettings
 
 SIZE = 3
@@ -42,24 +42,24 @@ def misfortune(case: str, moment: str) -> None:
             signal.pause()
 
 
-def run_rank(case: str, seat: RankSeat) -> None:
-    mine = case if seat.number == SIZE - 1 else ""
+def run_rank(case: str, link: RankLink) -> None:
+    mine = case if link.number == SIZE - 1 else ""
     misfortune(mine, "start")
-    group = seat.join(CPU, lambda: "")[0]
+    group = link.join(CPU, lambda: "")[0]
     group.minimum(SIZE)  # all have met
     misfortune(mine, "load")
-    group.minimum(seat.number)  # as loading does
-    shared = seat.memory(CPU)
+    group.minimum(link.number)  # as loading does
+    shared = link.memory(CPU)
     assert shared is not None
     memory = shared(2 * BLOCK_BYTES)
-    seat.ready(memory, no_pool_server)
+    link.ready(memory, no_pool_server)
     while True:
-        kind, array = seat.receive()
+        kind, array = link.receive()
         misfortune(mine, "close" if kind == Kind.CLOSE else "step")
         if kind == Kind.CLOSE:
             return
         memory[BLOCK_BYTES] = int(array[0])
-        group.all_reduce(torch.tensor([float(seat.number)]))
+        group.all_reduce(torch.tensor([float(link.number)]))
 
 
 def no_pool_server(*_: object) -> Any:
@@ -87,7 +87,7 @@ def serve(case: str, ranks: Ranks) -> None:
 def main() -> None:
     case, code = sys.argv[1], 0
     settings = NodeSettings(model="none", tensor_parallel_size=SIZE)
-    ranks = fork_ranks(settings, lambda seat, _: run_rank(case, seat), LIMITS)
+    ranks = fork_ranks(settings, lambda link, _: run_rank(case, link), LIMITS)
     assert ranks is not None
     print("ranks", *(rank.pid for rank in ranks._forked.forks.all), flush=True)
     try:

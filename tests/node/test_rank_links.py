@@ -1,4 +1,4 @@
-"""What a rank on another host gets over its stream: steps, and in order with them what concerns its KV pool."""
+"""A rank on another host receives steps over its stream, and requests for its KV pool in order with them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine.model.parallel.others import Kind
-from node.ranks.seats import HostSeat
+from node.ranks.rank_links import RemoteRankLink
 from node.ranks.stream import RankStream
 
 pytestmark = pytest.mark.timeout(20)
@@ -25,13 +25,13 @@ class Ends:
         """Nobody listens."""
 
 
-def test_what_comes_after_steps_is_done_once_the_rank_has_taken_them() -> None:
-    """On its thread, though what says so is heard at once."""
+def test_a_request_after_steps_is_handled_once_the_rank_has_taken_them() -> None:
+    """On its thread, though the request is received at once."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours = RankStream(socket.create_connection(listener.getsockname()))
         theirs = RankStream(listener.accept()[0])
-    seat = HostSeat(1, 2, Ends(), None, 1.0)  # type: ignore[arg-type]
-    seat._stream = theirs
+    link = RemoteRankLink(1, 2, Ends(), None, 1.0)  # type: ignore[arg-type]
+    link._stream = theirs
     done: list[Any] = []
     heard = threading.Event()
 
@@ -43,17 +43,17 @@ def test_what_comes_after_steps_is_done_once_the_rank_has_taken_them() -> None:
             self._after_steps(lambda: done.append((said["do"], threading.current_thread())))
             heard.set()
 
-    seat.ready(torch.zeros(8, dtype=torch.uint8), Server)  # type: ignore[arg-type]
+    link.ready(torch.zeros(8, dtype=torch.uint8), Server)  # type: ignore[arg-type]
     ours.step(0, np.arange(1, dtype=np.int32))
     ours.step(1, np.arange(2, dtype=np.int32))
     ours.say(do="expect")
     ours.step(2, np.arange(3, dtype=np.int32))
     assert heard.wait(10)
     for kind in range(2):
-        assert seat.receive()[0] == kind
+        assert link.receive()[0] == kind
         assert not done
-    assert seat.receive()[0] == 2
+    assert link.receive()[0] == 2
     assert done == [("expect", threading.current_thread())]
     ours.close()
-    assert seat.receive()[0] == Kind.CLOSE
+    assert link.receive()[0] == Kind.CLOSE
     theirs.close()

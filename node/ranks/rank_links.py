@@ -1,7 +1,7 @@
-"""What the process of a rank has of its node: where it meets the other ranks, gets steps, and gives its KV pool.
+"""The link from a rank's process to rank 0: with it the rank joins the group, receives steps, and offers its KV pool.
 
-`ForkSeat`: rank 0 is on this host, and forked it: steps come through shared memory, and rank 0 maps its pool.
-`HostSeat`: rank 0 is on another host: all of this goes over a stream (`node.ranks.stream`), also what moves KV.
+`ForkedRankLink`: rank 0 is on this host and forked the rank: steps arrive in shared memory, and rank 0 maps the pool.
+`RemoteRankLink`: rank 0 is on another host: steps, and the requests that move KV, arrive over a `RankStream`.
 """
 
 from __future__ import annotations
@@ -31,33 +31,35 @@ if TYPE_CHECKING:
     from kv_transfer.pool_server import PoolServer
 
 JOIN_S = 120.0
-"""For the imports of all ranks, which take as long as the machine needs."""
+"""Time for all ranks to import torch, which takes as long as the machine needs."""
 Serve = Callable[[Callable[..., None], Callable[[Callable[[], None]], None], Callable[[Exception], None]], "PoolServer"]
-"""Makes what serves the rank's pool to rank 0, from its `say`, its `after_steps` and its `fail`."""
+"""Makes the server of the rank's pool for rank 0, from its `say`, its `after_steps` and its `fail`."""
 
 
-class RankSeat(Protocol):
+class RankLink(Protocol):
+    """number: of the rank in its node."""
+
     number: int
     host: str | None
     """This host's address for the other hosts of the node; None: it has none."""
 
     def join(self, device: torch.device, fingerprint: Callable[[], str]) -> tuple[RankGroup, HostPort | None]:
-        """Wait for the node, and meet all its ranks; and where those of all data parallel nodes meet. device: the
-        rank's. fingerprint: of the weights as they are served. Raises OSError or RuntimeError if the node has ended,
-        StartupError if it serves other weights."""
+        """Wait for the node and join the group of its ranks. Returns the group, and the address of the TCPStore of all
+        data parallel nodes. device: the rank's. fingerprint: of the weights as they are served. Raises OSError or
+        RuntimeError if the node has ended, StartupError if it serves other weights."""
 
     def memory(self, device: torch.device) -> Callable[[int], Tensor] | None:
-        """Gives zeros, uint8, that rank 0 sees as well; None: where they are does not matter."""
+        """Allocates zeros, uint8, in memory that rank 0 shares; None: any memory will do."""
 
     def ready(self, pool: Tensor, serve: Serve) -> None:
-        """Report that steps may come. pool: in the rank's memory, contiguous, for as long as this process lives."""
+        """Report that this rank can take steps. pool: contiguous, in the rank's memory until this process ends."""
 
     def receive(self) -> tuple[int, NDArray[np.int32]]:
-        """The next message of rank 0, of a kind of `engine.model.parallel.others.Kind`; waits for it."""
+        """Wait for the next message of rank 0: its `engine.model.parallel.others.Kind` and its values."""
 
 
-class ForkSeat:
-    """Implements RankSeat. reader: its number among the ring's."""
+class ForkedRankLink:
+    """Implements RankLink. reader: this rank's number among the readers of the ring."""
 
     host: str | None = None
 
@@ -72,7 +74,7 @@ class ForkSeat:
         return join_group(store, self.number, self._size, device, said["host"]), peers
 
     def memory(self, device: torch.device) -> Callable[[int], Tensor] | None:
-        return self._shared_zeros if device.type == "cpu" else None  # what a GPU has is mapped by its address
+        return self._shared_zeros if device.type == "cpu" else None  # rank 0 maps the memory of a GPU by its address
 
     def _shared_zeros(self, num_bytes: int) -> Tensor:
         os.ftruncate(self._ends.pool, num_bytes)
@@ -91,8 +93,8 @@ class ForkSeat:
         return self._ring.receive()
 
 
-class HostSeat:
-    """Implements RankSeat. endpoint: where rank 0 listens."""
+class RemoteRankLink:
+    """Implements RankLink. endpoint: where rank 0 listens."""
 
     host: str | None
 
@@ -123,7 +125,7 @@ class HostSeat:
         return item
 
     def _read(self, server: PoolServer, device: torch.device) -> None:
-        """What concerns the pool is done at once, before any step that was sent after it can begin."""
+        """Requests for the pool are handled at once, so before any step that was sent after them can begin."""
         try:
             if device.type == "cuda":
                 import torch
@@ -141,8 +143,8 @@ class HostSeat:
             self._fail(error)
 
     def _closed(self) -> None:
-        """Rank 0 has ended, or has closed the stream. Who forked this rank knows which, and ends it where it waits for
-        others."""
+        """Rank 0 has ended or has closed the stream. The process that forked this rank knows which, and kills the rank
+        if it waits for others."""
         import numpy as np
 
         from engine.model.parallel.others import Kind
@@ -155,14 +157,14 @@ class HostSeat:
 
 
 def store_at(at: HostPort, **more: Any) -> Any:
-    """torch's TCPStore there."""
+    """torch's TCPStore at this address."""
     from torch._C._distributed_c10d import TCPStore
 
     return TCPStore(at.host, at.port, wait_for_workers=False, timeout=timedelta(seconds=JOIN_S), **more)
 
 
 def join_group(store: Any, rank: int, size: int, device: torch.device, host: str = LOOPBACK) -> RankGroup:
-    """Meet all ranks there. host: this one's address, at which the others reach it. Raises RuntimeError."""
+    """Join the group of all ranks. host: the address at which the others reach this one. Raises RuntimeError."""
     from engine.model.parallel.group import GlooRanks
 
     ranks = GlooRanks(store, rank, size, host=host)
