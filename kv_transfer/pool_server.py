@@ -22,7 +22,7 @@ from kv_transfer.transport import Arrived, Failed, OperationEvent, PeerDisconnec
 _LAUNCH_S = 300.0
 """For the steps that came before; their own deadlines are shorter."""
 AfterSteps = Callable[[Callable[[], None]], None]
-Say = Callable[..., None]
+Send = Callable[..., None]
 """Sends its keywords to the other end; on any thread."""
 MakeLink = Callable[[int, int, Callable[[], None]], tuple[Staging, Transport]]
 """From the number of slots, their bytes, and what the transport calls when `poll` has something."""
@@ -31,7 +31,7 @@ MakeLink = Callable[[int, int, Callable[[], None]], tuple[Staging, Transport]]
 class PoolServer:
     """pool_bytes: [num_blocks, block_bytes], uint8, of that layout. make_link: raises TransferError. after_steps: calls
     what it is given once the steps that came before it are launched, on the thread that launches them. fail: is called,
-    on any thread, when a transport fails, without which the rank is of no use. `heard` is for one thread, which
+    on any thread, when a transport fails, without which the rank is of no use. `handle` is for one thread, which
     launches no steps, but whose current stream is theirs."""
 
     def __init__(
@@ -39,49 +39,51 @@ class PoolServer:
         pool_bytes: Tensor,
         layout: KvLayout,
         make_link: MakeLink,
-        say: Say,
+        send: Send,
         after_steps: AfterSteps,
         fail: Callable[[Exception], None],
     ) -> None:
         self._pool, self._layout, self._make_link = pool_bytes, layout, make_link
-        self._say, self._after_steps, self._fail = say, after_steps, fail
+        self._send, self._after_steps, self._fail = send, after_steps, fail
         self._links: dict[int, _Link] = {}
 
-    def heard(self, said: Mapping[str, Any]) -> None:
+    def handle(self, message: Mapping[str, Any]) -> None:
         """Do it. Raises what comes of nonsense: the other end is a process of the same node."""
-        match said["do"]:
+        match message["do"]:
             case "open":
-                self._answer(said, partial(self._open, said))
+                self._answer(message, partial(self._open, message))
             case "connect":
-                link = self._links[said["link"]]
-                connect = partial(link.connect, said["peer"], bytes.fromhex(said["address"]), said["within_s"])
-                threading.Thread(target=self._answer, args=(said, connect), name="kv-connect", daemon=True).start()
+                link = self._links[message["link"]]
+                connect = partial(link.connect, message["peer"], bytes.fromhex(message["address"]), message["within_s"])
+                threading.Thread(target=self._answer, args=(message, connect), name="kv-connect", daemon=True).start()
             case "warm_up":
-                self._answer(said, partial(self._links[said["link"]].warm_up, said["rows"], said["gathers"]))
+                self._answer(
+                    message, partial(self._links[message["link"]].warm_up, message["rows"], message["gathers"])
+                )
             case "close":
-                self._answer(said, self._links[said["link"]].close)
+                self._answer(message, self._links[message["link"]].close)
             case _:
-                self._links[said["link"]].do(said)
+                self._links[message["link"]].handle(message)
 
-    def _answer(self, said: Mapping[str, Any], do: Callable[[], dict[str, Any] | None]) -> None:
+    def _answer(self, message: Mapping[str, Any], do: Callable[[], dict[str, Any] | None]) -> None:
         try:
-            self._say(answers=said["id"], **(do() or {}))
+            self._send(answers=message["id"], **(do() or {}))
         except TransferError as error:
-            self._say(answers=said["id"], error=error.message)
+            self._send(answers=message["id"], error=error.message)
         except ValueError as error:  # what does not fit, by its flags
-            self._say(answers=said["id"], error=str(error))
+            self._send(answers=message["id"], error=str(error))
 
-    def _open(self, said: Mapping[str, Any]) -> dict[str, Any]:
-        number, ready = said["link"], threading.Event()
+    def _open(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        number, ready = message["link"], threading.Event()
 
         def wake() -> None:
             if ready.is_set():
                 self._links[number].poll()
 
-        staging, transport = self._make_link(said["num_slots"], said["slot_bytes"], wake)
-        copies = SlotCopies(staging, self._pool, self._layout, said["part_blocks"], spin_wait=True)
-        say = partial(self._say, link=number)
-        self._links[number] = _Link(staging, transport, copies, say, self._after_steps, self._fail)
+        staging, transport = self._make_link(message["num_slots"], message["slot_bytes"], wake)
+        copies = SlotCopies(staging, self._pool, self._layout, message["part_blocks"], spin_wait=True)
+        send = partial(self._send, link=number)
+        self._links[number] = _Link(staging, transport, copies, send, self._after_steps, self._fail)
         ready.set()
         self._links[number].poll()
         return {"address": transport.info().hex()}
@@ -95,12 +97,12 @@ class _Link:
         staging: Staging,
         transport: Transport,
         copies: SlotCopies,
-        say: Say,
+        send: Send,
         after_steps: AfterSteps,
         fail: Callable[[Exception], None],
     ) -> None:
         self._staging, self._transport, self._copies = staging, transport, copies
-        self._say, self._after_steps, self._fail = say, after_steps, fail
+        self._send, self._after_steps, self._fail = send, after_steps, fail
         self._marks: dict[int, Future[Mark]] = {}  # by slot
         self._states = threading.Lock()
         self._links = threading.Lock()  # guards the next two
@@ -110,24 +112,24 @@ class _Link:
             pass
         transport.subscribe(self._operations_ended)
 
-    def do(self, said: Mapping[str, Any]) -> None:
-        match said["do"]:
+    def handle(self, message: Mapping[str, Any]) -> None:
+        match message["do"]:
             case "gather":
-                self._copies.gather(said["slot"], said["ids"], _rows(said["rows"]), said["checksums_at"])
+                self._copies.gather(message["slot"], message["ids"], _rows(message["rows"]), message["checksums_at"])
             case "scatter":
-                slot = said["slot"]
+                slot = message["slot"]
                 mark = self._marks[slot].result(_LAUNCH_S)
-                self._copies.scatter(slot, said["ids"], _rows(said["rows"]), mark)()
+                self._copies.scatter(slot, message["ids"], _rows(message["rows"]), mark)()
                 self._copies.make_stream_wait(slot)
             case "push":
-                self._copies.when_done(said["slot"], partial(self._push, said))
+                self._copies.when_done(message["slot"], partial(self._push, message))
             case "expect":
                 # A step that came before may use the blocks of the slot's part, also one that is not launched yet.
-                marked = self._marks[said["slot"]] = Future[Mark]()
+                marked = self._marks[message["slot"]] = Future[Mark]()
                 self._after_steps(lambda: marked.set_result(self._copies.mark()))
-                self._copies.when_done(said["slot"], partial(self._expect, said))
+                self._copies.when_done(message["slot"], partial(self._expect, message))
             case "disconnect":
-                self._disconnect(said["peer"])
+                self._disconnect(message["peer"])
             case other:
                 raise ValueError(f"{other!r} cannot be done to a KV pool")
 
@@ -141,7 +143,7 @@ class _Link:
             self._unwanted.discard(peer)
         try:
             self._transport.connect(peer, address, timeout_s)
-            self._say(event="connected", peer=peer)
+            self._send(event="connected", peer=peer)
         finally:
             with self._links:
                 self._connecting[peer] -= 1
@@ -160,7 +162,7 @@ class _Link:
         try:
             for event in self._transport.poll():
                 assert isinstance(event, PeerDisconnected)
-                self._say(event="disconnected", peer=event.peer, reason=event.reason)
+                self._send(event="disconnected", peer=event.peer, reason=event.reason)
         except RuntimeError as error:  # the transport has failed
             self._fail(error)
 
@@ -171,16 +173,16 @@ class _Link:
                 return
         self._transport.disconnect(peer)
 
-    def _push(self, said: Mapping[str, Any]) -> None:
+    def _push(self, message: Mapping[str, Any]) -> None:
         with self._states:
-            self._staging.lend(said["slot"])
-        header = bytes.fromhex(said["header"])
-        self._transport.push(said["peer"], said["tag"], said["slot"], said["num_bytes"], header)
+            self._staging.lend(message["slot"])
+        header = bytes.fromhex(message["header"])
+        self._transport.push(message["peer"], message["tag"], message["slot"], message["num_bytes"], header)
 
-    def _expect(self, said: Mapping[str, Any]) -> None:
+    def _expect(self, message: Mapping[str, Any]) -> None:
         with self._states:
-            self._staging.lend(said["slot"])
-        self._transport.expect(said["peer"], said["tag"], said["slot"], said["num_bytes"])
+            self._staging.lend(message["slot"])
+        self._transport.expect(message["peer"], message["tag"], message["slot"], message["num_bytes"])
 
     def _operations_ended(self, events: list[OperationEvent]) -> None:
         try:
@@ -195,11 +197,11 @@ class _Link:
         named = {"peer": event.peer, "tag": event.tag, "slot": event.slot}
         match event:
             case Sent():
-                self._say(event="sent", **named)
+                self._send(event="sent", **named)
             case Arrived(_, _, slot, header):
-                self._say(event="arrived", header=header.hex(), num_damaged=self._num_damaged(slot, header), **named)
+                self._send(event="arrived", header=header.hex(), num_damaged=self._num_damaged(slot, header), **named)
             case Failed(_, _, _, reason):
-                self._say(event="failed", reason=reason, **named)
+                self._send(event="failed", reason=reason, **named)
 
     def _num_damaged(self, slot: int, data: bytes) -> int:
         """Of the pieces in the slot, before anybody asks; none of a part that will be refused for its header."""
@@ -214,6 +216,6 @@ class _Link:
             return self._copies.num_damaged(slot, header)
 
 
-def _rows(said: list[Any]) -> Rows:
-    rows = Rows(*said)
+def _rows(flat: list[Any]) -> Rows:
+    rows = Rows(*flat)
     return rows._replace(runs=tuple(range(start, stop) for start, stop in rows.runs))

@@ -36,10 +36,10 @@ _MARGIN_S = 1.0
 class Wire(Protocol):
     """The way to the process that has the pool. On any thread; in order."""
 
-    def say(self, **said: Any) -> None:
+    def send(self, **message: Any) -> None:
         """Send it. Nothing happens if the process is lost, which ends this one as well."""
 
-    def ask(self, timeout_s: float, **said: Any) -> dict[str, Any]:
+    def request(self, timeout_s: float, **message: Any) -> dict[str, Any]:
         """Send it, and wait for the answer. Raises TransferError with what the other one said went wrong, or if it is
         lost or late."""
 
@@ -52,7 +52,7 @@ class RemoteLink(NamedTuple):
 
 
 class RemotePool:
-    """In the place of a pool's tensor. `heard` takes in what its process says, on one thread."""
+    """In the place of a pool's tensor. `handle` takes in the messages of its process, on one thread."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
@@ -63,7 +63,7 @@ class RemotePool:
         """Have slots and a transport made there. Raises TransferError."""
         number = next(self._numbers)
         sizes = {"num_slots": num_slots, "slot_bytes": slot_bytes, "part_blocks": part_blocks}
-        address = bytes.fromhex(self._wire.ask(_OPEN_S, do="open", link=number, **sizes)["address"])
+        address = bytes.fromhex(self._wire.request(_OPEN_S, do="open", link=number, **sizes)["address"])
         copies = RemoteCopies(self._wire, number, part_blocks)
         link = RemoteLink(
             RemoteSlots(num_slots, slot_bytes, copies), RemoteTransport(self._wire, number, address, wake)
@@ -71,16 +71,16 @@ class RemotePool:
         self._links[number] = link
         return link
 
-    def heard(self, said: Mapping[str, Any]) -> None:
+    def handle(self, message: Mapping[str, Any]) -> None:
         """An event of a transport. Raises LookupError, TypeError or ValueError for what is none."""
-        staging, transport = self._links[said["link"]]
-        if said["event"] == "connected":
-            transport.connected(said["peer"])
+        staging, transport = self._links[message["link"]]
+        if message["event"] == "connected":
+            transport.handle_connected(message["peer"])
             return
-        event = _event(said)
+        event = _event(message)
         if isinstance(event, Arrived):
-            staging.copies.num_damaged_in[event.slot] = int(said["num_damaged"])
-        transport.happened(event)
+            staging.copies.num_damaged_in[event.slot] = int(message["num_damaged"])
+        transport.handle_event(event)
 
 
 class RemoteSlots(Slots):
@@ -107,11 +107,11 @@ class RemoteCopies:
         self, slot: int, ids: Sequence[int], rows: Rows, checksums_at: int | None, placed: Target | None = None
     ) -> Native:
         assert placed is None, "no slot of a peer is in reach"
-        self._say("gather", slot, ids, rows, checksums_at=checksums_at)
+        self._send("gather", slot, ids, rows, checksums_at=checksums_at)
         return DONE
 
     def scatter(self, slot: int, ids: Sequence[int], rows: Rows, not_before: Mark) -> Move:
-        return partial(self._say, "scatter", slot, tuple(ids), rows)
+        return partial(self._send, "scatter", slot, tuple(ids), rows)
 
     def on_device(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
@@ -127,14 +127,14 @@ class RemoteCopies:
 
     def warm_up(self, kinds: Iterable[Rows], gathers: bool) -> None:
         """Raises TransferError."""
-        told = [_flat(rows) for rows in kinds]
-        self._wire.ask(_WARM_UP_S, do="warm_up", link=self._link, rows=told, gathers=gathers)
+        flat = [_flat(rows) for rows in kinds]
+        self._wire.request(_WARM_UP_S, do="warm_up", link=self._link, rows=flat, gathers=gathers)
 
     def num_damaged(self, slot: int, header: PartHeader) -> int:
         return self.num_damaged_in.get(slot, 0)
 
-    def _say(self, what: str, slot: int, ids: Sequence[int], rows: Rows, **more: Any) -> None:
-        self._wire.say(do=what, link=self._link, slot=slot, ids=list(ids), rows=_flat(rows), **more)
+    def _send(self, what: str, slot: int, ids: Sequence[int], rows: Rows, **more: Any) -> None:
+        self._wire.send(do=what, link=self._link, slot=slot, ids=list(ids), rows=_flat(rows), **more)
 
 
 class RemoteTransport(EventSource):
@@ -150,35 +150,35 @@ class RemoteTransport(EventSource):
         return self._address
 
     def connect(self, peer: str, address: bytes, timeout_s: float = CONNECT_S) -> None:
-        told = {"peer": peer, "address": address.hex(), "within_s": timeout_s}
-        self._wire.ask(timeout_s + _MARGIN_S, do="connect", link=self._link, **told)
+        fields = {"peer": peer, "address": address.hex(), "within_s": timeout_s}
+        self._wire.request(timeout_s + _MARGIN_S, do="connect", link=self._link, **fields)
 
     def acquire_remote_slot(self, peer: str, tag: int, num_bytes: int) -> Target | None:
         return None
 
     def push(self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes, storing: Native = DONE) -> None:
         assert storing is DONE, "nothing was placed"
-        told = {"peer": peer, "tag": tag, "slot": slot, "num_bytes": num_bytes, "header": header.hex()}
-        self._wire.say(do="push", link=self._link, **told)
+        fields = {"peer": peer, "tag": tag, "slot": slot, "num_bytes": num_bytes, "header": header.hex()}
+        self._wire.send(do="push", link=self._link, **fields)
 
     def expect(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
-        self._wire.say(do="expect", link=self._link, peer=peer, tag=tag, slot=slot, num_bytes=num_bytes)
+        self._wire.send(do="expect", link=self._link, peer=peer, tag=tag, slot=slot, num_bytes=num_bytes)
 
     def disconnect(self, peer: str) -> None:
-        self._wire.say(do="disconnect", link=self._link, peer=peer)
+        self._wire.send(do="disconnect", link=self._link, peer=peer)
 
     def close(self) -> None:
         with self._closing:
             closed, self._is_closed = self._is_closed, True
         if not closed:
             with contextlib.suppress(TransferError):  # the process is lost, and its transport with it
-                self._wire.ask(_CLOSE_S, do="close", link=self._link)
+                self._wire.request(_CLOSE_S, do="close", link=self._link)
 
-    def connected(self, peer: str) -> None:
+    def handle_connected(self, peer: str) -> None:
         """What was said before concerns an earlier connection."""
         self._events.forget(peer)
 
-    def happened(self, event: TransportEvent) -> None:
+    def handle_event(self, event: TransportEvent) -> None:
         self._events.put(event)
         self._events.deliver()
 
@@ -188,15 +188,15 @@ def _flat(rows: Rows) -> list[Any]:
     return [*(rows._asdict() | {"runs": [(run.start, run.stop) for run in rows.runs]}).values()]
 
 
-def _event(said: Mapping[str, Any]) -> TransportEvent:
-    match said["event"]:
+def _event(message: Mapping[str, Any]) -> TransportEvent:
+    match message["event"]:
         case "sent":
-            return Sent(said["peer"], said["tag"], said["slot"])
+            return Sent(message["peer"], message["tag"], message["slot"])
         case "arrived":
-            return Arrived(said["peer"], said["tag"], said["slot"], bytes.fromhex(said["header"]))
+            return Arrived(message["peer"], message["tag"], message["slot"], bytes.fromhex(message["header"]))
         case "failed":
-            return Failed(said["peer"], said["tag"], said["slot"], said["reason"])
+            return Failed(message["peer"], message["tag"], message["slot"], message["reason"])
         case "disconnected":
-            return PeerDisconnected(said["peer"], said["reason"])
+            return PeerDisconnected(message["peer"], message["reason"])
         case other:
             raise ValueError(f"{other!r} is no event of a transport")

@@ -1,9 +1,10 @@
-"""The other data parallel nodes, as this one sees them: they step in waves, and end together.
+"""The other data parallel nodes, as seen by this one: all step in waves, and end together.
 
     all have loaded -> waves of steps -> one is told to stop, so all drain -> all have drained -> all leave
 
-Rank 0 passes on what one node says to the others. Each node has experts that the others need, so one that dies or hangs
-ends them all, by name, and routers go on elsewhere. How they find each other: `node.peers.data_parallel`.
+Rank 0 forwards the messages of each node to the others. Each node has experts that the others need, so a node that dies
+or hangs ends them all; they name it as they end, and routers go on elsewhere. How they find each other:
+`node.peers.data_parallel`.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ _HAS_ENDED = "has ended"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds. join: until all nodes have come. silence: a node that says nothing for so long hangs; loading_silence:
-    while some load, which may hold Python's lock. report: what a node has to say why its own start failed, before the
-    end of another ends it."""
+    """Timeouts in seconds. join: until all nodes have connected. silence: a node that sends nothing for so long is
+    taken to hang; loading_silence: the same while some nodes load, which may hold the GIL. report: how long a node may
+    take to report why its own start failed, before the end of another node ends it."""
 
     join: float = 300.0
     silence: float = 5.0
@@ -59,10 +60,10 @@ class RendezvousInfo:
 
 
 class PeerNodes:
-    """Implements `engine.model.parallel.data_parallel.Waves`. links: to all others on rank 0, else to rank 0. wake: is
-    called, on another thread, when the engine should step for others.
+    """Implements `engine.model.parallel.data_parallel.Waves`. links: to all others on rank 0, else to rank 0.
+    wake: called on another thread when the engine should step for others.
 
-    Watches the others from the beginning; ends this process when one is lost, until `leave`.
+    Watches the others from the beginning, and ends this process if one is lost before `leave`.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class PeerNodes:
         self._state = threading.Condition()
         self._ready: set[int] = set()
         self._drained: set[int] = set()
-        self._told_to_stop = False
+        self._stop_requested = False
         self._why_lost: str | None = None
         self._stop: Callable[[], object] | None = None
         self._left = threading.Event()
@@ -90,7 +91,7 @@ class PeerNodes:
 
     @property
     def incarnation(self) -> str:
-        """This node's."""
+        """The incarnation of this node."""
         return in_group(self.rendezvous.group, self._rank)
 
     # ---- waves, on the engine's thread ----
@@ -104,59 +105,60 @@ class PeerNodes:
             if self.running:
                 return
             self._last_started = self._wave
-        self._say(wave=self._wave)
+        self._broadcast(wave=self._wave)
 
     def end(self) -> None:
         with self._state:
             self._wave += 1
             self._state.notify_all()
 
-    # ---- the node's life ----
+    # ---- lifecycle of the node ----
 
     def ready(self, stop: Callable[[], object]) -> None:
-        """This node has loaded, and serves. stop: is called, on another thread, when another one is told to stop: this
-        one should drain, too."""
+        """This node has loaded and serves. stop: called on another thread when another one is told to stop: this one
+        should drain, too."""
         with self._state:
             self._stop = stop
             self._ready.add(self._rank)
-            told = self._told_to_stop
-        self._say(ready=True)
-        if told:
+            stop_requested = self._stop_requested
+        self._broadcast(ready=True)
+        if stop_requested:
             stop()
 
     def stop_others(self) -> None:
-        """This node is told to stop, and all others with it."""
-        self._say(stopping=True)
+        """This node has been told to stop, and all others should stop with it."""
+        self._broadcast(stopping=True)
 
     def leave(self, timeout_s: float, drained: bool = True) -> bool:
-        """Wait until all have drained, as this node has, while it still takes part in their steps; after that, the loss
-        of one means nothing any more. drained: False, if it gives up. False: some have not drained in time."""
+        """Wait until all nodes have drained; meanwhile this one, which has, still takes part in their steps. After
+        that, the loss of a node no longer matters. drained: False if this node gives up instead. Returns False if some
+        have not drained in time."""
         deadline = time.monotonic() + timeout_s
         with self._state:
             if drained:
                 self._state.wait_for(lambda: not self.running or self._left.is_set(), timeout_s)
             self._has_drained(self._rank)
-        self._say(drained=True)
+        self._broadcast(drained=True)
         with self._state:
             self._state.wait_for(self._left.is_set, deadline - time.monotonic())
             self._left.set()
             return len(self._drained) == self._size
 
     def give_up(self) -> None:
-        """End `leave`: this node ends, and so do the others."""
+        """Make `leave` return: this node ends, and so do the others."""
         with self._state:
             self._left.set()
             self._state.notify_all()
 
     def why_lost(self, timeout_s: float) -> str | None:
-        """Which node is lost, in a line, if it is noticed in that time."""
+        """Which node is lost, as a line for people, if that is noticed in time."""
         with self._state:
             self._state.wait_for(lambda: self._why_lost is not None, timeout_s)
             return self._why_lost
 
     def close(self) -> None:
-        """End the links; on rank 0 after the others have, if all have drained: their ranks have connections to this
-        one's. Idempotent."""
+        """Close the links. Rank 0 waits for the others to close theirs, if all have drained: their ranks are connected
+        to its store. Idempotent."""
         self._left.set()
         self._watcher.join()
         links, self._links = self._links, {}
@@ -170,14 +172,14 @@ class PeerNodes:
 
     # ---- the others ----
 
-    def _say(self, **said: Any) -> None:
-        self._pass_on({"rank": self._rank, **said}, of=self._rank)
+    def _broadcast(self, **message: Any) -> None:
+        self._forward({"rank": self._rank, **message}, of=self._rank)
 
-    def _pass_on(self, said: dict[str, Any], of: int) -> None:
+    def _forward(self, message: dict[str, Any], of: int) -> None:
         for rank, link in self._links.items():
             if rank != of:
-                with contextlib.suppress(OSError):  # the watch knows
-                    link.send(**said)
+                with contextlib.suppress(OSError):  # the watcher notices
+                    link.send(**message)
 
     def _watch(self) -> None:
         next_beat = time.monotonic()
@@ -191,56 +193,56 @@ class PeerNodes:
 
     def _receive(self, rank: int) -> None:
         try:
-            for said in self._links[rank].receive():
-                self._heard(rank, said)
+            for message in self._links[rank].receive():
+                self._handle(rank, message)
         except (OSError, KeyError, TypeError, ValueError) as error:
             log.debug("peer lost", exc_info=error)
             self._lost(f"data parallel rank {rank} {_HAS_ENDED}")
 
     def _beat(self) -> None:
-        """Silence counts in slices in which this node listened, as in `baton.silence`."""
-        self._say(beat=True)
+        """Silence is counted in time slices in which this node listened, as in `baton.silence`."""
+        self._broadcast(beat=True)
         limit_s = self._limits.silence if len(self._ready) == self._size else self._limits.loading_silence
         for rank, link in self._links.items():
             link.num_silent += 1
             if link.num_silent * BEAT_S > limit_s:
                 self._lost(f"data parallel rank {rank} has been silent for {limit_s:g} s")
 
-    def _heard(self, of: int, said: dict[str, Any]) -> None:
-        if "beat" in said:
+    def _handle(self, of: int, message: dict[str, Any]) -> None:
+        if "beat" in message:
             return
         if self._rank == 0:
-            self._pass_on(said, of)
-        if "lost" in said:
-            self._lost(str(said["lost"]))
-        rank = int(said["rank"])
+            self._forward(message, of)
+        if "lost" in message:
+            self._lost(str(message["lost"]))
+        rank = int(message["rank"])
         with self._state:
-            if "wave" in said:
-                self._last_started = max(self._last_started, int(said["wave"]))
-            if "ready" in said:
+            if "wave" in message:
+                self._last_started = max(self._last_started, int(message["wave"]))
+            if "ready" in message:
                 self._ready.add(rank)
-            if "drained" in said:
+            if "drained" in message:
                 self._has_drained(rank)
-            self._told_to_stop |= "stopping" in said
-            stop = self._stop if "stopping" in said else None
+            self._stop_requested |= "stopping" in message
+            stop = self._stop if "stopping" in message else None
             self._state.notify_all()
-        if "wave" in said:
+        if "wave" in message:
             self._wake()
         if stop is not None:
             stop()
 
     def _has_drained(self, rank: int) -> None:
-        """From the moment that all have, nodes end; so the one that hears it last must not take that for a loss."""
+        """Once all have drained, nodes end, and the last one to learn of it must not take that for a loss."""
         self._drained.add(rank)
         if len(self._drained) == self._size:
             self._left.set()
             self._state.notify_all()
 
     def _lost(self, why: str) -> None:
-        """End this process: what is under way cannot be unwound, since steps wait for the lost node for ever."""
+        """End this process: running steps cannot be unwound, since they wait for the lost node forever."""
         if self._left.is_set():
             return
-        self._say(lost=why)
+        self._broadcast(lost=why)
         with self._state:
             self._why_lost = self._why_lost or why
             self._state.notify_all()

@@ -1,6 +1,6 @@
-"""The processes of ranks on this host, as the one that forked them sees them: they beat, say why they fail, and end.
+"""The forked processes of ranks on this host: their heartbeats, their messages, why they were lost, and how they end.
 
-A rank dies with the process that forked it, which ends when one of them dies or hangs: `RankForks.watch`.
+A rank dies with the process that forked it, and that process ends when a rank dies or hangs: `RankForks.watch`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ ENDED_LOADING = "has ended while it loaded its part"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds. silence: a rank whose heart has not beaten for so long hangs, and so does a host that has said nothing;
-    loading_silence: while it imports and loads, which may hold Python's lock. report: what rank 0 has to say why a
-    start failed, before the node just ends. close: what ranks have to end by themselves. join: until all hosts have
-    come."""
+    """Timeouts in seconds. silence: a rank without a heartbeat, or a host without a message, for so long is taken to
+    hang; loading_silence: the same while it imports and loads, which may hold the GIL. report: how long rank 0 may take
+    to report why a start failed, before the node just ends. close: how long ranks may take to end by themselves. join:
+    until all hosts have joined."""
 
     silence: float = 5.0
     loading_silence: float = 60.0
@@ -51,55 +51,55 @@ class Limits:
         return cls(silence=settings.silence_timeout, join=settings.distributed_timeout_seconds)
 
 
-class Word(NamedTuple):
-    """Why a rank is lost. met: it may only have met the end of another."""
+class LossReason(NamedTuple):
+    """Why a rank was lost. is_secondary: perhaps only because another rank ended before."""
 
     text: str
-    met: bool = False
+    is_secondary: bool = False
 
 
-class Ends(NamedTuple):
-    """What a forked rank has of the process that forked it. hearts: of all these ranks, of which its own is number
-    `place`. pool: a memfd for its part of the KV pool."""
+class RankPipe(NamedTuple):
+    """A forked rank's end of the pipe to the process that forked it. heartbeats: the counters of all these ranks; this
+    rank increments number `heartbeat_index`. pool: a memfd for its part of the KV pool."""
 
-    place: int
-    hearts: mmap.mmap
+    heartbeat_index: int
+    heartbeats: mmap.mmap
     link: socket.socket
     pool: int
 
-    def beat(self) -> None:
-        """From now on, on a thread of its own."""
+    def start_heartbeat(self) -> None:
+        """Start to increment this rank's counter, on a thread of its own."""
 
         def beat() -> None:
-            counts = memoryview(self.hearts).cast("q")
+            counts = memoryview(self.heartbeats).cast("q")
             while True:
-                counts[self.place] += 1
+                counts[self.heartbeat_index] += 1
                 time.sleep(BEAT_S)
 
-        threading.Thread(target=beat, name="heart", daemon=True).start()
+        threading.Thread(target=beat, name="heartbeat", daemon=True).start()
 
-    def say(self, **said: Any) -> None:
+    def send(self, **message: Any) -> None:
         """Raises OSError if the other process has ended."""
-        self.link.send(json.dumps(said).encode())
+        self.link.send(json.dumps(message).encode())
 
-    def hear(self) -> dict[str, Any]:
-        """Wait for it. Raises OSError if the other process has ended."""
+    def receive(self) -> dict[str, Any]:
+        """Wait for a message. Raises OSError if the other process has ended."""
         data = self.link.recv(MAX_MESSAGE)
         if not data:
             raise OSError("the other process has ended")
-        said: dict[str, Any] = json.loads(data)
-        return said
+        message: dict[str, Any] = json.loads(data)
+        return message
 
     def failed(self, error: Exception) -> None:
-        """Say why. A RuntimeError may be what another rank's end looks like from here."""
+        """Report why this rank fails. A RuntimeError may only be the consequence of another rank's end."""
         with contextlib.suppress(OSError):
-            self.say(error=str(error) or repr(error), met=isinstance(error, RuntimeError))
+            self.send(error=str(error) or repr(error), met=isinstance(error, RuntimeError))
 
 
 @dataclass(slots=True)
 class RankFork:
-    """A rank's process. pool: its memfd. num_silent: slices of BEAT_S in which this process listened and the heart did
-    not beat (see `baton.silence`)."""
+    """A forked rank, as seen by the process that forked it. pool: its memfd. num_silent: slices of BEAT_S in which this
+    process listened and the rank's counter did not change (see `baton.silence`)."""
 
     number: int
     pid: int
@@ -110,49 +110,50 @@ class RankFork:
     beats: int = 0
     num_silent: int = 0
 
-    def tell(self, **said: Any) -> None:
+    def send(self, **message: Any) -> None:
         """Raises OSError if it has ended."""
-        self.link.send(json.dumps(said).encode())
+        self.link.send(json.dumps(message).encode())
 
-    def heard(self) -> dict[str, Any] | None:
-        """What it has said that nobody has taken in; nothing so far; or None, if it has ended without a word."""
+    def peek(self) -> dict[str, Any] | None:
+        """The next message, left in the socket; empty: there is none yet; None: the rank has ended without a
+        message."""
         if not select.select([self.link], [], [], 0)[0]:
             return {}
         try:
             data = self.link.recv(MAX_MESSAGE, socket.MSG_PEEK)
-        except ConnectionResetError:  # told once of one that has ended without reading; what it said comes after that
+        except ConnectionResetError:  # reported once if the rank ended without reading; its messages follow
             data = self.link.recv(MAX_MESSAGE, socket.MSG_PEEK)
-        said: dict[str, Any] | None = json.loads(data) if data else None
-        return said
+        message: dict[str, Any] | None = json.loads(data) if data else None
+        return message
 
-    def take_ready(self, said: dict[str, Any] | None) -> bool:
-        """Take in what `heard` returned, if it says that the rank is ready."""
-        if not said or "error" in said:
+    def take_ready(self, message: dict[str, Any] | None) -> bool:
+        """Consume the message that `peek` returned, if it reports that the rank is ready."""
+        if not message or "error" in message:
             return False
         self.link.recv(MAX_MESSAGE)
         self.num_silent, self.ready = 0, True
         return True
 
-    def word(self, why: str) -> Word:
-        """Of a rank that is lost, with what it said itself."""
-        said = self.heard() or {}
-        met = bool(said.get("met"))
+    def loss_reason(self, why: str) -> LossReason:
+        """Why the rank is lost, with the error that it reported itself."""
+        message = self.peek() or {}
+        is_secondary = bool(message.get("met"))
         if not self.ready and why == HAS_ENDED:
-            text = f"rank {self.number}: {said['error']}" if "error" in said else f"rank {self.number} {ENDED_LOADING}"
-            return Word(text, met)
-        because = f" ({said['error']})" if "error" in said else ""
-        return Word(f"rank {self.number} (process {self.pid}) {why}{because}", met)
+            detail = f": {message['error']}" if "error" in message else f" {ENDED_LOADING}"
+            return LossReason(f"rank {self.number}{detail}", is_secondary)
+        because = f" ({message['error']})" if "error" in message else ""
+        return LossReason(f"rank {self.number} (process {self.pid}) {why}{because}", is_secondary)
 
 
-Lost = Callable[[RankFork, Word], None]
+OnLost = Callable[[RankFork, LossReason], None]
 
 
 class RankForks:
-    """Some of a node's ranks, forked by `fork`. `end` ends them."""
+    """Some of a node's ranks, as `fork` has forked them. `end` ends them."""
 
-    def __init__(self, forks: list[RankFork], hearts: mmap.mmap, limits: Limits) -> None:
+    def __init__(self, forks: list[RankFork], heartbeats: mmap.mmap, limits: Limits) -> None:
         self.all, self.limits = forks, limits
-        self._hearts = hearts
+        self._heartbeats = heartbeats
         self._over = threading.Event()
         self._watcher: threading.Thread | None = None
 
@@ -160,10 +161,10 @@ class RankForks:
     def ready(self) -> bool:
         return all(fork.ready for fork in self.all)
 
-    def watch(self, lost: Lost) -> None:
-        """From now on, on a thread of its own, until one is lost: it has died, or hangs."""
+    def watch(self, on_lost: OnLost) -> None:
+        """Start to watch the ranks, on a thread of its own, until one is lost because it has died or hangs."""
         if self.all:
-            self._watcher = threading.Thread(target=self._watch, args=(lost,), name="ranks", daemon=True)
+            self._watcher = threading.Thread(target=self._watch, args=(on_lost,), name="ranks", daemon=True)
             self._watcher.start()
 
     def unwatch(self) -> None:
@@ -171,28 +172,28 @@ class RankForks:
         if self._watcher is not None:
             self._watcher.join()
 
-    def word(self, timeout_s: float) -> Word | None:
-        """Why a rank has failed or ended, of those that a failure here has to do with: one that has met the end of
-        another only if nobody else is to blame. None: nothing is known in that time."""
+    def loss_reason(self, timeout_s: float) -> LossReason | None:
+        """Why a rank has failed or ended, if that is known in time. A secondary loss is returned only if there is no
+        other, so that the rank that failed first is blamed."""
         silent, deadline = {fork.link for fork in self.all}, time.monotonic() + timeout_s
         while silent and (left_s := deadline - time.monotonic()) > 0:
             silent -= set(select.select(silent, [], [], left_s)[0])
-        met = None
+        secondary = None
         for fork in self.all:
-            said = fork.heard()
-            if said is None or "error" in said:
-                word = fork.word(HAS_ENDED)
-                if not word.met:
-                    return word
-                met = met or word
-        return met
+            message = fork.peek()
+            if message is None or "error" in message:
+                reason = fork.loss_reason(HAS_ENDED)
+                if not reason.is_secondary:
+                    return reason
+                secondary = secondary or reason
+        return secondary
 
     def ended(self) -> list[RankFork]:
-        """Those that have ended."""
+        """The ranks that have ended."""
         return [fork for fork in self.all if select.select([fork.pidfd], [], [], 0)[0]]
 
     def end(self, timeout_s: float) -> None:
-        """Wait for them, and kill those that have not ended by themselves in that time."""
+        """Wait for the ranks to end, and kill those that have not ended in time."""
         self.unwatch()
         deadline = time.monotonic() + timeout_s
         for fork in self.all:
@@ -203,8 +204,8 @@ class RankForks:
             os.close(fork.pool)
             fork.link.close()
 
-    def _watch(self, lost: Lost) -> None:
-        counts = memoryview(self._hearts).cast("q")
+    def _watch(self, on_lost: OnLost) -> None:
+        counts = memoryview(self._heartbeats).cast("q")
         while not self._over.is_set():
             died, _, _ = select.select([fork.pidfd for fork in self.all], [], [], BEAT_S)
             for index, fork in enumerate(self.all):
@@ -213,7 +214,7 @@ class RankForks:
                 fork.beats = beats
                 why = HAS_ENDED if fork.pidfd in died else self._silence(fork)
                 if why and not self._over.is_set():
-                    lost(fork, fork.word(why))
+                    on_lost(fork, fork.loss_reason(why))
                     return
 
     def _silence(self, fork: RankFork) -> str:
@@ -221,15 +222,15 @@ class RankForks:
         return f"has been silent for {limit_s:g} s" if fork.num_silent * BEAT_S >= limit_s else ""
 
 
-def fork(numbers: Iterable[int], run: Callable[[int, Ends], None], limits: Limits) -> RankForks:
-    """Fork the ranks of these numbers, which `run`. Call it on the main thread, before this process has others, and
-    before it uses a GPU. The forks never return."""
+def fork(numbers: Iterable[int], run: Callable[[int, RankPipe], None], limits: Limits) -> RankForks:
+    """Fork a process for each of these ranks, which calls `run` and never returns. Call it on the main thread, before
+    this process starts others or uses a GPU."""
     ranks = list(numbers)
-    hearts = mmap.mmap(-1, 8 * max(1, len(ranks)))
-    return RankForks([_fork(index, number, hearts, run) for index, number in enumerate(ranks)], hearts, limits)
+    heartbeats = mmap.mmap(-1, 8 * max(1, len(ranks)))
+    return RankForks([_fork(index, number, heartbeats, run) for index, number in enumerate(ranks)], heartbeats, limits)
 
 
-def _fork(index: int, number: int, hearts: mmap.mmap, run: Callable[[int, Ends], None]) -> RankFork:
+def _fork(index: int, number: int, heartbeats: mmap.mmap, run: Callable[[int, RankPipe], None]) -> RankFork:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pool = os.memfd_create(f"kv-pool-{number}")
     parent = os.getpid()
@@ -238,15 +239,15 @@ def _fork(index: int, number: int, hearts: mmap.mmap, run: Callable[[int, Ends],
         theirs.close()
         return RankFork(number, pid, os.pidfd_open(pid), ours, pool)
     ours.close()
-    ends = Ends(index, hearts, theirs, pool)
+    pipe = RankPipe(index, heartbeats, theirs, pool)
     try:
         for stop in stop_signals():
-            signal.signal(stop, signal.SIG_IGN)  # who has forked it ends it
+            signal.signal(stop, signal.SIG_IGN)  # the process that forked it ends it
         if die_with(parent):
-            ends.beat()
-            run(number, ends)
+            pipe.start_heartbeat()
+            run(number, pipe)
     except Exception as error:  # the process's boundary
         log.debug("rank failed", exc_info=error)
-        ends.failed(error)
+        pipe.failed(error)
         os._exit(1)
     os._exit(0)

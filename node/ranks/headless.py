@@ -1,6 +1,6 @@
-"""A host of a node with `--node-rank` above 0: it has ranks, and neither an address nor a scheduler.
+"""A host of a node with `--node-rank` above 0: it has ranks, but neither an address nor a scheduler.
 
-    fork its ranks -> come to rank 0's host -> watch its ranks, and beat -> end when the node ends
+    fork its ranks -> connect to rank 0's host -> watch its ranks, and send heartbeats -> end when the node ends
 
 exit code 0    the node has ended in order
           1    it was refused, a rank of it is lost, or the host with rank 0 is
@@ -26,7 +26,7 @@ from baton.signals import stop_signals
 from node import preflight
 from node.peers.links import PeerLink
 from node.peers.rendezvous import HELLO_TIMEOUT_S, join_rendezvous
-from node.ranks.forks import BEAT_S, Ends, Limits, RankFork, RankForks, Word, fork
+from node.ranks.forks import BEAT_S, Limits, LossReason, RankFork, RankForks, RankPipe, fork
 from node.ranks.joining import rendezvous_of, shared_flags
 from node.ranks.rank_links import RemoteRankLink
 from node.ranks.ranks import RunRank
@@ -38,12 +38,12 @@ _RANK_0 = "node rank 0"
 
 
 def run_headless(settings: NodeSettings, run: RunRank, limits: Limits | None = None) -> int:
-    """Until the node ends; the exit code. Call it on the main thread, before this process has others. Raises
-    StartupError."""
+    """Run until the node ends, and return the exit code. Call it on the main thread, before this process starts others.
+    Raises StartupError."""
     limits, endpoint = limits or Limits.of(settings), rendezvous_of(settings)
 
-    def run_fork(number: int, ends: Ends) -> None:
-        run(RemoteRankLink(number, settings.num_ranks, ends, endpoint, limits.join), settings)
+    def run_fork(number: int, pipe: RankPipe) -> None:
+        run(RemoteRankLink(number, settings.num_ranks, pipe, endpoint, limits.join), settings)
 
     host, code = _Host(settings, fork(settings.host_ranks, run_fork, limits), limits), 1
     try:
@@ -55,7 +55,7 @@ def run_headless(settings: NodeSettings, run: RunRank, limits: Limits | None = N
 
 
 class _Host:
-    """This host, as a part of the node."""
+    """This host and its ranks, as a part of the node."""
 
     def __init__(self, settings: NodeSettings, forks: RankForks, limits: Limits) -> None:
         self._settings, self._forks, self._limits = settings, forks, limits
@@ -65,7 +65,7 @@ class _Host:
         self._over = threading.Event()
 
     def run(self) -> int:
-        """Until the node ends; the exit code. Raises StartupError."""
+        """Run until the node ends, and return the exit code. Raises StartupError."""
         self._forks.watch(self._rank_lost)
         preflight.check(self._settings)  # after the forks: it asks for GPUs
         settings = self._settings
@@ -79,7 +79,7 @@ class _Host:
                 return self._ends(f"{_RANK_0} has ended")
 
     def end(self, timeout_s: float) -> None:
-        """End its ranks, and kill those that do not end by themselves in that time. Rank 0 waits for the link's end."""
+        """End its ranks, and kill those that have not ended in time. Rank 0 waits until the link is closed."""
         self._over.set()
         self._forks.end(timeout_s)
         if self._link is not None:
@@ -88,15 +88,15 @@ class _Host:
             self._link.close()
 
     def _follow(self, link: PeerLink, signals: socket.socket) -> int:
-        """Until the node ends; the exit code. Raises OSError if the link is broken."""
+        """Follow rank 0 until the node ends, and return the exit code. Raises OSError if the link is broken."""
         next_beat = time.monotonic()
         while True:
             waited: list[PeerLink | socket.socket] = [link, signals]
             ready, _, _ = select.select(waited, [], [], max(0.0, next_beat - time.monotonic()))
             if signals in ready:
                 self._take_signal(link, signals.recv(1)[0])
-            for said in link.receive() if link in ready else ():
-                if (code := self._heard(said)) is not None:
+            for message in link.receive() if link in ready else ():
+                if (code := self._handle(message)) is not None:
                     return code
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + BEAT_S
@@ -108,18 +108,18 @@ class _Host:
 
     @property
     def _silence_s(self) -> float:
-        """Rank 0 says nothing before all hosts have come."""
+        """Rank 0 sends nothing before all hosts have joined."""
         if not self._began:
             return self._limits.join
         return self._limits.silence if self._serves else self._limits.loading_silence
 
-    def _heard(self, said: dict[str, Any]) -> int | None:
-        self._began |= "beat" in said
-        if "stop" in said:
+    def _handle(self, message: dict[str, Any]) -> int | None:
+        self._began |= "beat" in message
+        if "stop" in message:
             return 0
-        if "lost" in said:
-            return self._ends(f"{_RANK_0}: {said['lost']}")
-        self._serves |= "serves" in said
+        if "lost" in message:
+            return self._ends(f"{_RANK_0}: {message['lost']}")
+        self._serves |= "serves" in message
         return None
 
     def _take_signal(self, link: PeerLink, number: int) -> None:
@@ -130,25 +130,25 @@ class _Host:
         link.send(stopping=True)
 
     def _take_ready(self) -> None:
-        """From then on, what loads has less time to be silent."""
+        """A rank that has loaded is given less time to be silent."""
         for rank in self._forks.all:
             if not rank.ready:
-                rank.take_ready(rank.heard())
+                rank.take_ready(rank.peek())
 
     def _ends(self, why: str) -> int:
         log.critical("%s: this part of the node ends", why)
         return 1
 
-    def _rank_lost(self, rank: RankFork, word: Word) -> None:
-        """On the thread that watches. The ranks of all hosts wait for this one for ever, so the node ends."""
+    def _rank_lost(self, rank: RankFork, reason: LossReason) -> None:
+        """Called on the watcher's thread. The ranks of all hosts wait for this one forever, so the node ends."""
         if _ended_in_order(rank) and self._over.wait(self._limits.report):
-            return  # the node has closed it, and says so here too
-        if word.met and self._over.wait(self._limits.report / 2):
-            return  # rank 0 knows which one is lost
+            return  # the node has closed it, and tells this host too
+        if reason.is_secondary and self._over.wait(self._limits.report / 2):
+            return  # rank 0 knows which rank was lost first
         if self._link is not None:
             with contextlib.suppress(OSError):  # it is lost, too
-                self._link.send(lost=word.text, met=word.met)
-        log.critical("%s: this part of the node ends", word.text)
+                self._link.send(lost=reason.text, met=reason.is_secondary)
+        log.critical("%s: this part of the node ends", reason.text)
         logging.shutdown()
         os._exit(1)
 
@@ -160,7 +160,7 @@ def _ended_in_order(rank: RankFork) -> bool:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[socket.socket]:
-    """A socket from which the numbers of signals come that ask this process to end."""
+    """A socket that yields the numbers of the signals that ask this process to end."""
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     before = {number: signal.signal(number, _nothing) for number in stop_signals()}
@@ -176,4 +176,4 @@ def _signals() -> Iterator[socket.socket]:
 
 
 def _nothing(number: int, frame: object) -> None:
-    """The wakeup descriptor has it."""
+    """The wakeup descriptor gets the signal's number."""

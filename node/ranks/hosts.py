@@ -1,7 +1,7 @@
-"""The other hosts of a node whose ranks are spread over several, as the one with rank 0 sees them.
+"""The other hosts of a node with ranks on several hosts, as seen by the host with rank 0.
 
-    each host comes, and each of its ranks -> all are told where ranks meet
-    -> over a stream to each rank: steps, and what moves KV; over a link to each host, which watches its ranks: beats
+    each host joins, and each of its ranks -> all are sent the address of the TCPStore
+    -> a stream to each rank carries steps and moves of KV; a link to each host, which watches its ranks, heartbeats
 
 How they join: `node.ranks.joining`; what runs on them: `node.ranks.headless`. A host that dies, hangs or loses a rank
 ends the node, which names it; and when the node ends, it ends its hosts.
@@ -23,7 +23,7 @@ from baton.errors import TransferError
 from kv_transfer.remote import RemotePool
 from kv_transfer.transports.host import address_of
 from node.peers.links import PeerLink
-from node.ranks.forks import BEAT_S, HAS_ENDED, Limits, Word
+from node.ranks.forks import BEAT_S, HAS_ENDED, Limits, LossReason
 from node.ranks.joining import HOST, RANK, JoiningHosts
 from node.ranks.stream import RankStream
 from node.settings import NodeSettings
@@ -35,67 +35,68 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LEAVE_S = 2.0
-"""For hosts to end in order, beyond the time that their ranks have."""
-Lost = Callable[[Word, bool], None]
-"""A rank or a host is lost; and whether all ranks of other hosts were ready."""
+"""Time for hosts to end in order, beyond the time that their ranks have."""
+OnLost = Callable[[LossReason, bool], None]
+"""Called with why a rank or a host was lost, and whether all ranks of other hosts were ready."""
 
 
 class _HostRank:
-    """A rank on another host. Implements `kv_transfer.remote.Wire`. `heard` is for one thread."""
+    """A rank on another host. Implements `kv_transfer.remote.Wire`. `receive` is for one thread."""
 
     def __init__(self, number: int, stream: RankStream) -> None:
         self.number, self.stream = number, stream
         self.pool = RemotePool(self)
         self.ready: Future[None] = Future()
         self._numbers = itertools.count()
-        self._asked: dict[int, Future[dict[str, Any]]] = {}
-        self._lock = threading.Lock()  # guards the next one, and what was asked
+        self._requests: dict[int, Future[dict[str, Any]]] = {}
+        self._lock = threading.Lock()  # guards the next one, and `_requests`
         self._is_lost = False
 
-    def say(self, **said: Any) -> None:
-        with contextlib.suppress(OSError):  # the watch knows
-            self.stream.say(**said)
+    def send(self, **message: Any) -> None:
+        with contextlib.suppress(OSError):  # the watcher notices
+            self.stream.send_message(**message)
 
-    def ask(self, timeout_s: float, **said: Any) -> dict[str, Any]:
+    def request(self, timeout_s: float, **message: Any) -> dict[str, Any]:
         number, answer = next(self._numbers), Future[dict[str, Any]]()
         with self._lock:
             if self._is_lost:
                 raise TransferError(f"rank {self.number} is lost")
-            self._asked[number] = answer
-        self.say(id=number, **said)
+            self._requests[number] = answer
+        self.send(id=number, **message)
         try:
             found = answer.result(timeout_s)
         except TimeoutError:
             raise TransferError(f"rank {self.number} has not answered for {timeout_s:g} s") from None
         finally:
             with self._lock:
-                self._asked.pop(number, None)
+                self._requests.pop(number, None)
         if "error" in found:
             raise TransferError(str(found["error"]))
         return found
 
-    def heard(self) -> None:
-        """Take in what has come. Raises OSError if the rank has ended, and anything else for nonsense."""
+    def receive(self) -> None:
+        """Handle the messages that have arrived. Raises OSError if the rank has ended, anything else for malformed
+        ones."""
         for frame in self.stream.receive():
-            self._heard(frame.said())
+            self._handle(frame.message())
 
-    def _heard(self, said: dict[str, Any]) -> None:
-        if "answers" in said:
+    def _handle(self, message: dict[str, Any]) -> None:
+        if "answers" in message:
             with self._lock:
-                answer = self._asked.get(said["answers"])
+                answer = self._requests.get(message["answers"])
             if answer is not None and not answer.done():
-                answer.set_result(said)
-        elif "ready" in said and not self.ready.done():
+                answer.set_result(message)
+        elif "ready" in message and not self.ready.done():
             self.ready.set_result(None)
         else:
-            self.pool.heard(said)
+            self.pool.handle(message)
 
     def lost(self) -> None:
-        """Nothing comes any more."""
+        """Fail all that waits for an answer: there will be none."""
         with self._lock:
             self._is_lost = True
-            asked = list(self._asked.values())
-        for answer in asked:
+            requests = list(self._requests.values())
+        for answer in requests:
             if not answer.done():
                 answer.set_result({"error": f"rank {self.number} is lost"})
         if not self.ready.done():
@@ -103,28 +104,29 @@ class _HostRank:
 
 
 class OtherHosts:
-    """Implements `node.ranks.ranks.HostRanks`: the ranks of all other hosts, once they have come (`meet`)."""
+    """Implements `node.ranks.ranks.HostRanks`: the ranks of all other hosts, once they have joined
+    (`wait_for_hosts`)."""
 
     def __init__(self, settings: NodeSettings, limits: Limits) -> None:
         self._settings, self._limits = settings, limits
         self._links: dict[int, PeerLink] = {}
         self._ranks: list[_HostRank] = []
         self._state = threading.Condition()
-        self._word: Word | None = None
-        self._told_to_stop = False
+        self._loss_reason: LossReason | None = None
+        self._stop_requested = False
         self._stop: Callable[[], object] | None = None
         self._over = threading.Event()
         self._in_order = False
         self._ended: set[int] = set()
-        """Hosts that have said that they end with the node."""
+        """Hosts that have reported that they end with the node."""
         self._threads: list[threading.Thread] = []
-        self._on_lost: Lost = lambda word, ready: None
+        self._on_lost: OnLost = lambda reason, ready: None
 
-    def meet(self, fingerprint: str, lost: Lost) -> str:
-        """Wait for all hosts and their ranks. fingerprint: of the weights as they are served. lost: is called, on
+    def wait_for_hosts(self, fingerprint: str, on_lost: OnLost) -> str:
+        """Wait for all hosts and their ranks. fingerprint: of the weights as they are served. on_lost: called on
         another thread, from then on. Returns this host's address. Raises StartupError."""
         joined = JoiningHosts(self._settings, fingerprint, self._limits).wait()
-        self._on_lost = lost
+        self._on_lost = on_lost
         self._links = {number: link for (kind, number), link in joined.items() if kind == HOST}
         self._joined_ranks = {number: link for (kind, number), link in sorted(joined.items()) if kind == RANK}
         for number, link in self._links.items():
@@ -135,10 +137,10 @@ class OtherHosts:
     def ready(self) -> bool:
         return bool(self._ranks) and all(rank.ready.done() and not rank.ready.exception() for rank in self._ranks)
 
-    def begin(self, **said: Any) -> None:
+    def start_loading(self, **rendezvous: Any) -> None:
         for number, link in self._joined_ranks.items():
             try:
-                link.send(port=said["port"])
+                link.send(port=rendezvous["port"])
                 self._ranks.append(_HostRank(number, RankStream(link.release())))
             except OSError as error:
                 raise RuntimeError(f"rank {number} {HAS_ENDED}") from error
@@ -146,36 +148,39 @@ class OtherHosts:
 
     def pools(self) -> Sequence[RemotePool]:
         for rank in self._ranks:
-            rank.ready.result()  # the watch bounds this wait
+            rank.ready.result()  # the watcher bounds this wait
         return [rank.pool for rank in self._ranks]
 
     def send(self, kind: int, array: NDArray[np.int32]) -> None:
         for rank in self._ranks:
-            rank.stream.step(kind, array)
+            rank.stream.send_step(kind, array)
 
-    def word(self, timeout_s: float) -> Word | None:
+    def loss_reason(self, timeout_s: float) -> LossReason | None:
         with self._state:
-            self._state.wait_for(lambda: self._word is not None and not self._word.met, timeout_s)
-            return self._word
+            self._state.wait_for(self._is_primary_known, timeout_s)
+            return self._loss_reason
+
+    def _is_primary_known(self) -> bool:
+        return self._loss_reason is not None and not self._loss_reason.is_secondary
 
     def limit_sends(self, timeout_s: float) -> None:
         for rank in self._ranks:
             rank.stream.limit_sends(timeout_s)
 
     def serves(self, stop: Callable[[], object]) -> None:
-        """The node serves from now on, and what may hold Python's lock is over. stop: is called, on another thread,
-        when a host is told to stop, until the node ends (`stop`)."""
+        """The node serves from now on, and nothing holds the GIL for long any more. stop: called on another thread when
+        a host is told to stop, until the node ends (`stop`)."""
         for link in self._links.values():
-            with contextlib.suppress(OSError):  # the watch knows
+            with contextlib.suppress(OSError):  # the watcher notices
                 link.send(serves=True)
         with self._state:
-            self._stop, told = stop, self._told_to_stop
-        if told:
+            self._stop, stop_requested = stop, self._stop_requested
+        if stop_requested:
             stop()
 
     def stop(self, why: str) -> None:
-        """Tell all hosts that the node ends. why: the loss that ends it; empty: it ends in order. From now on nobody is
-        lost."""
+        """Tell all hosts that the node ends. why: the loss that ends it; empty: it ends in order. From now on no loss
+        is reported."""
         self._over.set()
         self._in_order = not why
         for link in self._links.values():
@@ -188,20 +193,20 @@ class OtherHosts:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         for number, link in self._links.items():
-            self._take_leave(number, link, deadline)
+            self._wait_for_end(number, link, deadline)
         for rank in self._ranks:
             rank.stream.close()
 
-    def _take_leave(self, number: int, link: PeerLink, deadline: float) -> None:
-        """Wait until the host has ended. One that does not say so was lost before it heard that the node ends; the node
-        has met that otherwise, and ended in order."""
+    def _wait_for_end(self, number: int, link: PeerLink, deadline: float) -> None:
+        """Wait until the host has ended. One that does not report its end was lost before it learned that the node
+        ends; the node has noticed that in another way, and has ended in order."""
         with contextlib.suppress(OSError):  # it has closed the link
             while (left_s := deadline - time.monotonic()) > 0 and select.select([link], [], [], left_s)[0]:
-                for said in link.receive():
-                    self._heard(number, said)
+                for message in link.receive():
+                    self._handle(number, message)
         if self._in_order and number not in self._ended:
-            word = self._word or Word(f"node rank {number} {HAS_ENDED}")
-            log.critical("%s: the node ends", word.text)
+            reason = self._loss_reason or LossReason(f"node rank {number} {HAS_ENDED}")
+            log.critical("%s: the node ends", reason.text)
         link.close()
 
     def _start(self, name: str, run: Callable[..., object], *arguments: Any) -> None:
@@ -209,53 +214,53 @@ class OtherHosts:
         self._threads.append(thread)
         thread.start()
 
-    # ---- what hosts say ----
+    # ---- messages of hosts ----
 
     def _watch(self, number: int, link: PeerLink) -> None:
         next_beat = time.monotonic()
         while not self._over.is_set():
             try:
                 if select.select([link], [], [], max(0.0, next_beat - time.monotonic()))[0]:
-                    for said in link.receive():
-                        self._heard(number, said)
+                    for message in link.receive():
+                        self._handle(number, message)
                 if time.monotonic() >= next_beat:
                     next_beat = time.monotonic() + BEAT_S
                     self._beat(number, link)
-            except Exception as error:  # the thread's boundary: the host is lost, whatever came of it
+            except Exception as error:  # the thread's boundary: the host is lost, whatever the error is
                 log.debug("host lost", exc_info=error)
                 if not self._over.is_set():
-                    self._lost(Word(f"node rank {number} {HAS_ENDED}"))
+                    self._lost(LossReason(f"node rank {number} {HAS_ENDED}"))
                 return
 
     def _beat(self, number: int, link: PeerLink) -> None:
-        """Silence counts in slices in which this process listened, as in `baton.silence`."""
+        """Silence is counted in time slices in which this process listened, as in `baton.silence`."""
         link.send(beat=True)
         link.num_silent += 1
         limit_s = self._limits.silence if self.ready else self._limits.loading_silence
         if link.num_silent * BEAT_S > limit_s:
-            self._lost(Word(f"node rank {number} has been silent for {limit_s:g} s"))
+            self._lost(LossReason(f"node rank {number} has been silent for {limit_s:g} s"))
 
-    def _heard(self, number: int, said: dict[str, Any]) -> None:
-        if "lost" in said:
-            self._lost(Word(f"node rank {number}: {said['lost']}", bool(said.get("met"))))
-        if "ended" in said:
+    def _handle(self, number: int, message: dict[str, Any]) -> None:
+        if "lost" in message:
+            self._lost(LossReason(f"node rank {number}: {message['lost']}", bool(message.get("met"))))
+        if "ended" in message:
             self._ended.add(number)
-        if "stopping" in said and not self._over.is_set():
+        if "stopping" in message and not self._over.is_set():
             with self._state:
-                self._told_to_stop, stop = True, self._stop
+                self._stop_requested, stop = True, self._stop
             if stop is not None:
                 stop()
 
-    def _lost(self, word: Word) -> None:
-        """The first that has not met the end of another is to blame."""
+    def _lost(self, reason: LossReason) -> None:
+        """Blame the first loss that is not secondary."""
         with self._state:
-            if self._word is None or (self._word.met and not word.met):
-                self._word = word
+            if self._loss_reason is None or (self._loss_reason.is_secondary and not reason.is_secondary):
+                self._loss_reason = reason
             self._state.notify_all()
         if not self._over.is_set():
-            self._on_lost(word, self.ready)
+            self._on_lost(reason, self.ready)
 
-    # ---- what their ranks say ----
+    # ---- messages of their ranks ----
 
     def _read(self) -> None:
         live = {rank.stream.fileno(): rank for rank in self._ranks}
@@ -263,14 +268,14 @@ class OtherHosts:
             for ready in select.select(list(live), [], [], BEAT_S)[0]:
                 rank = live[ready]
                 try:
-                    rank.heard()
-                except Exception as error:  # noqa: BLE001 - the thread's boundary: nonsense is a loss, whatever it does
+                    rank.receive()
+                except Exception as error:  # noqa: BLE001 - the thread's boundary: a malformed message is a loss, too
                     del live[ready]
                     rank.lost()
                     self._rank_lost(rank, error)
 
     def _rank_lost(self, rank: _HostRank, error: Exception) -> None:
-        """Its host says why, if it is not lost itself."""
+        """The rank's host reports why, unless it is lost itself."""
         log.debug("rank lost", exc_info=error)
-        if self.word(self._limits.report / 2) is None and not self._over.is_set():
-            self._lost(Word(f"rank {rank.number} {HAS_ENDED}"))
+        if self.loss_reason(self._limits.report / 2) is None and not self._over.is_set():
+            self._lost(LossReason(f"rank {rank.number} {HAS_ENDED}"))

@@ -1,4 +1,4 @@
-"""The KV pools of ranks on this host, mapped by rank 0 as well."""
+"""Maps the KV pools of ranks on this host into rank 0's process."""
 
 from __future__ import annotations
 

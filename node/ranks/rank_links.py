@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from baton.address import HostPort
 from kv_transfer.transports.host import LOOPBACK
 from node.peers.rendezvous import RendezvousEndpoint, join_rendezvous, own_host
-from node.ranks.forks import Ends
+from node.ranks.forks import RankPipe
 from node.ranks.memory import mapped
 from node.ranks.ring import RingReader, SharedRing
 from node.ranks.stream import Content, RankStream
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 JOIN_S = 120.0
 """Time for all ranks to import torch, which takes as long as the machine needs."""
 Serve = Callable[[Callable[..., None], Callable[[Callable[[], None]], None], Callable[[Exception], None]], "PoolServer"]
-"""Makes the server of the rank's pool for rank 0, from its `say`, its `after_steps` and its `fail`."""
+"""Makes the server of the rank's pool for rank 0, from its `send`, its `after_steps` and its `fail`."""
 
 
 class RankLink(Protocol):
@@ -63,31 +63,31 @@ class ForkedRankLink:
 
     host: str | None = None
 
-    def __init__(self, number: int, size: int, ends: Ends, ring: SharedRing, reader: int) -> None:
-        self.number, self._size, self._ends = number, size, ends
+    def __init__(self, number: int, size: int, pipe: RankPipe, ring: SharedRing, reader: int) -> None:
+        self.number, self._size, self._pipe = number, size, pipe
         self._ring = RingReader(ring, reader)
 
     def join(self, device: torch.device, fingerprint: Callable[[], str]) -> tuple[RankGroup, HostPort | None]:
-        said = self._ends.hear()
-        peers = HostPort(*said["peers"]) if said["peers"] else None
-        store = store_at(HostPort(said["host"], said["port"]))
-        return join_group(store, self.number, self._size, device, said["host"]), peers
+        message = self._pipe.receive()
+        peers = HostPort(*message["peers"]) if message["peers"] else None
+        store = store_at(HostPort(message["host"], message["port"]))
+        return join_group(store, self.number, self._size, device, message["host"]), peers
 
     def memory(self, device: torch.device) -> Callable[[int], Tensor] | None:
         return self._shared_zeros if device.type == "cpu" else None  # rank 0 maps the memory of a GPU by its address
 
     def _shared_zeros(self, num_bytes: int) -> Tensor:
-        os.ftruncate(self._ends.pool, num_bytes)
-        return mapped(self._ends.pool, num_bytes)
+        os.ftruncate(self._pipe.pool, num_bytes)
+        return mapped(self._pipe.pool, num_bytes)
 
     def ready(self, pool: Tensor, serve: Serve) -> None:
-        said: dict[str, Any] = {"pool_bytes": pool.nbytes}
+        message: dict[str, Any] = {"pool_bytes": pool.nbytes}
         if pool.is_cuda:
             from kv_transfer.transports.carriers.cuda_memory import CudaMemory
 
             region, offset = CudaMemory(pool.device).export(pool)
-            said |= {"region": region.hex(), "offset": offset}
-        self._ends.say(**said)
+            message |= {"region": region.hex(), "offset": offset}
+        self._pipe.send(**message)
 
     def receive(self) -> tuple[int, NDArray[np.int32]]:
         return self._ring.receive()
@@ -98,15 +98,15 @@ class RemoteRankLink:
 
     host: str | None
 
-    def __init__(self, number: int, size: int, ends: Ends, endpoint: RendezvousEndpoint, join_s: float) -> None:
-        self.number, self._size, self._ends, self._endpoint, self._join_s = number, size, ends, endpoint, join_s
+    def __init__(self, number: int, size: int, pipe: RankPipe, endpoint: RendezvousEndpoint, join_s: float) -> None:
+        self.number, self._size, self._pipe, self._endpoint, self._join_s = number, size, pipe, endpoint, join_s
         self._steps: queue.SimpleQueue[tuple[int, NDArray[np.int32]] | Callable[[], None]] = queue.SimpleQueue()
 
     def join(self, device: torch.device, fingerprint: Callable[[], str]) -> tuple[RankGroup, HostPort | None]:
         hello = {"rank": self.number, "serves": {"--model": fingerprint()}}
-        link, said = join_rendezvous(self._endpoint, hello, self._join_s)
+        link, answer = join_rendezvous(self._endpoint, hello, self._join_s)
         self._stream = RankStream(link.release())
-        at = HostPort(self._endpoint.address.host, int(said["port"]))
+        at = HostPort(self._endpoint.address.host, int(answer["port"]))
         self.host = own_host(at)
         return join_group(store_at(at), self.number, self._size, device, self.host), None
 
@@ -114,10 +114,10 @@ class RemoteRankLink:
         return None
 
     def ready(self, pool: Tensor, serve: Serve) -> None:
-        server = serve(self._stream.say, self._steps.put, self._fail)
+        server = serve(self._stream.send_message, self._steps.put, self._fail)
         threading.Thread(target=self._read, args=(server, pool.device), name="rank-stream", daemon=True).start()
-        self._ends.say(ready=True)
-        self._stream.say(ready=True)
+        self._pipe.send(ready=True)
+        self._stream.send_message(ready=True)
 
     def receive(self) -> tuple[int, NDArray[np.int32]]:
         while callable(item := self._steps.get()):
@@ -136,7 +136,7 @@ class RemoteRankLink:
                     if frame.content == Content.STEP:
                         self._steps.put(frame.step())
                     else:
-                        server.heard(frame.said())
+                        server.handle(frame.message())
         except ConnectionError:
             self._closed()
         except Exception as error:  # noqa: BLE001 - the thread's boundary: the rank ends
@@ -152,7 +152,7 @@ class RemoteRankLink:
         self._steps.put((Kind.CLOSE, np.zeros(0, np.int32)))
 
     def _fail(self, error: Exception) -> None:
-        self._ends.failed(error)
+        self._pipe.failed(error)
         os._exit(1)
 
 

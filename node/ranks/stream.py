@@ -1,8 +1,8 @@
-"""A connection between rank 0 and a rank on another host, over which steps go one way, and what both say both ways.
+"""A connection between rank 0 and a rank on another host, over which steps go one way, and messages both ways.
 
-    bytes of the body, 4 | what it is, 1 | body: a step's kind and values, int32 each; or what is said, a JSON object
+    bytes of the body, 4 | content, 1 | body: a step's kind and values, int32 each; or a message, a JSON object
 
-Little-endian. Nothing that comes is executed: the worst that bytes can do is end the connection.
+Little-endian. No input is executed: the worst that bytes can do is to end the connection.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FULL_TIMEOUT_S = 600.0
-"""The bound for a rank that reads nothing; that its process died or hangs is noticed much earlier
+"""How long to wait for a rank that reads nothing. A process that died or hangs is noticed much earlier
 (`node.ranks.hosts`)."""
 MAX_BODY_BYTES = 256 * 1024 * 1024
 _HEAD = struct.Struct("<IB")
@@ -29,7 +29,7 @@ _RECEIVE_BYTES = 256 * 1024
 
 
 class Content(IntEnum):
-    SAID = 0
+    MESSAGE = 0
     STEP = 1
 
 
@@ -41,21 +41,21 @@ class Frame(NamedTuple):
     body: bytearray
 
     def step(self) -> tuple[int, NDArray[np.int32]]:
-        """Of a step: its kind and its values."""
+        """The kind and the values of the step in this frame."""
         import numpy as np
 
         values = np.frombuffer(self.body, "<i4")  # writable, as torch wants it
         return int(values[0]), values[1:]
 
-    def said(self) -> dict[str, Any]:
-        """Of what is said. Raises OSError if it is no JSON object."""
+    def message(self) -> dict[str, Any]:
+        """The message of this frame. Raises OSError if it is no JSON object."""
         try:
-            said = json.loads(self.body)
+            message = json.loads(self.body)
         except (ValueError, RecursionError) as error:
             raise OSError(f"what it sent is not JSON: {error}") from error
-        if not isinstance(said, dict):
+        if not isinstance(message, dict):
             raise OSError("what it sent is no object")
-        return said
+        return message
 
 
 def pack_step(kind: int, array: NDArray[np.int32]) -> bytes:
@@ -64,19 +64,19 @@ def pack_step(kind: int, array: NDArray[np.int32]) -> bytes:
     return b"".join((head, struct.pack("<i", kind), values.tobytes()))
 
 
-def pack_said(said: dict[str, Any]) -> bytes:
-    body = json.dumps(said, separators=(",", ":")).encode()
-    return _HEAD.pack(len(body), Content.SAID) + body
+def pack_message(message: dict[str, Any]) -> bytes:
+    body = json.dumps(message, separators=(",", ":")).encode()
+    return _HEAD.pack(len(body), Content.MESSAGE) + body
 
 
 class FrameReader:
-    """Makes frames of bytes that come in any pieces."""
+    """Assembles frames from bytes that arrive in pieces of any size."""
 
     def __init__(self) -> None:
         self._data = bytearray()
 
     def feed(self, data: bytes) -> list[Frame]:
-        """The frames that are whole now. Raises OSError for bytes that are none."""
+        """The frames that are complete now. Raises OSError for bytes that are no frame."""
         self._data += data
         frames: list[Frame] = []
         start = 0
@@ -96,8 +96,9 @@ class FrameReader:
 
 
 class RankStream:
-    """Any thread may send; one thread reads. Owns the connection. Raises OSError once it is broken, or the other end
-    has taken nothing for `FULL_TIMEOUT_S`: it may have a part of a frame, so this end breaks the connection."""
+    """Any thread may send; one thread reads. Owns the connection. Raises OSError once it is broken, or if the
+    other end reads nothing for `FULL_TIMEOUT_S`: it may have read a part of a frame, so this end closes the
+    connection."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -109,18 +110,18 @@ class RankStream:
         return self._socket.fileno()
 
     def limit_sends(self, timeout_s: float) -> None:
-        """How long to wait for an end that takes nothing."""
+        """How long a send may wait for an end that reads nothing."""
         limit = struct.pack("@ll", int(timeout_s), int(timeout_s % 1 * 1e6))  # man 7 socket: SO_SNDTIMEO, a timeval
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
-    def say(self, **said: Any) -> None:
-        self._send(pack_said(said))
+    def send_message(self, **message: Any) -> None:
+        self._send(pack_message(message))
 
-    def step(self, kind: int, array: NDArray[np.int32]) -> None:
+    def send_step(self, kind: int, array: NDArray[np.int32]) -> None:
         self._send(pack_step(kind, array))
 
     def receive(self) -> list[Frame]:
-        """What has come since the last call; waits for something, which may be less than a frame."""
+        """The frames that have arrived since the last call. Waits for data, which may be less than a frame."""
         data = self._socket.recv(_RECEIVE_BYTES)
         if not data:
             raise ConnectionResetError("the other end has closed the connection")

@@ -122,10 +122,10 @@ def test_a_copy_waits_for_what_was_queued_when_its_part_was_expected(
 
 def test_a_loss_that_was_told_late_is_not_that_of_a_new_connection(scene: Scene) -> None:
     scene.connect()
-    scene.wire.pool.heard({"link": 0, "event": "disconnected", "peer": "d", "reason": "it is gone"})
+    scene.wire.pool.handle({"link": 0, "event": "disconnected", "peer": "d", "reason": "it is gone"})
     scene.connect()
     assert scene.link.transport.poll() == []
-    scene.wire.pool.heard({"link": 0, "event": "disconnected", "peer": "d", "reason": "it is gone"})
+    scene.wire.pool.handle({"link": 0, "event": "disconnected", "peer": "d", "reason": "it is gone"})
     assert len(scene.link.transport.poll()) == 1
 
 
@@ -212,14 +212,14 @@ def test_closing_ends_what_is_under_way(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize(
-    "said", [{"link": 9, "event": "sent"}, {"link": 0, "event": "lost"}, {"link": 0}, {"link": 0, "event": "sent"}]
+    "message", [{"link": 9, "event": "sent"}, {"link": 0, "event": "lost"}, {"link": 0}, {"link": 0, "event": "sent"}]
 )
-def test_nonsense_is_no_event(scene: Scene, said: dict[str, Any]) -> None:
+def test_nonsense_is_no_event(scene: Scene, message: dict[str, Any]) -> None:
     with pytest.raises((LookupError, ValueError)):
-        scene.wire.pool.heard(said)
+        scene.wire.pool.handle(message)
 
 
 @pytest.mark.parametrize("do", ["gather", "melt"])
 def test_nonsense_is_not_done(scene: Scene, do: str) -> None:
     with pytest.raises((LookupError, ValueError)):
-        scene.wire.say(do=do, link=0)
+        scene.wire.send(do=do, link=0)

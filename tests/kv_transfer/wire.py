@@ -17,21 +17,21 @@ from kv_transfer.remote import RemotePool
 
 
 class CallWire:
-    """Implements `kv_transfer.remote.Wire`. All that is said goes through JSON."""
+    """Implements `kv_transfer.remote.Wire`. All messages go through JSON."""
 
     def __init__(self, pool_bytes: Tensor, layout: KvLayout, make_link: MakeLink) -> None:
         self.failures: list[Exception] = []
-        self.said: list[dict[str, Any]] = []
-        """What the server has said, as it was said."""
+        self.messages: list[dict[str, Any]] = []
+        """The messages of the server, in order."""
         self.pool = RemotePool(self)
         self.unlaunched: list[Callable[[], None]] | None = None
         """What waits for steps to be launched; None: nothing has to."""
         self._server = PoolServer(pool_bytes, layout, make_link, self._back, self._after_steps, self.failures.append)
         self._numbers = itertools.count()
-        self._asked: dict[int, Future[dict[str, Any]]] = {}
+        self._requests: dict[int, Future[dict[str, Any]]] = {}
 
-    def say(self, **said: Any) -> None:
-        self._server.heard(json.loads(json.dumps(said)))
+    def send(self, **message: Any) -> None:
+        self._server.handle(json.loads(json.dumps(message)))
 
     def _after_steps(self, do: Callable[[], None]) -> None:
         if self.unlaunched is None:
@@ -39,19 +39,19 @@ class CallWire:
         else:
             self.unlaunched.append(do)
 
-    def ask(self, timeout_s: float, **said: Any) -> dict[str, Any]:
+    def request(self, timeout_s: float, **message: Any) -> dict[str, Any]:
         number = next(self._numbers)
-        answer = self._asked[number] = Future()
-        self.say(id=number, **said)
+        answer = self._requests[number] = Future()
+        self.send(id=number, **message)
         found = answer.result(timeout_s)
         if "error" in found:
             raise TransferError(found["error"])
         return found
 
-    def _back(self, **said: Any) -> None:
-        heard: dict[str, Any] = json.loads(json.dumps(said))
-        self.said.append(heard)
-        if "answers" in heard:
-            self._asked.pop(heard["answers"]).set_result(heard)
+    def _back(self, **message: Any) -> None:
+        received: dict[str, Any] = json.loads(json.dumps(message))
+        self.messages.append(received)
+        if "answers" in received:
+            self._requests.pop(received["answers"]).set_result(received)
         else:
-            self.pool.heard(heard)
+            self.pool.handle(received)

@@ -37,11 +37,11 @@ LARGE = 300_000
 class Echo:
     """In the place of a PoolServer: answers with the number of steps so far."""
 
-    def __init__(self, say: Any) -> None:
-        self._say = say
+    def __init__(self, send: Any) -> None:
+        self._send = send
 
-    def heard(self, said: dict[str, Any]) -> None:
-        self._say(answers=said["id"], heard=said["do"])
+    def handle(self, message: dict[str, Any]) -> None:
+        self._send(answers=message["id"], did=message["do"])
 
 
 def run_rank(case: str, weights: str, link: RankLink) -> None:
@@ -55,7 +55,7 @@ def run_rank(case: str, weights: str, link: RankLink) -> None:
     group.minimum(link.number)  # as loading does
     shared = link.memory(CPU)
     memory = torch.zeros(8, dtype=torch.uint8) if shared is None else shared(8)
-    link.ready(memory, lambda say, *_: Echo(say))  # type: ignore[arg-type]
+    link.ready(memory, lambda send, *_: Echo(send))  # type: ignore[arg-type]
     while True:
         kind, array = link.receive()
         misfortune(mine, "close" if kind == Kind.CLOSE else "step")
@@ -84,7 +84,7 @@ def serve(case: str, weights: str, ranks: Ranks) -> None:
         ranks.others._send(Kind.COMPUTE, np.arange(LARGE, dtype=np.int32) * number)
         assert float(group.all_reduce(torch.zeros(1))) == sum(range(SIZE))
         for pool in there:
-            assert pool._wire.ask(5.0, do="echo")["heard"] == "echo"
+            assert pool._wire.request(5.0, do="echo")["did"] == "echo"
     if case.startswith(("waits", "host-hangs")):
         print("waits", flush=True)
         stopped.wait()

@@ -23,7 +23,7 @@ from deploy.ports import HeldPort
 from node.errors import StartupError
 from node.peers.links import PeerLink
 from node.peers.rendezvous import join_rendezvous
-from node.ranks.forks import Limits, RankFork, Word, fork
+from node.ranks.forks import Limits, LossReason, RankFork, fork
 from node.ranks.headless import _Host
 from node.ranks.hosts import OtherHosts, _HostRank
 from node.ranks.joining import JoiningHosts, rendezvous_of, shared_flags
@@ -184,12 +184,12 @@ def test_a_rank_that_has_ended_in_order_is_not_lost(
         select.select([pidfd], [], [])
         rank = RankFork(3, process.pid, pidfd, link, -1, ready=True)
         with pytest.raises(SystemExit) if is_lost else contextlib.nullcontext():
-            host._rank_lost(rank, Word("rank 3 has ended"))
+            host._rank_lost(rank, LossReason("rank 3 has ended"))
         os.close(pidfd)
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("message", "logged"),
     [
         ({"beat": True}, ["node rank 1 has ended: the node ends"]),
         ({"lost": "rank 3 has ended", "met": False}, ["node rank 1: rank 3 has ended: the node ends"]),
@@ -197,15 +197,15 @@ def test_a_rank_that_has_ended_in_order_is_not_lost(
     ],
 )
 def test_a_node_that_has_met_a_loss_by_itself_names_the_host(
-    said: dict[str, Any], told: list[str], caplog: pytest.LogCaptureFixture
+    message: dict[str, Any], logged: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """It ends in order, before it has heard of the host."""
     hosts, host = hosts_of_two()
     hosts.stop("")
-    host.send(**said)
+    host.send(**message)
     host.close()
     hosts.end(PATIENCE_S)
-    assert [record.getMessage() for record in caplog.records] == told
+    assert [record.getMessage() for record in caplog.records] == logged
 
 
 def hosts_of_two() -> tuple[OtherHosts, PeerLink]:
@@ -249,9 +249,9 @@ def test_whatever_comes_of_what_was_heard_is_a_loss(of: str, monkeypatch: pytest
         hosts._start("host-1", hosts._watch, 1, hosts._links[1])
         host.send(stopping=True)
     else:
-        monkeypatch.setattr(hosts._ranks[0].pool, "heard", lambda said: int(said["link"]))
+        monkeypatch.setattr(hosts._ranks[0].pool, "handle", lambda message: int(message["link"]))
         hosts._start("rank-streams", hosts._read)
-        rank.say(link=math.inf)
+        rank.send_message(link=math.inf)
     hosts._threads[0].join(PATIENCE_S)
     assert lost == ["node rank 1 has ended" if of == "host" else "rank 2 has ended"]
     host.close()
@@ -273,16 +273,17 @@ def test_a_thread_that_does_not_end_is_not_waited_for_without_end() -> None:
 
 def test_a_rank_that_has_met_the_end_of_another_is_to_blame_only_if_no_other_is() -> None:
     hosts, host = hosts_of_two()
-    met, other, first = Word("rank 2 met it", met=True), Word("rank 1 met it", met=True), Word("rank 3 has ended")
+    met, other = (LossReason(f"rank {number} met it", is_secondary=True) for number in (2, 1))
+    first = LossReason("rank 3 has ended")
     hosts._lost(met)
-    assert hosts.word(0) == met
+    assert hosts.loss_reason(0) == met
     hosts._lost(other)
-    assert hosts.word(0) == met
+    assert hosts.loss_reason(0) == met
     with ThreadPoolExecutor(1) as pool:
-        word = pool.submit(hosts.word, PATIENCE_S)
+        reason = pool.submit(hosts.loss_reason, PATIENCE_S)
         hosts._lost(first)
-        assert word.result(PATIENCE_S) == first
-    hosts._lost(Word("rank 2 has ended"))
-    assert hosts.word(0) == first
+        assert reason.result(PATIENCE_S) == first
+    hosts._lost(LossReason("rank 2 has ended"))
+    assert hosts.loss_reason(0) == first
     hosts.end(-1.9)
     host.close()

@@ -251,7 +251,7 @@ def test_all_stop_together_and_leave_when_all_have_drained(scene: Scene) -> None
     assert told.acquire(timeout=PATIENCE_S)
     heard_late = threading.Event()
     with nodes[2]._state:
-        assert nodes[2]._state.wait_for(lambda: nodes[2]._told_to_stop, PATIENCE_S)
+        assert nodes[2]._state.wait_for(lambda: nodes[2]._stop_requested, PATIENCE_S)
     nodes[2].ready(heard_late.set)
     assert heard_late.is_set(), "it was told before it was ready"
     leaving = [scene.pool.submit(node.leave, PATIENCE_S) for node in nodes]

@@ -18,10 +18,10 @@ from node.ranks.stream import RankStream
 pytestmark = pytest.mark.timeout(20)
 
 
-class Ends:
-    """In the place of `node.ranks.forks.Ends`."""
+class Pipe:
+    """In the place of `node.ranks.forks.RankPipe`."""
 
-    def say(self, **said: Any) -> None:
+    def send(self, **message: Any) -> None:
         """Nobody listens."""
 
 
@@ -30,25 +30,25 @@ def test_a_request_after_steps_is_handled_once_the_rank_has_taken_them() -> None
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours = RankStream(socket.create_connection(listener.getsockname()))
         theirs = RankStream(listener.accept()[0])
-    link = RemoteRankLink(1, 2, Ends(), None, 1.0)  # type: ignore[arg-type]
+    link = RemoteRankLink(1, 2, Pipe(), None, 1.0)  # type: ignore[arg-type]
     link._stream = theirs
     done: list[Any] = []
-    heard = threading.Event()
+    received = threading.Event()
 
     class Server:
-        def __init__(self, say: object, after_steps: Callable[[Callable[[], None]], None], fail: object) -> None:
+        def __init__(self, send: object, after_steps: Callable[[Callable[[], None]], None], fail: object) -> None:
             self._after_steps = after_steps
 
-        def heard(self, said: dict[str, Any]) -> None:
-            self._after_steps(lambda: done.append((said["do"], threading.current_thread())))
-            heard.set()
+        def handle(self, message: dict[str, Any]) -> None:
+            self._after_steps(lambda: done.append((message["do"], threading.current_thread())))
+            received.set()
 
     link.ready(torch.zeros(8, dtype=torch.uint8), Server)  # type: ignore[arg-type]
-    ours.step(0, np.arange(1, dtype=np.int32))
-    ours.step(1, np.arange(2, dtype=np.int32))
-    ours.say(do="expect")
-    ours.step(2, np.arange(3, dtype=np.int32))
-    assert heard.wait(10)
+    ours.send_step(0, np.arange(1, dtype=np.int32))
+    ours.send_step(1, np.arange(2, dtype=np.int32))
+    ours.send_message(do="expect")
+    ours.send_step(2, np.arange(3, dtype=np.int32))
+    assert received.wait(10)
     for kind in range(2):
         assert link.receive()[0] == kind
         assert not done

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.ranks.stream import MAX_BODY_BYTES, Content, FrameReader, RankStream, pack_said, pack_step
+from node.ranks.stream import MAX_BODY_BYTES, Content, FrameReader, RankStream, pack_message, pack_step
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -26,7 +26,7 @@ SAID = st.dictionaries(st.text(max_size=9), JSON, max_size=3)
 
 
 def packed(message: tuple[int, list[int]] | dict[str, Any]) -> bytes:
-    return pack_said(message) if isinstance(message, dict) else pack_step(message[0], np.array(message[1], np.int32))
+    return pack_message(message) if isinstance(message, dict) else pack_step(message[0], np.array(message[1], np.int32))
 
 
 @given(messages=st.lists(STEPS | SAID, max_size=6), data=st.data())
@@ -41,7 +41,7 @@ def test_frames_are_whole_and_in_order_however_bytes_are_cut(
     assert len(frames) == len(messages)
     for frame, message in zip(frames, messages, strict=True):
         if isinstance(message, dict):
-            assert frame.said() == message
+            assert frame.message() == message
         else:
             kind, values = frame.step()
             assert (kind, values.tolist()) == message
@@ -56,7 +56,7 @@ def test_values_of_a_step_may_be_written_to() -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        struct.pack("<IB", MAX_BODY_BYTES + 1, Content.SAID),
+        struct.pack("<IB", MAX_BODY_BYTES + 1, Content.MESSAGE),
         struct.pack("<IB", 4, 2),
         struct.pack("<IB", 0, Content.STEP),
         struct.pack("<IB", 7, Content.STEP),
@@ -69,9 +69,9 @@ def test_what_begins_no_frame_is_refused_at_once(data: bytes) -> None:
 
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"[]", b"3", b"[" * 100_000])
 def test_what_is_no_object_is_refused(body: bytes) -> None:
-    (frame,) = FrameReader().feed(struct.pack("<IB", len(body), Content.SAID) + body)
+    (frame,) = FrameReader().feed(struct.pack("<IB", len(body), Content.MESSAGE) + body)
     with pytest.raises(OSError, match=r"not JSON|no object"):
-        frame.said()
+        frame.message()
 
 
 @given(data=st.binary(max_size=40))
@@ -79,7 +79,7 @@ def test_any_bytes_are_frames_or_refused(data: bytes) -> None:
     try:
         frames = FrameReader().feed(data)
         for frame in frames:
-            frame.step() if frame.content == Content.STEP else frame.said()
+            frame.step() if frame.content == Content.STEP else frame.message()
     except OSError:
         pass
 
@@ -99,8 +99,8 @@ def test_what_threads_send_is_not_mixed(streams: tuple[RankStream, RankStream]) 
     values = np.arange(2_000_000, dtype=np.int32)  # more than the connection's buffers hold, so all wait in the middle
 
     def send(number: int) -> None:
-        ours.step(number, values + number)
-        ours.say(number=number)
+        ours.send_step(number, values + number)
+        ours.send_message(number=number)
 
     threads = [threading.Thread(target=send, args=(number,)) for number in range(3)]
     for thread in threads:
@@ -112,14 +112,16 @@ def test_what_threads_send_is_not_mixed(streams: tuple[RankStream, RankStream]) 
         thread.join()
     steps = [frame.step() for frame in frames if frame.content == Content.STEP]
     assert all(np.array_equal(array, values + kind) for kind, array in steps)
-    assert sorted(kind for kind, _ in steps) == sorted(f.said()["number"] for f in frames if f.content == Content.SAID)
+    assert sorted(kind for kind, _ in steps) == sorted(
+        f.message()["number"] for f in frames if f.content == Content.MESSAGE
+    )
 
 
 def test_an_end_that_takes_nothing_is_not_waited_for_long(streams: tuple[RankStream, RankStream]) -> None:
     ours, _ = streams
     ours.limit_sends(0.05)
     with pytest.raises(BlockingIOError):
-        ours.step(0, np.zeros(16 * 1024 * 1024, np.int32))
+        ours.send_step(0, np.zeros(16 * 1024 * 1024, np.int32))
 
 
 def test_nothing_follows_a_frame_that_was_cut_off(streams: tuple[RankStream, RankStream]) -> None:
@@ -128,9 +130,9 @@ def test_nothing_follows_a_frame_that_was_cut_off(streams: tuple[RankStream, Ran
     ours.limit_sends(0.05)
     step = np.zeros(16 * 1024 * 1024, np.int32)
     with pytest.raises(BlockingIOError):
-        ours.step(0, step)
+        ours.send_step(0, step)
     with pytest.raises(BrokenPipeError):
-        ours.say(number=1)
+        ours.send_message(number=1)
     with pytest.raises(ConnectionError):
         ours.receive()
     while True:
