@@ -23,8 +23,8 @@ from benchmarks.simulation.policies import make_router
 from benchmarks.simulation.report import Limits, Report, markdown, median, report
 from deploy.bench.trace import Entry, read_trace, write_trace
 from deploy.bench.workloads import WORKLOADS, Shape
-from router.life import FirstToken
 from router.policies import POLICIES
+from router.request_state import FirstToken
 
 
 class SimulateSettings(Settings):

@@ -1,6 +1,6 @@
 """Keeps child processes running: starts them, passes on their lines, restarts those that died, stops them all.
 
-A child's life here, until the supervisor stops:
+A child's states, until the supervisor stops:
 
     start --> runs --> died: reported --> waits 0.5 s, 1 s, 2 s, ... 30 s --> start
                                           (0.5 s again after it ran for a minute)

@@ -1,4 +1,4 @@
-"""The life of a node's process: load, serve, drain, exit.
+"""The lifecycle of a node's process: load, serve, drain, exit.
 
 A host of a node with --node-rank above 0 only has ranks of it: `node.ranks.headless`.
 

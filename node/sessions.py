@@ -270,7 +270,7 @@ class Sessions:
 
 
 def _log(update: Update) -> None:
-    """Log each stage of a request's life, so that its id can be followed from node to node."""
+    """Log each stage of a request, so that its id can be followed from node to node."""
     match update.kind:
         case Started(num_cached_tokens, queue_s):
             text = f"started cached_tokens={num_cached_tokens} queue_ms={queue_s * 1e3:.1f}"

@@ -6,7 +6,7 @@ from collections import deque
 from typing import NamedTuple
 
 from baton.messages import Abort, Migrate, Prefill
-from router.life import RequestEvent
+from router.request_state import RequestEvent
 
 
 class ToNode(NamedTuple):

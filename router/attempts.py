@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from baton.errors import BatonError, InvalidRequest, NodeUnavailable
 from baton.messages import Abort, AttemptId, DecodeTarget
 from router.actions import Outbox
-from router.life import Attempt, AttemptState, RequestLife, SampleLife, Unplaced
 from router.pending_blocks import PendingBlocks
 from router.placement import Placement
 from router.pool import Pool, TooLargeForNow
 from router.prefix_index import PrefixIndex
+from router.request_state import Attempt, AttemptState, RequestState, SampleState, Unplaced
 from router.versions import ModelVersion, VersionGone
 from router.waiting import WaitingRoom
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 class Attempts:
     """Uses the pool's nodes, and tells them through `outbox`; `index` says what they hold. Keeps up to date
-    `RequestLife.attempts` and `unplaced`, and of these lives what of their timings is about nodes. `waiting`: those
+    `RequestState.attempts` and `unplaced`, and the part of their timings that is about nodes. `waiting`: those
     that have no node yet."""
 
     def __init__(self, epoch: int, pool: Pool, index: PrefixIndex, outbox: Outbox, waiting: WaitingRoom) -> None:
@@ -35,11 +35,11 @@ class Attempts:
         self._pending = PendingBlocks()
         self._pool = pool
         self._outbox = outbox
-        self._live: dict[AttemptId, tuple[RequestLife, Attempt]] = {}
+        self._live: dict[AttemptId, tuple[RequestState, Attempt]] = {}
         self._waiting = waiting
         self.num_placements: Counter[str] = Counter({"pair": 0, "decode_alone": 0, "waited": 0})
 
-    def find(self, attempt_id: AttemptId, incarnation: str) -> tuple[RequestLife, Attempt] | None:
+    def find(self, attempt_id: AttemptId, incarnation: str) -> tuple[RequestState, Attempt] | None:
         """The live attempt of that name and its request, if it was placed on that node."""
         found = self._live.get(attempt_id)
         if found is None:
@@ -49,11 +49,11 @@ class Attempts:
             return None
         return found
 
-    def generating_on(self, incarnation: str) -> list[tuple[RequestLife, Attempt]]:
+    def generating_on(self, incarnation: str) -> list[tuple[RequestState, Attempt]]:
         """The live attempts that generate on that node, or will."""
         return [found for found in self._live.values() if found[1].generates_on == incarnation]
 
-    def moving_to(self, incarnation: str) -> list[tuple[RequestLife, Attempt]]:
+    def moving_to(self, incarnation: str) -> list[tuple[RequestState, Attempt]]:
         return [found for found in self._live.values() if found[1].target == incarnation]
 
     def states(self) -> list[AttemptState]:
@@ -63,27 +63,27 @@ class Attempts:
 
     # ---- placing ----
 
-    def choose(self, life: RequestLife, samples: Sequence[SampleLife], now: float) -> Placement | None:
+    def choose(self, state: RequestState, samples: Sequence[SampleState], now: float) -> Placement | None:
         """See Pool.choose: for these samples, among the nodes of the request's version. If those are gone while another
         version of its model is served, a request of which nothing is told yet becomes one of that. Raises VersionGone
         if it cannot."""
-        request = life.request
+        request = state.request
         held = dict(self._pending.held(request.block_hashes))
         for incarnation, number in self._index.held(request.block_hashes).items():
             held[incarnation] = max(number, held.get(incarnation, 0))
-        what = num_tokens_of(life, samples), held
-        n = num_continued(life, samples)
-        placement = self._pool.choose(life.avoid, now, *what, life.version, n)
-        if placement is None and life.version and (successors := self._pool.successors(life.version)):
-            life.version = _successor(life, life.version, successors)
-            return self._pool.choose(life.avoid, now, *what, life.version, n)
+        what = num_tokens_of(state, samples), held
+        n = num_continued(state, samples)
+        placement = self._pool.choose(state.avoid, now, *what, state.version, n)
+        if placement is None and state.version and (successors := self._pool.successors(state.version)):
+            state.version = _successor(state, state.version, successors)
+            return self._pool.choose(state.avoid, now, *what, state.version, n)
         return placement
 
     def place_or_wait(self, task: Unplaced, placement: Placement | None, now: float) -> None:
         """A decode node's free blocks are credits: what it has no room for waits here, and so does what comes behind
         that. Raises NodeUnavailable when there is no node, nor a place to wait, and Full when there is no room."""
         if placement is None:
-            self._waiting.add_for_node(task, self._pool.why_not_ready(task.life.version) or "no node", now)
+            self._waiting.add_for_node(task, self._pool.why_not_ready(task.request_state.version) or "no node", now)
         elif not placement.has_room or (len(self._waiting) and self._waiting.comes_behind(task)):
             self._waiting.add_for_room(task, now)
         else:
@@ -91,16 +91,16 @@ class Attempts:
             return
         self.num_placements["waited"] += 1
 
-    def place_waiting(self, now: float) -> list[tuple[RequestLife, BatonError]]:
+    def place_waiting(self, now: float) -> list[tuple[RequestState, BatonError]]:
         """A node has come, or has told its load: what waits is placed, in the order in which it is due. Of each version
         the first for which there is no room has the others wait. Returns those that wait in vain."""
-        in_vain = list[tuple[RequestLife, BatonError]]()
+        in_vain = list[tuple[RequestState, BatonError]]()
         for tasks in self._waiting.queues():
             for task in tasks:
                 try:
-                    placement = self.choose(task.life, task.samples, now)
+                    placement = self.choose(task.request_state, task.samples, now)
                 except (VersionGone, TooLargeForNow, InvalidRequest) as error:
-                    in_vain.append((task.life, error))
+                    in_vain.append((task.request_state, error))
                     continue
                 except NodeUnavailable as misfit:  # a node that fits may come yet, and the request has a deadline
                     task.error = misfit
@@ -120,47 +120,47 @@ class Attempts:
 
     def _place(self, task: Unplaced, placement: Placement, now: float) -> None:
         """Those of its samples that have not ended while it waited."""
-        if placement.decode and not task.life.request.has_prefill:
+        if placement.decode and not task.request_state.request.has_prefill:
             placement = Placement(placement.decode, None, placement.option.alone, placement.options)
-        num_tokens = num_tokens_of(task.life, task.samples)
-        n = num_continued(task.life, task.samples)
+        num_tokens = num_tokens_of(task.request_state, task.samples)
+        n = num_continued(task.request_state, task.samples)
         if not n and placement.decode is None:
             n = len(task.samples)
         num_blocks = placement.num_blocks(num_tokens, n)
-        life, samples = task.life, [sample for sample in task.samples if not sample.ended]
+        state, samples = task.request_state, [sample for sample in task.samples if not sample.ended]
         prefill, decode = placement.prefill.info, placement.decode.info if placement.decode else None
         attempt_id = AttemptId(self._epoch, task.key, task.attempt)
-        left_s = life.deadline - now
+        left_s = state.deadline - now
         self.num_placements[placement.kind] += 1
         if log.isEnabledFor(logging.DEBUG):
-            log.debug("placed attempt=%d %s", task.attempt, placement, extra={"request_id": life.request.request_id})
+            log.debug("placed attempt=%d %s", task.attempt, placement, extra={"request_id": state.request.request_id})
         if task.attempt == 0:
-            life.timings.expected_first_token_s = now - life.arrived + placement.expected_first_token_s
+            state.timings.expected_first_token_s = now - state.arrived + placement.expected_first_token_s
         nodes = prefill.node_id, (decode or prefill).node_id
         estimate = placement.estimate(self._pool.policy_name)
-        indexes, at_s = tuple([sample.index for sample in samples]), now - life.arrived
+        indexes, at_s = tuple([sample.index for sample in samples]), now - state.arrived
         attempt = Attempt(
             attempt_id,
             samples,
             prefill.incarnation,
             decode.incarnation if decode else None,
             left_s,
-            life.record.placed(task.attempt, indexes, nodes, estimate, at_s),
+            state.record.placed(task.attempt, indexes, nodes, estimate, at_s),
             placement.prefill_s,
             num_promised=num_blocks,
             num_tokens=num_tokens,
         )
         placement.last.num_promised += num_blocks
-        life.version = placement.last.version
-        life.attempts[attempt_id] = attempt
-        self._live[attempt_id] = life, attempt
-        life.timings.num_attempts = max(life.timings.num_attempts, task.attempt + 1)
-        life.timings.prefill_node, life.timings.decode_node = nodes
+        state.version = placement.last.version
+        state.attempts[attempt_id] = attempt
+        self._live[attempt_id] = state, attempt
+        state.timings.num_attempts = max(state.timings.num_attempts, task.attempt + 1)
+        state.timings.prefill_node, state.timings.decode_node = nodes
         self._pool.place(placement, num_tokens, now)
         for incarnation in attempt.placed_on:
-            self._pending.add(incarnation, life.request.block_hashes)
+            self._pending.add(incarnation, state.request.block_hashes)
         target = DecodeTarget(decode.address, decode.incarnation) if decode else None
-        self._outbox.to_node(attempt.prefill, life.prefill(attempt, target, now))
+        self._outbox.to_node(attempt.prefill, state.prefill(attempt, target, now))
 
     def is_on(self, incarnation: str) -> bool:
         """Whether an attempt still needs that node."""
@@ -168,22 +168,22 @@ class Attempts:
 
     # ---- moving ----
 
-    def move(self, life: RequestLife, attempt: Attempt) -> None:
+    def move(self, state: RequestState, attempt: Attempt) -> None:
         """The node that generated has handed the attempt over to its target, or is about to say so."""
         assert attempt.target
         source, target = attempt.generates_on, attempt.target
         for incarnation in attempt.placed_on:
-            self._pending.remove(incarnation, life.request.block_hashes)
+            self._pending.remove(incarnation, state.request.block_hashes)
         self._pool.will_decode(source, -attempt.num_tokens)
         attempt.visited |= set(attempt.placed_on)
         attempt.prefill, attempt.decode, attempt.handed_off = source, target, False
         attempt.target = None
         for incarnation in attempt.placed_on:
-            self._pending.add(incarnation, life.request.block_hashes)
+            self._pending.add(incarnation, state.request.block_hashes)
         if node := self._pool.get(target):
-            life.timings.decode_node = node.info.node_id
+            state.timings.decode_node = node.info.node_id
 
-    def forget_target(self, life: RequestLife, attempt: Attempt) -> None:
+    def forget_target(self, state: RequestState, attempt: Attempt) -> None:
         """It does not move, or does no more."""
         if attempt.target is not None and not attempt.target_lost:
             self._pool.will_decode(attempt.target, -attempt.num_tokens)
@@ -191,14 +191,14 @@ class Attempts:
 
     # ---- progress, end ----
 
-    def started(self, life: RequestLife, attempt: Attempt, num_cached: int) -> None:
+    def started(self, state: RequestState, attempt: Attempt, num_cached: int) -> None:
         """Its prefill node has begun, with so many of the prompt's tokens from its cache. If others have told of the
         prompt's end before, this completes the count of what was computed."""
         attempt.num_cached = num_cached
         if attempt.prefilled:
             self._pool.count_tokens(attempt.prefill, attempt.num_tokens - num_cached)
 
-    def prefilled(self, life: RequestLife, attempt: Attempt, now: float) -> None:
+    def prefilled(self, state: RequestState, attempt: Attempt, now: float) -> None:
         """Its prompt keeps nobody waiting any more. Once more does nothing."""
         if not attempt.prefilled:
             attempt.prefilled = True
@@ -219,26 +219,26 @@ class Attempts:
         if self._pool.get(incarnation):
             self._outbox.to_node(incarnation, Abort(attempt.id, samples, attempt.deadline_s))
 
-    def retire(self, life: RequestLife, attempt: Attempt, now: float) -> None:
+    def retire(self, state: RequestState, attempt: Attempt, now: float) -> None:
         """It is over: nothing that a node says of it counts any more."""
-        del life.attempts[attempt.id]
+        del state.attempts[attempt.id]
         del self._live[attempt.id]
-        attempt.record.ended_at_s, attempt.record.state = now - life.arrived, attempt.state.value
-        self.forget_target(life, attempt)
+        attempt.record.ended_at_s, attempt.record.state = now - state.arrived, attempt.state.value
+        self.forget_target(state, attempt)
         self.has_blocks(attempt)
         if not attempt.prefilled:
             attempt.num_cached = None  # it was not computed to its end
-        self.prefilled(life, attempt, now)
+        self.prefilled(state, attempt, now)
         for incarnation in attempt.placed_on:
-            self._pending.remove(incarnation, life.request.block_hashes)
-        held_s = now - (life.deadline - attempt.deadline_s)
+            self._pending.remove(incarnation, state.request.block_hashes)
+        held_s = now - (state.deadline - attempt.deadline_s)
         self._pool.ended(attempt.decode or attempt.prefill, attempt.num_tokens, held_s)
 
 
-def _successor(life: RequestLife, gone: ModelVersion, successors: list[ModelVersion]) -> ModelVersion:
+def _successor(state: RequestState, gone: ModelVersion, successors: list[ModelVersion]) -> ModelVersion:
     """The version that a request goes on with. Raises VersionGone."""
     why = f"no node that serves {gone.id} is left"
-    if life.has_begun:
+    if state.has_begun:
         raise VersionGone(f"{why}, and {successors[0].id} is another model than the answer began with")
     successor = next((successor for successor in successors if successor.dialect == gone.dialect), None)
     if successor is None:
@@ -246,16 +246,16 @@ def _successor(life: RequestLife, gone: ModelVersion, successors: list[ModelVers
     return successor
 
 
-def num_tokens_of(life: RequestLife, samples: Sequence[SampleLife]) -> int:
+def num_tokens_of(state: RequestState, samples: Sequence[SampleState]) -> int:
     """What a node computes before these samples go on: the prompt, and the output that there is (then it is one)."""
-    return len(life.request.prompt_tokens) + max((len(sample.tokens) for sample in samples), default=0)
+    return len(state.request.prompt_tokens) + max((len(sample.tokens) for sample in samples), default=0)
 
 
-def num_continued(life: RequestLife, samples: Sequence[SampleLife]) -> int:
+def num_continued(state: RequestState, samples: Sequence[SampleState]) -> int:
     """How many answers go on on a decode node for these samples: none whose last token is the one that the prompt
     gives, and all beams of a beam search. See `Reserve.num_samples`, and `prefill_node.handoff.needs_decode_node`."""
-    sampling = life.request.sampling
+    sampling = state.request.sampling
     if sampling.beam_width:
         return max(len(samples), sampling.beam_width)
-    num_output = num_tokens_of(life, samples) - len(life.request.prompt_tokens)
+    num_output = num_tokens_of(state, samples) - len(state.request.prompt_tokens)
     return len(samples) if sampling.max_tokens - num_output > 1 else 0

@@ -19,7 +19,6 @@ from baton.node_info import NodeInfo
 from router.actions import Action, Outbox
 from router.attempts import Attempts
 from router.held_events import HeldEvents
-from router.life import AttemptState, FirstToken, RequestLife, RoutedRequest, SampleLife, Unplaced
 from router.live_requests import LiveRequests
 from router.migrations import Migrations
 from router.policies import Policy
@@ -27,6 +26,7 @@ from router.pool import Pool
 from router.prefix_index import PrefixIndex
 from router.rebalancing import Rebalancing
 from router.recovery import Recovery
+from router.request_state import AttemptState, FirstToken, RequestState, RoutedRequest, SampleState, Unplaced
 from router.retry_budget import RetryBudget
 from router.updates import Updates
 from router.waiting import WaitingRoom
@@ -35,10 +35,10 @@ from router.waiting import WaitingRoom
 class RouterCore:
     """All live requests of one router, as their clients see them; `attempts` has them as the nodes do.
 
-    `epoch` names this router's life; `with_prefill`: it has prefill nodes, now or later; `first_token`: whether what
-    these sample is told at once, or when the decode node goes on with it; `max_waiting`: how many requests, or single
-    samples of them, may wait for a node; `policy`: which nodes get what, by default the least loaded; `draw`: what it
-    draws from; `migrate_above`: see Rebalancing; `max_waiting_tokens`: see WaitingRoom.
+    `epoch` identifies this run of the router; `with_prefill`: it has prefill nodes, now or later; `first_token`:
+    whether what these sample is told at once, or when the decode node goes on with it; `max_waiting`: how many
+    requests, or single samples of them, may wait for a node; `policy`: which nodes get what, by default the least
+    loaded; `draw`: what it draws from; `migrate_above`: see Rebalancing; `max_waiting_tokens`: see WaitingRoom.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class RouterCore:
         lost, its link or its silence was the cause, and no request that it ran."""
         self.pool.add(info)
         self.prefix_index.add(info.incarnation, info.num_blocks)
-        for life in self.requests:
-            life.clear_blame(info.incarnation)
+        for state in self.requests:
+            state.clear_blame(info.incarnation)
         self._place_waiting(now)
 
     def _place_waiting(self, now: float) -> None:
-        for life, gone in self._attempts.place_waiting(now):
-            self.requests.end(life, gone, now)
+        for state, gone in self._attempts.place_waiting(now):
+            self.requests.end(state, gone, now)
 
     def node_lost(self, incarnation: str, reason: str, now: float) -> None:
         """The node's stream ended or went silent. Attempts that depended on the node are lost."""
@@ -147,45 +147,45 @@ class RouterCore:
         NodeUnavailable when the present nodes do not fit together, or when too many requests wait already."""
         if request.request_id in self.requests:
             raise InvalidRequest(f"request id {request.request_id} is in use", "request_id")
-        samples = [SampleLife(i) for i in range(request.n)]
-        life = RequestLife(request, now, now + request.deadline_s, samples)
-        life.record.submitted_at_s = max(0.0, submitted - now) if submitted is not None else 0.0
-        placement = self._attempts.choose(life, samples, now)
-        self._attempts.place_or_wait(Unplaced(life, samples, request.request_id, 0), placement, now)
-        self.requests.add(life)
+        samples = [SampleState(i) for i in range(request.n)]
+        state = RequestState(request, now, now + request.deadline_s, samples)
+        state.record.submitted_at_s = max(0.0, submitted - now) if submitted is not None else 0.0
+        placement = self._attempts.choose(state, samples, now)
+        self._attempts.place_or_wait(Unplaced(state, samples, request.request_id, 0), placement, now)
+        self.requests.add(state)
         self._retries.request(now)
 
     def stop_sample(self, request_id: str, sample: int, now: float) -> None:
         """A stop string ended the sample: tokens after it are neither delivered nor counted."""
-        life = self.requests.get(request_id)
-        if life is None or life.samples[sample].ended:
+        state = self.requests.get(request_id)
+        if state is None or state.samples[sample].ended:
             return
-        life.samples[sample].ended = True
-        life.samples[sample].early.clear()
-        life.samples[sample].held.clear()
-        for attempt in list(life.attempts.values()):
-            if life.samples[sample] in attempt.samples:
+        state.samples[sample].ended = True
+        state.samples[sample].early.clear()
+        state.samples[sample].held.clear()
+        for attempt in list(state.attempts.values()):
+            if state.samples[sample] in attempt.samples:
                 if attempt.unfinished:
                     self._attempts.abort(attempt, (sample,))
                 else:
                     self._attempts.abort(attempt)
-                    self._attempts.retire(life, attempt, now)
-        for waiting in [w for w in life.unplaced if all(s.ended for s in w.samples)]:
+                    self._attempts.retire(state, attempt, now)
+        for waiting in [w for w in state.unplaced if all(s.ended for s in w.samples)]:
             self._attempts.stop_waiting(waiting)
-        self.requests.end_if_done(life, now)
+        self.requests.end_if_done(state, now)
 
     def cancel(self, request_id: str, now: float) -> None:
         """The client went away."""
-        if life := self.requests.get(request_id):
-            self.requests.end(life, RequestCancelled("the client went away"), now)
+        if state := self.requests.get(request_id):
+            self.requests.end(state, RequestCancelled("the client went away"), now)
 
     def stop(self, now: float) -> None:
         """End all live requests: the router stops."""
-        for life in self.requests:
-            self.requests.end(life, NodeUnavailable("the server was stopped before the request had finished"), now)
+        for state in self.requests:
+            self.requests.end(state, NodeUnavailable("the server was stopped before the request had finished"), now)
 
     # ---- time ----
 
     def tick(self, now: float) -> None:
-        for life in self.requests.overdue(now):
-            self.requests.end(life, life.overdue(self.pool.why_not_ready(life.version)), now)
+        for state in self.requests.overdue(now):
+            self.requests.end(state, state.overdue(self.pool.why_not_ready(state.version)), now)

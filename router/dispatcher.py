@@ -24,8 +24,8 @@ from baton.telemetry.timeline import Timeline
 from router.actions import Emit, ToNode
 from router.core import RouterCore
 from router.kv_flows import KvFlow
-from router.life import AttemptState, RequestEnd, RequestEvent, RoutedRequest
 from router.request_metrics import RequestMetrics
+from router.request_state import AttemptState, RequestEnd, RequestEvent, RoutedRequest
 from router.routed_node import pool_state
 
 log = logging.getLogger(__name__)

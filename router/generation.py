@@ -17,9 +17,9 @@ from router.admission import Admitted
 from router.answer import Answer, Delta, NoAnswer, join
 from router.deliveries import Deliveries
 from router.dispatcher import Dispatcher
-from router.life import RequestEnd, RequestEvent, RequestTimings, RoutedRequest, SampleOut, TokensOut
 from router.offload import Pauses
 from router.prompt_logprobs import ScoredPrompt
+from router.request_state import RequestEnd, RequestEvent, RequestTimings, RoutedRequest, SampleOut, TokensOut
 
 log = logging.getLogger(__name__)
 

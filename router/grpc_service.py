@@ -25,10 +25,10 @@ from router.api_keys import ApiKeys, salted
 from router.generation import Generation
 from router.generation_request import GenerationRequest, check_answer, check_num_tokens, encode
 from router.grpc_requests import parse_request
-from router.life import RequestTimings
 from router.limits import MAX_COUNTED_CHARS, MAX_NAME_CHARS, MAX_ROLE_CHARS
 from router.models import ServedModel
 from router.prompt_logprobs import check_num_prompt_logprobs
+from router.request_state import RequestTimings
 from router.scope import usable_request_id
 from router.service import Service, size_of_chat
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from router.actions import Outbox
-from router.life import Attempt, RequestLife, SampleEvent, SampleLife
+from router.request_state import Attempt, RequestState, SampleEvent, SampleState
 
 
 class HeldEvents:
@@ -14,17 +14,17 @@ class HeldEvents:
         self._outbox = outbox
         self._holds = holds
 
-    def tell(self, life: RequestLife, attempt: Attempt, sample: SampleLife, event: SampleEvent, now: float) -> None:
+    def tell(self, state: RequestState, attempt: Attempt, sample: SampleState, event: SampleEvent, now: float) -> None:
         """Emit the event, or hold it back until the decode node goes on. A sample that ended waits for nothing."""
         sample.held.append(event)
         if sample.ended or not (self._holds and attempt.awaits_decode):
-            self.release(life, sample, now)
+            self.release(state, sample, now)
 
-    def release(self, life: RequestLife, sample: SampleLife, now: float) -> None:
+    def release(self, state: RequestState, sample: SampleState, now: float) -> None:
         if not sample.held:
             return
-        if not life.told:
-            life.has_first_token(sample, self._holds, now)
+        if not state.told:
+            state.has_first_token(sample, self._holds, now)
         for event in sample.held:
-            self._outbox.to_client(life.request.request_id, event)
+            self._outbox.to_client(state.request.request_id, event)
         sample.held.clear()

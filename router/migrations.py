@@ -17,8 +17,8 @@ from collections import Counter
 from baton.messages import DecodeTarget, Migrate, Stayed
 from router.actions import Outbox
 from router.attempts import Attempts
-from router.life import Attempt, AttemptState, RequestLife
 from router.pool import Pool
+from router.request_state import Attempt, AttemptState, RequestState
 from router.routed_node import Node
 
 log = logging.getLogger(__name__)
@@ -41,13 +41,13 @@ class Migrations:
         node = self._pool.get(incarnation)
         if node is None:
             return
-        for life, attempt in self._attempts.generating_on(incarnation):
+        for state, attempt in self._attempts.generating_on(incarnation):
             if is_movable(attempt) and now >= attempt.ask_at:
                 targets = [n for n in self._pool.targets(node, now) if attempt.may_go_to(n.info.incarnation)]
-                if fitting := [n for n in targets if n.info.incarnation not in life.avoid]:
-                    self.ask(life, attempt, node, min(fitting, key=lambda n: n.seats_taken))
+                if fitting := [n for n in targets if n.info.incarnation not in state.avoid]:
+                    self.ask(state, attempt, node, min(fitting, key=lambda n: n.seats_taken))
 
-    def ask(self, life: RequestLife, attempt: Attempt, node: Node, target: Node) -> None:
+    def ask(self, state: RequestState, attempt: Attempt, node: Node, target: Node) -> None:
         """Have the request move from the node, on which it generates, to the target."""
         attempt.num_moves += 1
         attempt.target = target.info.incarnation
@@ -55,12 +55,12 @@ class Migrations:
         place = DecodeTarget(target.info.address, target.info.incarnation)
         self._outbox.to_node(node.info.incarnation, Migrate(attempt.id, attempt.num_moves, place))
 
-    def stayed(self, life: RequestLife, attempt: Attempt, stayed: Stayed, now: float) -> None:
+    def stayed(self, state: RequestState, attempt: Attempt, stayed: Stayed, now: float) -> None:
         if attempt.target is None or stayed.move != attempt.num_moves:
             return
-        log.info("stays reason=%s", stayed.error.message, extra={"request_id": life.request.request_id})
+        log.info("stays reason=%s", stayed.error.message, extra={"request_id": state.request.request_id})
         self.num_by_outcome["stayed"] += 1
-        self._attempts.forget_target(life, attempt)
+        self._attempts.forget_target(state, attempt)
         attempt.ask_at = now + ASK_AGAIN_S
 
     def target_lost(self, incarnation: str) -> None:
@@ -68,11 +68,11 @@ class Migrations:
         for _, attempt in self._attempts.moving_to(incarnation):
             attempt.target_lost = True
 
-    def handed_over(self, life: RequestLife, attempt: Attempt) -> None:
+    def handed_over(self, state: RequestState, attempt: Attempt) -> None:
         """The target has the request."""
         self.num_by_outcome["moved"] += 1
-        life.timings.num_moves += 1
-        self._attempts.move(life, attempt)
+        state.timings.num_moves += 1
+        self._attempts.move(state, attempt)
 
 
 def is_movable(attempt: Attempt) -> bool:

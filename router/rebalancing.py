@@ -7,9 +7,9 @@ the largest that does not make the other node the fuller one.
 from __future__ import annotations
 
 from router.attempts import Attempts
-from router.life import Attempt, RequestLife
 from router.migrations import Migrations, is_movable
 from router.pool import Pool
+from router.request_state import Attempt, RequestState
 from router.routed_node import Node
 
 PAUSE_S = 1.0
@@ -41,15 +41,17 @@ class Rebalancing:
             self._not_before[incarnation] = now + PAUSE_S
             self._migrations.ask(*chosen, node, target)
 
-    def _choose(self, node: Node, target: Node, num_tokens: int) -> tuple[RequestLife, Attempt] | None:
+    def _choose(self, node: Node, target: Node, num_tokens: int) -> tuple[RequestState, Attempt] | None:
         """The request on the node with the most tokens, up to so many, that may move to the target."""
         fitting = [
-            (life, attempt)
-            for life, attempt in self._attempts.generating_on(node.info.incarnation)
-            if is_movable(attempt) and attempt.may_go_to(target.info.incarnation) and _size(life, attempt) <= num_tokens
+            (state, attempt)
+            for state, attempt in self._attempts.generating_on(node.info.incarnation)
+            if is_movable(attempt)
+            and attempt.may_go_to(target.info.incarnation)
+            and _size(state, attempt) <= num_tokens
         ]
         return max(fitting, key=lambda found: _size(*found), default=None)
 
 
-def _size(life: RequestLife, attempt: Attempt) -> int:
-    return len(life.request.prompt_tokens) + len(attempt.unfinished[0].tokens)
+def _size(state: RequestState, attempt: Attempt) -> int:
+    return len(state.request.prompt_tokens) + len(attempt.unfinished[0].tokens)

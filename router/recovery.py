@@ -6,8 +6,8 @@ from collections.abc import Set
 
 from baton.errors import BatonError, InternalError, InvalidRequest, NodeUnavailable, Overloaded
 from router.attempts import Attempts
-from router.life import Attempt, RequestLife, SampleLife, Unplaced
 from router.live_requests import LiveRequests
+from router.request_state import Attempt, RequestState, SampleState, Unplaced
 from router.retry_budget import RetryBudget
 
 MAX_ATTEMPTS = 4
@@ -28,18 +28,18 @@ class Recovery:
     ) -> None:
         """Attempts that depended on the node are lost. `what`: the node, for people; `stopped`: it had been told to
         end, so that its loss is nobody's fault; `doomed`: nodes that end with it."""
-        for life in self._requests:
-            attempts = [attempt for attempt in life.attempts.values() if attempt.depends_on(incarnation)]
-            if not stopped and (attempts or incarnation in life.blamed):
-                life.lost[incarnation] = f"{what}: {reason}"
+        for state in self._requests:
+            attempts = [attempt for attempt in state.attempts.values() if attempt.depends_on(incarnation)]
+            if not stopped and (attempts or incarnation in state.blamed):
+                state.lost[incarnation] = f"{what}: {reason}"
             gone = NodeUnavailable(f"{what} lost: {reason}")
             for attempt in attempts:
-                if attempt.id in life.attempts:  # one failure can end all the request's work
-                    self.fail(life, attempt, gone, now, {incarnation, *doomed}, lost=True)
+                if attempt.id in state.attempts:  # one failure can end all the request's work
+                    self.fail(state, attempt, gone, now, {incarnation, *doomed}, lost=True)
 
     def fail(
         self,
-        life: RequestLife,
+        state: RequestState,
         attempt: Attempt,
         error: BatonError,
         now: float,
@@ -51,39 +51,41 @@ class Recovery:
         node is, which needs no share of the retry budget."""
         attempt.record.has_failed(error)
         self._attempts.abort(attempt)
-        self._attempts.retire(life, attempt, now)
+        self._attempts.retire(state, attempt, now)
         unfinished = attempt.unfinished
         for sample in attempt.samples:
             sample.early.clear()
         if not unfinished:
-            self._requests.end_if_done(life, now)
+            self._requests.end_if_done(state, now)
             return
-        life.avoid |= suspects or set()
-        if life.is_poisonous(MAX_LOST_NODES):
-            error, retry = InternalError(f"given up, since nodes were lost that ran it: {life.losses}"), False
+        state.avoid |= suspects or set()
+        if state.is_poisonous(MAX_LOST_NODES):
+            error, retry = InternalError(f"given up, since nodes were lost that ran it: {state.losses}"), False
         if not (retry or error.retryable) or attempt.id.attempt + 1 >= MAX_ATTEMPTS:
-            self._requests.end(life, error, now)
+            self._requests.end(state, error, now)
             return
         if not (lost or self._retries.take(now)):
-            self._requests.end(life, type(error)(f"{error.message}; not tried again, since too many requests are"), now)
+            self._requests.end(
+                state, type(error)(f"{error.message}; not tried again, since too many requests are"), now
+            )
             return
         try:
-            for group in life.groups(unfinished):
-                self._place_again(life, attempt, group, error, now)
+            for group in state.groups(unfinished):
+                self._place_again(state, attempt, group, error, now)
         except (NodeUnavailable, Overloaded) as refused:
             end = error if refused is error else type(refused)(f"{error.message}; {refused.message}")
-            self._requests.end(life, end, now)
+            self._requests.end(state, end, now)
         except InvalidRequest as refused:  # by the nodes that are left: the one that is gone could hold it
-            self._requests.end(life, NodeUnavailable(f"{error.message}; {refused.message}"), now)
+            self._requests.end(state, NodeUnavailable(f"{error.message}; {refused.message}"), now)
 
     def _place_again(
-        self, life: RequestLife, lost: Attempt, group: list[SampleLife], error: BatonError, now: float
+        self, state: RequestState, lost: Attempt, group: list[SampleState], error: BatonError, now: float
     ) -> None:
         """Raises NodeUnavailable. Raises `error` itself if it is Overloaded and no other node can be asked, so that the
         client retries later."""
-        placement = self._attempts.choose(life, group, now)
-        if isinstance(error, Overloaded) and (placement is None or placement.last.info.incarnation in life.avoid):
+        placement = self._attempts.choose(state, group, now)
+        if isinstance(error, Overloaded) and (placement is None or placement.last.info.incarnation in state.avoid):
             raise error
         whole = len(group) == len(lost.samples)
         key = lost.id.request_id if whole else f"{lost.id.request_id}/{group[0].index}"
-        self._attempts.place_or_wait(Unplaced(life, group, key, lost.id.attempt + 1, error), placement, now)
+        self._attempts.place_or_wait(Unplaced(state, group, key, lost.id.attempt + 1, error), placement, now)

@@ -9,7 +9,7 @@ from baton.errors import BatonError
 from baton.telemetry import RouterMetrics
 from baton.telemetry.timeline import Timeline
 from baton.telemetry.timeline_ring import TimelineRing
-from router.life import RequestEnd, RequestEvent, RoutedRequest, SampleOut, TokensOut
+from router.request_state import RequestEnd, RequestEvent, RoutedRequest, SampleOut, TokensOut
 
 
 class _ModelMetrics:

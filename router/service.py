@@ -20,11 +20,11 @@ from router.dispatcher import Dispatcher
 from router.generation import Generation, Part
 from router.generation_request import GenerationRequest, num_kept_tokens, prompt_tokens, sampling_params
 from router.grammars import GrammarChecker
-from router.life import RoutedRequest
 from router.models import Models, ServedModel
 from router.offload import Offload, Pauses
 from router.prompt_logprobs import check_prompt_logprobs
 from router.request_record import Preparation
+from router.request_state import RoutedRequest
 from router.request_templates import RequestTemplates, question_of
 from router.stops import NO_STOPS, StopScanner, StopStrings
 

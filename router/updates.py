@@ -1,7 +1,7 @@
 """What nodes tell of attempts: tokens in order of their indexes, the steps of a handoff, and ends.
 
 Messages of two nodes overtake each other. What a decode node says of a sample before the prefill node's last word waits
-in `SampleLife.early`, and its End in `Attempt.end_waits`.
+in `SampleState.early`, and its End in `Attempt.end_waits`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from router.actions import Outbox
 from router.attempts import Attempts
 from router.held_events import HeldEvents
 from router.kv_flows import KvFlows
-from router.life import Attempt, AttemptState, RequestLife, SampleLife, SampleOut, TokensOut
 from router.live_requests import LiveRequests
 from router.migrations import Migrations
 from router.pool import Pool
 from router.recovery import Recovery
+from router.request_state import Attempt, AttemptState, RequestState, SampleOut, SampleState, TokensOut
 
 
 class Updates:
@@ -44,7 +44,7 @@ class Updates:
         self._recovery = recovery
         self._held = held
         self._outbox = outbox
-        self._takers: Mapping[type[UpdateKind], Callable[[RequestLife, Attempt, Any, str, float], None]] = {
+        self._takers: Mapping[type[UpdateKind], Callable[[RequestState, Attempt, Any, str, float], None]] = {
             Tokens: self._tokens,
             SampleEnd: self._item,
             Started: self._started,
@@ -61,12 +61,12 @@ class Updates:
         found = self._attempts.find(update.attempt_id, incarnation)
         if found is None:
             return
-        life, attempt = found
-        if attempt.target is not None and not self._moves_on(life, attempt, update, incarnation, now):
+        state, attempt = found
+        if attempt.target is not None and not self._moves_on(state, attempt, update, incarnation, now):
             return
-        self._takers[type(update.kind)](life, attempt, update.kind, incarnation, now)
+        self._takers[type(update.kind)](state, attempt, update.kind, incarnation, now)
 
-    def _moves_on(self, life: RequestLife, attempt: Attempt, update: Update, incarnation: str, now: float) -> bool:
+    def _moves_on(self, state: RequestState, attempt: Attempt, update: Update, incarnation: str, now: float) -> bool:
         """Note it if an update of an attempt that is to move says that the target has it. False: it is lost there."""
         kind, target = update.kind, attempt.target
         if incarnation != target and not (isinstance(kind, HandedOff) and incarnation == attempt.generates_on):
@@ -76,49 +76,51 @@ class Updates:
         if attempt.target_lost:
             error = NodeUnavailable("the decode node was lost to which the request has moved")
             self._migrations.num_by_outcome["lost"] += 1
-            self._recovery.fail(life, attempt, error, now, {target} if target else None, lost=True)
+            self._recovery.fail(state, attempt, error, now, {target} if target else None, lost=True)
             return False
-        self._migrations.handed_over(life, attempt)
-        attempt.record.has_moved(life.timings.decode_node, now - life.arrived)
+        self._migrations.handed_over(state, attempt)
+        attempt.record.has_moved(state.timings.decode_node, now - state.arrived)
         return True
 
-    def _tokens(self, life: RequestLife, attempt: Attempt, tokens: Tokens, incarnation: str, now: float) -> None:
+    def _tokens(self, state: RequestState, attempt: Attempt, tokens: Tokens, incarnation: str, now: float) -> None:
         self._pool.count_tokens(incarnation, len(tokens.token_ids))
-        if self._flows(life, attempt, tokens):
-            self._outbox.to_client(life.request.request_id, TokensOut(tokens.sample, tokens.token_ids, tokens.logprobs))
+        if self._flows(state, attempt, tokens):
+            self._outbox.to_client(
+                state.request.request_id, TokensOut(tokens.sample, tokens.token_ids, tokens.logprobs)
+            )
         else:
-            self._item(life, attempt, tokens, incarnation, now)
+            self._item(state, attempt, tokens, incarnation, now)
 
     def _handed_off(
-        self, life: RequestLife, attempt: Attempt, handed_off: HandedOff, incarnation: str, now: float
+        self, state: RequestState, attempt: Attempt, handed_off: HandedOff, incarnation: str, now: float
     ) -> None:
         if attempt.handed_off or incarnation != attempt.prefill:
             return
-        self._attempts.prefilled(life, attempt, now)
+        self._attempts.prefilled(state, attempt, now)
         attempt.handed_off = True
         if attempt.decode and not attempt.visited:
             self._pool.pair_breakers.worked((attempt.prefill, attempt.decode))
         self._pool.worked(attempt.prefill)
         if not attempt.visited:
-            life.timings.handed_off(handed_off)
-            attempt.record.was_handed_off(handed_off, now - life.arrived)
-        self._after_progress(life, attempt, now)
+            state.timings.handed_off(handed_off)
+            attempt.record.was_handed_off(handed_off, now - state.arrived)
+        self._after_progress(state, attempt, now)
 
-    def _adopted(self, life: RequestLife, attempt: Attempt, adopted: Adopted, incarnation: str, now: float) -> None:
-        self._attempts.prefilled(life, attempt, now)
+    def _adopted(self, state: RequestState, attempt: Attempt, adopted: Adopted, incarnation: str, now: float) -> None:
+        self._attempts.prefilled(state, attempt, now)
         attempt.state = AttemptState.DECODING
         if not attempt.visited:
-            attempt.record.was_adopted(adopted, now - life.arrived)
+            attempt.record.was_adopted(adopted, now - state.arrived)
         self._attempts.has_blocks(attempt)
         for sample in attempt.samples:
-            self._held.release(life, sample, now)
+            self._held.release(state, sample, now)
         self._pool.worked(incarnation)
         self.kv_flows.add(attempt.prefill, incarnation, adopted.transfer_bytes)
         if not attempt.visited:
-            life.timings.adopted(adopted)
+            state.timings.adopted(adopted)
             self._pool.handed_over(incarnation, adopted.handoff_s)
 
-    def _flows(self, life: RequestLife, attempt: Attempt, item: Tokens) -> bool:
+    def _flows(self, state: RequestState, attempt: Attempt, item: Tokens) -> bool:
         """Take the next tokens of a sample in full flow, as nearly all updates are. False: it may be otherwise, and
         `_item` has to look."""
         sample = attempt.samples[0]
@@ -132,90 +134,90 @@ class Updates:
             or sample.held
             or attempt.end_waits
             or not attempt.prefilled
-            or not life.told
-            or life.lacks_prompt_logprobs
+            or not state.told
+            or state.lacks_prompt_logprobs
         ):
             return False
         sample.tokens.extend(item.token_ids)
         return True
 
-    def _started(self, life: RequestLife, attempt: Attempt, started: Started, incarnation: str, now: float) -> None:
-        attempt.record.has_started(started, now - life.arrived)
+    def _started(self, state: RequestState, attempt: Attempt, started: Started, incarnation: str, now: float) -> None:
+        attempt.record.has_started(started, now - state.arrived)
         if attempt.state is AttemptState.QUEUED:
             attempt.state = AttemptState.PREFILLING
         if attempt.decode is None:
             self._attempts.has_blocks(attempt)
         if attempt.id.attempt == 0:  # later ones compute output, too
-            self._attempts.started(life, attempt, started.num_cached_tokens)
-        if attempt.id.attempt == 0 or not life.timings.queue_s:
-            life.timings.queue_s = started.queue_s
-            life.timings.num_cached_tokens = started.num_cached_tokens
+            self._attempts.started(state, attempt, started.num_cached_tokens)
+        if attempt.id.attempt == 0 or not state.timings.queue_s:
+            state.timings.queue_s = started.queue_s
+            state.timings.num_cached_tokens = started.num_cached_tokens
 
-    def _stayed(self, life: RequestLife, attempt: Attempt, stayed: Stayed, incarnation: str, now: float) -> None:
-        self._migrations.stayed(life, attempt, stayed, now)
+    def _stayed(self, state: RequestState, attempt: Attempt, stayed: Stayed, incarnation: str, now: float) -> None:
+        self._migrations.stayed(state, attempt, stayed, now)
 
     def _prompt_logprobs(
-        self, life: RequestLife, attempt: Attempt, piece: PromptLogprobs, incarnation: str, now: float
+        self, state: RequestState, attempt: Attempt, piece: PromptLogprobs, incarnation: str, now: float
     ) -> None:
         """Pass on what is new; an attempt repeats what an earlier one told."""
         try:
-            fresh = life.take_prompt_logprobs(piece)
+            fresh = state.take_prompt_logprobs(piece)
         except InternalError as error:
-            self._recovery.fail(life, attempt, error, now, retry=True)
+            self._recovery.fail(state, attempt, error, now, retry=True)
             return
         if fresh is not None:
-            self._outbox.to_client(life.request.request_id, fresh)
+            self._outbox.to_client(state.request.request_id, fresh)
 
     def _item(
-        self, life: RequestLife, attempt: Attempt, item: Tokens | SampleEnd, incarnation: str, now: float
+        self, state: RequestState, attempt: Attempt, item: Tokens | SampleEnd, incarnation: str, now: float
     ) -> None:
         sample = attempt.sample(item.sample)
         if sample is None:
             unasked = InternalError(f"{attempt.id}: sample {item.sample} was not asked for")
-            self._recovery.fail(life, attempt, unasked, now)
+            self._recovery.fail(state, attempt, unasked, now)
         elif not sample.ended:
             gap = isinstance(item, Tokens) and item.first_index > len(sample.tokens)
             if (
                 incarnation == attempt.decode
                 and not attempt.handed_off
-                and (sample.early or gap or life.lacks_prompt_logprobs)
+                and (sample.early or gap or state.lacks_prompt_logprobs)
             ):
                 sample.early.append(item)  # it overtook the prefill node's tokens
-            elif self._accept(life, attempt, sample, item, now):
-                self._after_progress(life, attempt, now)
+            elif self._accept(state, attempt, sample, item, now):
+                self._after_progress(state, attempt, now)
 
     def _accept(
-        self, life: RequestLife, attempt: Attempt, sample: SampleLife, item: Tokens | SampleEnd, now: float
+        self, state: RequestState, attempt: Attempt, sample: SampleState, item: Tokens | SampleEnd, now: float
     ) -> bool:
         """Take one item in index order. False: the attempt failed."""
-        if life.lacks_prompt_logprobs:
+        if state.lacks_prompt_logprobs:
             lacking = InternalError(f"{attempt.id}: sample {sample.index} came before all logprobs of the prompt")
-            self._recovery.fail(life, attempt, lacking, now, retry=True)
+            self._recovery.fail(state, attempt, lacking, now, retry=True)
             return False
         if isinstance(item, SampleEnd):
             sample.ended = True
             sample.early.clear()
-            self._held.tell(life, attempt, sample, SampleOut(sample.index, item.reason, item.stop_token_id), now)
+            self._held.tell(state, attempt, sample, SampleOut(sample.index, item.reason, item.stop_token_id), now)
             return True
         have = len(sample.tokens)
         if item.first_index > have:
             gap = InternalError(f"{attempt.id}: sample {sample.index} jumps from token {have} to {item.first_index}")
-            self._recovery.fail(life, attempt, gap, now, retry=True)
+            self._recovery.fail(state, attempt, gap, now, retry=True)
             return False
         known = have - item.first_index  # repeated tokens
         fresh = item.token_ids[known:]
         if fresh:
-            self._attempts.prefilled(life, attempt, now)
+            self._attempts.prefilled(state, attempt, now)
             sample.tokens.extend(fresh)
             if attempt.decode and attempt.state is not AttemptState.DECODING:
                 attempt.state = AttemptState.HANDING_OFF
             elif not attempt.decode:
                 attempt.state = AttemptState.DECODING
                 self._pool.worked(attempt.prefill)
-            self._held.tell(life, attempt, sample, TokensOut(sample.index, fresh, item.logprobs[known:]), now)
+            self._held.tell(state, attempt, sample, TokensOut(sample.index, fresh, item.logprobs[known:]), now)
         return True
 
-    def _after_progress(self, life: RequestLife, attempt: Attempt, now: float) -> None:
+    def _after_progress(self, state: RequestState, attempt: Attempt, now: float) -> None:
         """Take items that waited for tokens of the prefill node. After its last message, a gap is an error."""
         for sample in attempt.samples:
             while sample.early:
@@ -223,36 +225,36 @@ class Updates:
                 if isinstance(head, Tokens) and head.first_index > len(sample.tokens) and not attempt.handed_off:
                     break
                 sample.early.pop(0)
-                if not self._accept(life, attempt, sample, head, now):
+                if not self._accept(state, attempt, sample, head, now):
                     return
         if attempt.end_waits and not any(s.early for s in attempt.samples):
-            self._ended(life, attempt, None, attempt.decode or attempt.prefill, now)
+            self._ended(state, attempt, None, attempt.decode or attempt.prefill, now)
 
-    def _told_end(self, life: RequestLife, attempt: Attempt, end: End, incarnation: str, now: float) -> None:
+    def _told_end(self, state: RequestState, attempt: Attempt, end: End, incarnation: str, now: float) -> None:
         attempt.record.was_reported(end)
-        self._ended(life, attempt, end.error, incarnation, now)
+        self._ended(state, attempt, end.error, incarnation, now)
 
     def _ended(
-        self, life: RequestLife, attempt: Attempt, error: BatonError | None, incarnation: str, now: float
+        self, state: RequestState, attempt: Attempt, error: BatonError | None, incarnation: str, now: float
     ) -> None:
         if error is not None:
             suspects = attempt.suspects(error, incarnation)
             if isinstance(error, PeerLost):
-                life.blamed |= suspects
+                state.blamed |= suspects
             if isinstance(error, TransferError) and attempt.decode:
                 self._pool.pair_breakers.failed((attempt.prefill, attempt.decode), error.message, now)
             if isinstance(error, InternalError):
                 for suspect in suspects:
                     self._pool.failed(suspect, error.message, now)
-            self._recovery.fail(life, attempt, error, now, suspects, lost=isinstance(error, PeerLost))
+            self._recovery.fail(state, attempt, error, now, suspects, lost=isinstance(error, PeerLost))
         elif not attempt.unfinished:
             if incarnation == attempt.decode and not attempt.handed_off:
                 # its last word is still under way and says nothing new
                 self._attempts.abort_on(attempt.prefill, attempt)
-            self._attempts.retire(life, attempt, now)
-            self._requests.end_if_done(life, now)
+            self._attempts.retire(state, attempt, now)
+            self._requests.end_if_done(state, now)
         elif incarnation == attempt.decode and not attempt.handed_off:
             attempt.end_waits = True
         else:
             early = InternalError(f"{attempt.id} ended with unfinished samples")
-            self._recovery.fail(life, attempt, early, now, retry=True)
+            self._recovery.fail(state, attempt, early, now, retry=True)

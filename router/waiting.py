@@ -9,8 +9,8 @@ from baton.errors import NodeUnavailable
 from baton.priority import due_s
 from baton.waiting_queue import WaitingQueue
 from router.admission import Full, retry_after
-from router.life import Unplaced
 from router.rates import Mean
+from router.request_state import Unplaced
 from router.versions import ModelVersion
 
 
@@ -26,7 +26,7 @@ class _Wait:
 class WaitingRoom:
     """A queue for each version, in the order in which requests are due. At most `max_requests` wait for a node, and
     requests of at most `max_tokens` (of prompts and wanted answers; 0: no limit) for room on one; but a request that
-    was taken is never refused later. Keeps `RequestLife.unplaced` up to date."""
+    was taken is never refused later. Keeps `RequestState.unplaced` up to date."""
 
     def __init__(self, max_requests: int, max_tokens: int) -> None:
         self._max_requests = max_requests
@@ -48,7 +48,7 @@ class WaitingRoom:
 
     def comes_behind(self, task: Unplaced) -> bool:
         """Whether others of its version wait that come before it."""
-        queue = self._queues.get(task.life.version)
+        queue = self._queues.get(task.request_state.version)
         return queue is not None and queue.num_up_to(_due_s(task)) > 0
 
     def add_for_node(self, task: Unplaced, why: str, now: float) -> None:
@@ -78,20 +78,20 @@ class WaitingRoom:
         if not self._queues[wait.queue]:
             del self._queues[wait.queue]
         self.num_tokens -= wait.num_tokens
-        task.life.unplaced.remove(task)
+        task.request_state.unplaced.remove(task)
 
     def _add(self, task: Unplaced, now: float) -> None:
-        wait = self._waits[task] = _Wait(task.life.version, _num_tokens(task), now)
+        wait = self._waits[task] = _Wait(task.request_state.version, _num_tokens(task), now)
         self._queues.setdefault(wait.queue, WaitingQueue(self._serials)).add(task, _due_s(task))
         self.num_tokens += wait.num_tokens
-        task.life.unplaced.append(task)
+        task.request_state.unplaced.append(task)
 
 
 def _due_s(task: Unplaced) -> float:
-    return due_s(task.life.request.priority, task.life.arrived)
+    return due_s(task.request_state.request.priority, task.request_state.arrived)
 
 
 def _num_tokens(task: Unplaced) -> int:
     """What it may need of a decode node's pool."""
-    request = task.life.request
+    request = task.request_state.request
     return len(request.prompt_tokens) + len(task.samples) * request.sampling.max_tokens

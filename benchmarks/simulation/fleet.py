@@ -34,7 +34,7 @@ from node.events import (
 from node.kv_events.feed import KV_PERIOD_S
 from router.actions import Emit, ToNode
 from router.core import RouterCore
-from router.life import RequestEnd, RequestTimings, RoutedRequest, TokensOut
+from router.request_state import RequestEnd, RequestTimings, RoutedRequest, TokensOut
 
 DEADLINE_S = 3600.0
 

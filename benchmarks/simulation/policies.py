@@ -5,8 +5,8 @@ from __future__ import annotations
 from random import Random
 
 from router.core import RouterCore
-from router.life import FirstToken
 from router.policies import POLICIES as ALL
+from router.request_state import FirstToken
 
 EPOCH = 1
 

@@ -1,4 +1,4 @@
-"""The name of one life of a node: it is another after each start.
+"""The name of one run of a node's process: each start draws another.
 
 That of a data parallel node is `GROUP+RANK`: nodes that divide a mixture's experts among them end together.
 """

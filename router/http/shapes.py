@@ -12,8 +12,8 @@ from router.answer_reader import AnswerReader, AnswerReading, Parts
 from router.generation import Generation, Usage
 from router.http.chat_message import delta_of, has_calls, message_of
 from router.http.logprobs import ChatLogprobs, CompletionLogprobs, PromptShape
-from router.life import RequestTimings
 from router.models import ServedModel
+from router.request_state import RequestTimings
 
 
 class Shape(Protocol):

@@ -46,7 +46,7 @@ class Siblings:
     async def start(self) -> None:
         path = self.place.socket_of(self.place.index)
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)  # noqa: PTH108  (a quick call, of an earlier life of this worker)
+            os.unlink(path)  # noqa: PTH108  (a quick call, of an earlier run of this worker)
         self._server = await asyncio.start_unix_server(self._answer, path)
 
     def close(self) -> None:

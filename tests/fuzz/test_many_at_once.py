@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from router.generation import Generation
-from router.life import RequestLife
+from router.request_state import RequestState
 from tests.fuzz.served import CASE_S, serving
 from tests.router.conftest import Router, says
 
@@ -77,7 +77,7 @@ async def test_many_at_once(count: int) -> None:
             await crowd(router, NUM_WARM, lambda ends: None)  # what is imported and compiled once stays
             await router.idle()
             router.nodes.script = says("hello world", hold=hold)
-            before = num_descriptors(), num_blocks(), num_alive(Generation, RequestLife)
+            before = num_descriptors(), num_blocks(), num_alive(Generation, RequestState)
             num_refused = count - num_answered
             ends = await crowd(router, count, lambda ends: hold.set() if ends.total() >= num_refused else None)
             assert ends == {"200": num_answered, "429": count - num_answered}
@@ -88,5 +88,5 @@ async def test_many_at_once(count: int) -> None:
             router.nodes.prefills.clear()
             for node in router.nodes.nodes:
                 node._attempts.clear()
-            assert num_alive(Generation, RequestLife) == before[2]
+            assert num_alive(Generation, RequestState) == before[2]
             assert num_blocks() - before[1] < count

@@ -6,17 +6,25 @@ from dataclasses import dataclass, field
 
 from baton.messages import AttemptId
 from baton.prompt_logprobs import PromptLogprobs
-from router.life import AttemptState, RequestEnd, RequestEvent, RequestLife, RoutedRequest, SampleOut, TokensOut
+from router.request_state import (
+    AttemptState,
+    RequestEnd,
+    RequestEvent,
+    RequestState,
+    RoutedRequest,
+    SampleOut,
+    TokensOut,
+)
 
 
 @dataclass
 class Client:
-    """`want`: the right answer, by sample. `life`: the router's own view. `waits`: the router leaves the first token to
-    the decode node."""
+    """`want`: the right answer, by sample. `state`: the router's own. `waits`: the router leaves the first token to the
+    decode node."""
 
     request: RoutedRequest
     want: list[list[int]]
-    life: RequestLife
+    state: RequestState
     waits: bool
     got: list[list[int]] = field(init=False)
     scores: list[float] = field(default_factory=list)
@@ -46,7 +54,7 @@ class Client:
                 assert sample not in self.ended, "a token came after its sample's end"
                 assert sample not in self.stopped, "a token came after its sample was stopped"
                 if not any(self.got):
-                    self.first_token_s = now - self.life.arrived
+                    self.first_token_s = now - self.state.arrived
                 self.got[sample] += token_ids
                 have = self.got[sample]
                 assert have == self.want[sample][: len(have)], "a token is wrong, missing or repeated"
@@ -59,16 +67,16 @@ class Client:
                 if error is None:
                     assert self.ended | self.stopped == set(range(self.request.n))
                 for sample in set(range(self.request.n)) - self.stopped:
-                    assert self.got[sample] == self.life.samples[sample].tokens, "the end came before accepted tokens"
+                    assert self.got[sample] == self.state.samples[sample].tokens, "the end came before accepted tokens"
                 assert timings.first_token_s == self.first_token_s
 
     def check(self) -> None:
         """Nothing is kept from it but what waits for a decode node; and that is."""
         if self.end is not None:
             return
-        working = {s.index: attempt for attempt in self.life.attempts.values() for s in attempt.unfinished}
-        unplaced = {s.index for task in self.life.unplaced for s in task.samples if not s.ended}
-        for sample in self.life.samples:
+        working = {s.index: attempt for attempt in self.state.attempts.values() for s in attempt.unfinished}
+        unplaced = {s.index for task in self.state.unplaced for s in task.samples if not s.ended}
+        for sample in self.state.samples:
             attempt, have, told = working.get(sample.index), len(sample.tokens), len(self.got[sample.index])
             if sample.index in self.stopped or (self.waits and sample.index in unplaced):
                 continue

@@ -344,7 +344,7 @@ class HostileWorld(World):
                 if not said.HasField("attempt_id"):
                     said.attempt_id.CopyFrom(wire.write_attempt_id(granted.attempt_id))
             case node_pb2.Grant() | node_pb2.Refuse() | node_pb2.CommitReply() | node_pb2.Landed():
-                others = [attempt_id for client in self.clients.values() for attempt_id in client.life.attempts]
+                others = [attempt_id for client in self.clients.values() for attempt_id in client.state.attempts]
                 attempts = [*self.reserved[-3:], *others, UNKNOWN]
                 said.attempt_id.CopyFrom(wire.write_attempt_id(attempts[pick % len(attempts)]))
 

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from baton.layout import KvSlice
 from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
-from router.life import FirstToken
+from router.request_state import FirstToken
 from tests.machines import machine
 from tests.protocol.fake_model import VOCAB_SIZE
 from tests.protocol.world import World

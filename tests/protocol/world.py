@@ -23,7 +23,7 @@ from kv_transfer.transports.memory import MemoryHub, Transfer
 from node.events import BlocksChanged, BlocksHeld, BlocksWanted, ClosePeer, Output, ToDecode, ToPrefill, ToRouter
 from router.actions import Emit, ToNode
 from router.core import RouterCore
-from router.life import FirstToken, RoutedRequest
+from router.request_state import FirstToken, RoutedRequest
 from tests.protocol.client import Client
 from tests.protocol.fake_model import FakeModel, expected_output
 from tests.protocol.network import EPOCH, ROUTER, Links, Sessions, Streams
@@ -87,9 +87,9 @@ class World:
         request = RoutedRequest(request_id, prompt, n, sampling, deadline_s)
         try:
             self.router.submit(request, self.now)
-            life = self.router.requests.get(request_id)
-            assert life is not None
-            self.clients[request_id] = Client(request, want, life, self._clients_wait)
+            state = self.router.requests.get(request_id)
+            assert state is not None
+            self.clients[request_id] = Client(request, want, state, self._clients_wait)
         except BatonError:
             pass  # told at once: that is its end
         self._collect_router()

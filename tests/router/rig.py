@@ -11,8 +11,8 @@ from baton.node_info import GenerationDefaults, NodeInfo, NodeRole
 from baton.sampling import SamplingParams
 from router.actions import Emit, ToNode
 from router.core import RouterCore
-from router.life import FirstToken, RequestEnd, RoutedRequest, TokensOut
 from router.policies import find_policy
+from router.request_state import FirstToken, RequestEnd, RoutedRequest, TokensOut
 
 LAYOUT = KvLayout((LayerKv(1, 8, 8, "float32"),) * 1, 16, "f")
 

@@ -21,7 +21,7 @@ from baton.messages import Abort, Adopted, End, HandedOff, Prefill, SampleEnd, T
 from baton.node_info import NodeRole
 from baton.sampling import FinishReason, SamplingParams
 from router.actions import ToNode
-from router.life import AttemptState, RoutedRequest, TokensOut
+from router.request_state import AttemptState, RoutedRequest, TokensOut
 from tests.router.rig import RouterRig, info
 
 ADOPTED = Adopted(0.1, 0, 9)

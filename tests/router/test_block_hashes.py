@@ -14,8 +14,8 @@ from baton.node_info import NodeRole
 from node.intake import make_sequence
 from router.admission import Admission
 from router.generation_request import GenerationRequest
-from router.life import RoutedRequest
 from router.models import Models, ServedModel
+from router.request_state import RoutedRequest
 from router.service import Service
 from tests.router.fake_node import node_info
 from tests.router.tiny_tokenizer import tiny_tokenizer

@@ -25,8 +25,8 @@ from router.generation import Generation, Part
 from router.http.chunks import ChunkEvents
 from router.http.event_stream import EventStream
 from router.http.shapes import ChatShape
-from router.life import RoutedRequest
 from router.request_metrics import RequestMetrics
+from router.request_state import RoutedRequest
 from router.stops import StopScanner, StopStrings
 from tests.router.rig import info
 from tests.router.tiny_tokenizer import tiny_tokenizer

@@ -11,8 +11,8 @@ from baton.sampling import SamplingParams
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
 from router.core import RouterCore
 from router.dispatcher import Dispatcher
-from router.life import RequestEnd, RequestEvent, RoutedRequest
 from router.request_metrics import RequestMetrics
+from router.request_state import RequestEnd, RequestEvent, RoutedRequest
 from tests.router.rig import info
 
 

@@ -13,8 +13,8 @@ from baton.sampling import FinishReason, SamplingParams
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
 from router.core import RouterCore
 from router.dispatcher import Dispatcher
-from router.life import FirstToken, RequestEnd, RequestEvent, RoutedRequest, SampleOut, TokensOut
 from router.request_metrics import RequestMetrics
+from router.request_state import FirstToken, RequestEnd, RequestEvent, RoutedRequest, SampleOut, TokensOut
 from tests.router.rig import RouterRig, info
 
 ADOPTED = Adopted(0.1, 0, 9)

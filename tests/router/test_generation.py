@@ -12,7 +12,7 @@ from router.answer import Answer
 from router.deliveries import Deliveries
 from router.dispatcher import Sink
 from router.generation import Generation, Part
-from router.life import RequestEnd, RequestTimings, RoutedRequest, SampleOut, TokensOut
+from router.request_state import RequestEnd, RequestTimings, RoutedRequest, SampleOut, TokensOut
 from router.stops import StopScanner, StopStrings
 from tests.router.tiny_tokenizer import tiny_tokenizer
 

@@ -9,8 +9,8 @@ import pytest
 from baton.messages import Adopted, End, HandedOff, KvEvents, Load, SampleEnd, Started, Tokens
 from baton.node_info import NodeRole, TransportEndpoint
 from baton.sampling import FinishReason, SamplingParams
-from router.life import RoutedRequest
 from router.rates import PRIOR_S_PER_TOKEN
+from router.request_state import RoutedRequest
 from tests.router.rig import RouterRig, info
 
 OVER = SampleEnd(0, FinishReason.LENGTH)

@@ -11,7 +11,7 @@ from baton.prompt_logprobs import PromptLogprobs
 from baton.sampling import FinishReason, SamplingParams
 from router.actions import Emit
 from router.http.logprobs import token_text
-from router.life import RoutedRequest
+from router.request_state import RoutedRequest
 from tests.router.fake_node import prompt_pieces
 from tests.router.http_shapes import CHAT, error_of
 from tests.router.rig import RouterRig

@@ -7,8 +7,8 @@ import pytest
 from baton.messages import HandedOff, Load, Migrate, Prefill, Tokens
 from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
-from router.life import RoutedRequest
 from router.rebalancing import PAUSE_S
+from router.request_state import RoutedRequest
 from tests.router.rig import RouterRig, info
 
 NUM_BLOCKS = 9  # of 16 tokens

@@ -7,8 +7,8 @@ from prometheus_client import CollectorRegistry
 
 from baton.sampling import SamplingParams
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
-from router.life import RequestEnd, RequestTimings, RoutedRequest, TokensOut
 from router.request_metrics import RequestMetrics
+from router.request_state import RequestEnd, RequestTimings, RoutedRequest, TokensOut
 
 
 @pytest.fixture

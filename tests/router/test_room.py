@@ -17,7 +17,7 @@ from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
 from baton.table_shape import TableShape
 from router.admission import LONGEST_RETRY_AFTER_S, Full
-from router.life import AttemptState, RoutedRequest
+from router.request_state import AttemptState, RoutedRequest
 from router.routed_node import Node, least_blocks, num_blocks
 from tests.router.rig import RouterRig, info
 

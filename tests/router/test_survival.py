@@ -11,7 +11,7 @@ from baton.messages import Adopted, End, HandedOff, Prefill, Tokens
 from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
 from router.circuit_breakers import FIRST_OUT_S, LAST_OUT_S, MAX_FAILURES, TRIAL_S, WINDOW_S, CircuitBreakers
-from router.life import RoutedRequest
+from router.request_state import RoutedRequest
 from router.retry_budget import MEMORY_S, MIN_PER_S, SHARE, RetryBudget
 from tests.router.rig import RouterRig, info
 

@@ -10,7 +10,7 @@ from baton.errors import NodeUnavailable
 from baton.messages import Adopted, HandedOff, Load, Prefill, Started, Tokens
 from baton.node_info import GenerationDefaults, NodeInfo, NodeRole
 from baton.sampling import SamplingParams
-from router.life import RoutedRequest
+from router.request_state import RoutedRequest
 from router.versions import ModelVersion, VersionGone, difference, shares, version_of
 from tests.router.rig import RouterRig, info
 

@@ -11,8 +11,8 @@ from baton.messages import Adopted, End, HandedOff, Load, Prefill, Tokens
 from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
 from router.circuit_breakers import MAX_FAILURES
-from router.life import AttemptState, RoutedRequest
 from router.recovery import MAX_ATTEMPTS
+from router.request_state import AttemptState, RoutedRequest
 from tests.router.rig import RouterRig, info
 
 

@@ -1,4 +1,4 @@
-"""A request as the router sees it: its samples, its attempts on nodes, and its events for the client."""
+"""The state of a request in the router: its samples, its attempts on nodes, and the events that its client gets."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ RequestEvent = PromptLogprobs | SampleEvent | RequestEnd
 
 
 @dataclass(slots=True)
-class SampleLife:
+class SampleState:
     """One sample: tokens accepted in order, and items that came too early from the other node.
 
     Accepted tokens survive their attempt, even while they are `held` back from the client: the next attempt continues
@@ -168,7 +168,7 @@ class Attempt:
     """
 
     id: AttemptId
-    samples: list[SampleLife]
+    samples: list[SampleState]
     prefill: str
     decode: str | None
     deadline_s: float
@@ -187,13 +187,13 @@ class Attempt:
     ask_at: float = 0.0  # not before then
     visited: frozenset[str] = frozenset()
 
-    def sample(self, index: int) -> SampleLife | None:
+    def sample(self, index: int) -> SampleState | None:
         """None: this attempt is not about that sample."""
         first = self.samples[0]  # nearly always the only one
         return first if first.index == index else next((s for s in self.samples if s.index == index), None)
 
     @property
-    def unfinished(self) -> list[SampleLife]:
+    def unfinished(self) -> list[SampleState]:
         return [s for s in self.samples if not s.ended]
 
     @property
@@ -243,21 +243,21 @@ class Attempt:
 class Unplaced:
     """Samples of a request that wait for a node: their next attempt, and why the previous one failed."""
 
-    life: RequestLife
-    samples: list[SampleLife]
+    request_state: RequestState
+    samples: list[SampleState]
     key: str
     attempt: int
     error: BatonError | None = None
 
 
 @dataclass(slots=True)
-class RequestLife:
+class RequestState:
     """A live request: its samples, and the attempts that will finish those that have not ended."""
 
     request: RoutedRequest
     arrived: float
     deadline: float
-    samples: list[SampleLife]
+    samples: list[SampleState]
     attempts: dict[AttemptId, Attempt] = field(default_factory=dict)
     unplaced: list[Unplaced] = field(default_factory=list)
     timings: RequestTimings = field(default_factory=RequestTimings)
@@ -294,7 +294,7 @@ class RequestLife:
         """The lost nodes and how they were lost, as a text for people."""
         return "; ".join(self.lost.values())
 
-    def groups(self, samples: list[SampleLife]) -> list[list[SampleLife]]:
+    def groups(self, samples: list[SampleState]) -> list[list[SampleState]]:
         """Samples that one Prefill can carry: all together while none has output, else one each."""
         if not any(s.tokens for s in samples):
             return [samples]
@@ -375,7 +375,7 @@ class RequestLife:
             is_live=is_live,
         )
 
-    def has_first_token(self, sample: SampleLife, was_held: bool, now: float) -> None:
+    def has_first_token(self, sample: SampleState, was_held: bool, now: float) -> None:
         """Its client gets the first token, of that sample; `was_held`: until the decode node went on with it, if it was
         to."""
         self.told = True
