@@ -23,7 +23,7 @@ from engine.engine import Engine
 from engine.model.load.loader import LoadFormat
 from engine.sequence import Sequence as EngineSequence
 from engine.step import StepResult
-from node.build import Built, build
+from node.build import LoadedModel, build
 from node.ranks.ranks import Ranks
 from node.settings import NodeSettings
 
@@ -51,7 +51,7 @@ class Bench:
     """The engine to be measured, and what it is compared with. `runner`: the engine's."""
 
     settings: EngineBenchSettings
-    built: Built
+    built: LoadedModel
     engine: Engine
     runner: TimedRunner
     shape: ModelShape

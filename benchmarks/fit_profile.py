@@ -26,7 +26,7 @@ from engine.engine import Engine
 from engine.pace import StepSize
 from engine.sequence import Sequence as EngineSequence
 from engine.step import Chunk, LaunchedStep, ModelRunner
-from node.build import Built, build
+from node.build import LoadedModel, build
 from node.settings import NodeSettings
 
 MIN_TOKEN = 5
@@ -66,7 +66,7 @@ class Recorder:
 class Steps:
     """Runs sequences and keeps how long each step took."""
 
-    def __init__(self, built: Built, seed: int) -> None:
+    def __init__(self, built: LoadedModel, seed: int) -> None:
         self._recorder = Recorder(built.runner)
         self._engine = Engine(built.engine.config, self._recorder)
         self._random = Random(seed)
@@ -96,7 +96,7 @@ class Steps:
                 self.add(length, 2)
 
 
-def measure(settings: FitSettings, built: Built) -> dict[StepSize, float]:
+def measure(settings: FitSettings, built: LoadedModel) -> dict[StepSize, float]:
     """The median seconds of each kind of step."""
     steps, longest = Steps(built, settings.seed), built.engine.config.max_model_len - NUM_DECODES
     prompts = [length for length in lengths(settings.prompts) if length < longest]
@@ -152,7 +152,7 @@ def typical_error(taken: dict[StepSize, float], costs: Sequence[float]) -> float
     return statistics.median(own)
 
 
-def to_toml(settings: FitSettings, built: Built, decodes: Sequence[float], prompts: Sequence[float]) -> str:
+def to_toml(settings: FitSettings, built: LoadedModel, decodes: Sequence[float], prompts: Sequence[float]) -> str:
     config, layer, num_layers = built.engine.config, built.layout.layers[0], len(built.layout.layers)
     names = ("constant_us", "per_seq_us", "per_context_token_us", "per_prompt_token_us", "per_prompt_pair_us")
     tables: dict[str, dict[str, object]] = {

@@ -123,7 +123,7 @@ class Router:
             if self._messages:
                 node, data = self._messages.pop(0)
                 message: Any = wire.read_node_message(node_pb2.NodeMessage.FromString(data))
-                self._server.dispatcher.node_said(node, message)
+                self._server.dispatcher.handle_node_message(node, message)
             elif self.pipe.parts and self.pipe.parts[-1].endswith(b"0\r\n\r\n"):
                 return b"".join(self.pipe.parts)
         raise RuntimeError(f"no answer: {b''.join(self.pipe.parts)!r}")

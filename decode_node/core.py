@@ -30,7 +30,7 @@ from kv_transfer.ranks import ReceiverRanks, SenderRanks, peer_of
 from kv_transfer.receiver import PartFailed, PartLanded, PartRefused, PartUnused, PeerDisconnected
 from kv_transfer.sender import PartSent
 from node.core import RoleCore, RoleOptions
-from node.events import ClosePeer, FromPeer, OfTarget, PeerClosed, PeerEvent, PeerOpened
+from node.events import ClosePeer, FromPeer, PeerClosed, PeerEvent, PeerOpened, TargetEvent
 from node.handoffs.parts_out import PartsOut
 from node.intake import beams_of, make_sequence
 
@@ -138,8 +138,8 @@ class DecodeCore(RoleCore):
 
     def _handle_peer(self, event: PeerEvent, now: float) -> None:
         match event:
-            case OfTarget(of_target):
-                self._handle_target(of_target)
+            case TargetEvent(target_event):
+                self._handle_target(target_event)
             case FromPeer(peer, _) if peer not in self._peers:
                 pass  # its stream has ended: no answer can be sent
             case FromPeer(peer, Reserve() as reserve):
@@ -158,14 +158,14 @@ class DecodeCore(RoleCore):
                 self._peers.pop(peer, None)
 
     def _handle_target(self, event: PeerOpened | PeerClosed | FromPeer) -> None:
-        """Of a stream to a decode node that requests move to."""
+        """Handle an event of the stream to a decode node that requests move to."""
         match event:
             case PeerOpened(peer, part_blocks, layout):
                 self._migrations.peer_opened(peer, layout, part_blocks)
             case PeerClosed(peer, reason):
                 self._migrations.peer_closed(peer, reason)
             case FromPeer(peer, message):
-                self._migrations.hear(peer, message)
+                self._migrations.handle(peer, message)
 
     def _name_of(self, peer: str) -> str:
         opened = self._peers.get(peer)
@@ -242,6 +242,6 @@ class DecodeCore(RoleCore):
         return [*self.engine.sequences.holdings(), *self._reservations.holdings()]
 
     def _slots(self) -> list[KvSlot]:
-        """Those of the sender come last."""
+        """The slots of the sender come last."""
         slots = self.receiver.slots()
         return slots + [replace(slot, slot=len(slots) + slot.slot) for slot in self.sender.slots()]

@@ -61,7 +61,7 @@ class Migration(KvSending):
         return self.next_part < min(self.credits, len(self.parts)) and self.ready_part(shape, 0) is None
 
     @property
-    def is_outrun(self) -> bool:
+    def has_outgrown_target(self) -> bool:
         """Whether the next token would have no room at the target."""
         return self.sequence.num_tokens + self.sequence.num_pending_tokens > self.num_tokens
 

@@ -108,7 +108,7 @@ class Migrations(KvSenderCore[Migration]):
         if migration.only_rest_is_left(self._engine.tables.shape):
             self._engine.sequences.stop(migration.sequence)
             migration.state, migration.stopped = MigrationState.STOPPING, self._engine.clock()
-        elif migration.is_outrun:
+        elif migration.has_outgrown_target:
             error = Overloaded("the decode node had no room in time")
             self._stay(migration, error if migration.grant is None else TransferTimeout("copying takes too long"))
 

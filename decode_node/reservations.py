@@ -35,9 +35,9 @@ from engine.holdings import Holding
 from kv_transfer.parts import PartPlanner
 from kv_transfer.ranks import ReceiverRanks
 from kv_transfer.receiver import PartLanded
+from node.expiring_dict import ExpiringDict
 from node.fences import UNDER_WAY_S
 from node.outbox import Outbox
-from node.remembered import Remembered
 
 MIN_OPEN_PARTS = 2
 """Slots that a lease may always hold at a time, even if few are free. Beyond these, it may hold as many as are free
@@ -74,7 +74,7 @@ class Reservations:
         self._num_free_slots = 0  # when slots were last shared out
         self._ready: list[Lease] = []  # committed and complete; some may have ended since
         # Of leases that ended: the peer, and the answer to a repeated Commit, for as long as one may arrive.
-        self._outcomes = Remembered[int, tuple[str, BatonError | None]]()
+        self._outcomes = ExpiringDict[int, tuple[str, BatonError | None]]()
         self._last_serial = 0
 
     def __len__(self) -> int:

@@ -77,7 +77,7 @@ class RunningRequests:
         return self._running.get(attempt_id)
 
     def take_ended(self) -> list[AttemptId]:
-        """Those that have ended here since the last call, or that another node has taken."""
+        """The attempts that have ended here since the last call, or that another node has taken."""
         ended, self._ended = self._ended, []
         return ended
 

@@ -9,7 +9,7 @@ import grpc
 
 from baton.v1 import node_pb2, node_pb2_grpc
 from decode_node.handoffs import HandoffServer
-from node.events import Event, FromPeer, OfTarget, PeerClosed, PeerOpened
+from node.events import Event, FromPeer, PeerClosed, PeerOpened, TargetEvent
 from node.handoffs.decode_links import DecodeLinks
 from node.handoffs.stream import HandoffEnd
 from node.loop import Turn
@@ -51,7 +51,7 @@ def serve(server: grpc.aio.Server, sessions: Sessions, parts: NodeParts, ours: H
 
     def post_of_target(event: Event) -> int:
         assert isinstance(event, PeerOpened | PeerClosed | FromPeer)
-        return ours.post(OfTarget(event))
+        return ours.post(TargetEvent(event))
 
     outward = parts.outward
     assert outward is not None

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from kv_transfer.native import DONE, Native, Target
+from kv_transfer.async_operation import DONE, AsyncOperation, Target
 from kv_transfer.parts import MAX_PIECES, PartHeader
 from kv_transfer.slices import Rows
 
@@ -26,7 +26,7 @@ class Copies(Protocol):
 
     def gather(
         self, slot: int, ids: Sequence[int], rows: Rows, checksums_at: int | None, placed: Target | None = None
-    ) -> Native: ...
+    ) -> AsyncOperation: ...
 
     def scatter(self, slot: int, ids: Sequence[int], rows: Rows, not_before: Mark) -> Move: ...
 
@@ -54,7 +54,7 @@ class NoCopies:
 
     def gather(
         self, slot: int, ids: Sequence[int], rows: Rows, checksums_at: int | None, placed: Target | None = None
-    ) -> Native:
+    ) -> AsyncOperation:
         return DONE
 
     def scatter(self, slot: int, ids: Sequence[int], rows: Rows, not_before: Mark) -> Move:

@@ -54,7 +54,7 @@ def tag_of(lease: int, part: int) -> int:
     return lease << PART_BITS | part
 
 
-def untag(tag: int) -> tuple[int, int]:
+def split_tag(tag: int) -> tuple[int, int]:
     """(lease, part) of a tag."""
     return tag >> PART_BITS, tag & ((1 << PART_BITS) - 1)
 

@@ -1,4 +1,4 @@
-"""Does to a rank's KV pool, slots and transport what a `RemotePool` on another host says; the other end of its wire."""
+"""Operates a rank's KV pool, slots and transport for a `RemotePool` on another host: the other end of its wire."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from kv_transfer.staging import Staging
 from kv_transfer.transport import Arrived, Failed, OperationEvent, PeerDisconnected, Sent, Transport
 
 _LAUNCH_S = 300.0
-"""For the steps that came before; their own deadlines are shorter."""
+"""How long to wait for earlier steps to be launched; their own deadlines are shorter."""
 AfterSteps = Callable[[Callable[[], None]], None]
 Send = Callable[..., None]
-"""Sends its keywords to the other end; on any thread."""
+"""Sends its keyword arguments to the other end; for any thread."""
 MakeLink = Callable[[int, int, Callable[[], None]], tuple[Staging, Transport]]
-"""From the number of slots, their bytes, and what the transport calls when `poll` has something."""
+"""Makes slots and a transport from the number of slots, their bytes, and what the transport calls when `poll` has
+events."""
 
 
 class PoolServer:
     """pool_bytes: [num_blocks, block_bytes], uint8, of that layout. make_link: raises TransferError. after_steps: calls
-    what it is given once the steps that came before it are launched, on the thread that launches them. fail: is called,
-    on any thread, when a transport fails, without which the rank is of no use. `handle` is for one thread, which
-    launches no steps, but whose current stream is theirs."""
+    its argument once all earlier steps are launched, on the thread that launches them. fail: called on any thread when
+    a transport fails, without which the rank is of no use. `handle` is for one thread, which launches no steps, but
+    uses the same CUDA stream."""
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class PoolServer:
         self._links: dict[int, _Link] = {}
 
     def handle(self, message: Mapping[str, Any]) -> None:
-        """Do it. Raises what comes of nonsense: the other end is a process of the same node."""
+        """Handle a message. A malformed one raises whatever it causes: the other end is a process of the same node."""
         match message["do"]:
             case "open":
                 self._answer(message, partial(self._open, message))
@@ -90,7 +91,8 @@ class PoolServer:
 
 
 class _Link:
-    """The slots of one direction. All of them are held, unless the transport has them: the other end knows more."""
+    """The slots of one direction. They are all held, unless the transport has them; the other end knows their
+    states."""
 
     def __init__(
         self,
@@ -107,7 +109,7 @@ class _Link:
         self._states = threading.Lock()
         self._links = threading.Lock()  # guards the next two
         self._connecting: dict[str, int] = {}  # by peer: calls under way
-        self._unwanted: set[str] = set()  # peers to be disconnected when these are over
+        self._unwanted: set[str] = set()  # peers to disconnect when these calls are over
         while staging.take() is not None:
             pass
         transport.subscribe(self._operations_ended)
@@ -124,7 +126,7 @@ class _Link:
             case "push":
                 self._copies.when_done(message["slot"], partial(self._push, message))
             case "expect":
-                # A step that came before may use the blocks of the slot's part, also one that is not launched yet.
+                # An earlier step may use the blocks of the slot's part, even one that is not launched yet.
                 marked = self._marks[message["slot"]] = Future[Mark]()
                 self._after_steps(lambda: marked.set_result(self._copies.mark()))
                 self._copies.when_done(message["slot"], partial(self._expect, message))
@@ -158,7 +160,7 @@ class _Link:
         self._transport.close()
 
     def poll(self) -> None:
-        """Pass on who is gone. On any thread."""
+        """Report disconnected peers. On any thread."""
         try:
             for event in self._transport.poll():
                 assert isinstance(event, PeerDisconnected)
@@ -204,7 +206,8 @@ class _Link:
                 self._send(event="failed", reason=reason, **named)
 
     def _num_damaged(self, slot: int, data: bytes) -> int:
-        """Of the pieces in the slot, before anybody asks; none of a part that will be refused for its header."""
+        """The number of damaged pieces in the slot, computed ahead; 0 for a part that will be refused for its
+        header."""
         try:
             header = PartHeader.parse(data)
         except TransferError:

@@ -80,7 +80,7 @@ class _Ranks(Generic[Mover]):
 
     @property
     def num_free_slots(self) -> int:
-        """Of all ranks. On any thread."""
+        """The sum over all ranks. On any thread."""
         return sum(mover.num_free_slots for mover in self.ranks)
 
     def check_integrity(self) -> None:

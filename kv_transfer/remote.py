@@ -1,11 +1,10 @@
-"""A rank's KV pool on another host: its slots and transport are there, and the mover that decides about them is here.
+"""The KV pool of a rank on another host: its slots and transport are there, the mover that decides about them is here.
 
     KvSender or KvReceiver -> RemoteSlots, RemoteCopies, RemoteTransport ==wire==> PoolServer -> pool, slots, transport
 
-The mover is that of a pool in reach, and keeps the states of all slots. What it would do to memory goes over the wire
-instead, in order, together with the steps of the same rank: so a gather comes before a step that was sent after it, and
-a scatter too. Nothing here waits for the other host but what begins and ends: `open_link`, `warm_up`, `connect`,
-`close`.
+The mover is the same as for a local pool, and keeps the states of all slots. Its operations on memory are sent over the
+wire instead, in order with the steps of the same rank: so a gather or a scatter is done before a step that was sent
+after it. Only `open_link`, `warm_up`, `connect` and `close` wait for the other host.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from baton.errors import TransferError
+from kv_transfer.async_operation import DONE, AsyncOperation, Target
 from kv_transfer.copies import Mark, Move
 from kv_transfer.events import EventSource
-from kv_transfer.native import DONE, Native, Target
 from kv_transfer.parts import MAX_PIECES, PartHeader
 from kv_transfer.slices import Rows
 from kv_transfer.slots import Slots
@@ -30,29 +29,29 @@ _OPEN_S = 90.0
 _WARM_UP_S = 300.0
 _CLOSE_S = 10.0
 _MARGIN_S = 1.0
-"""For an answer that says that the other host's own deadline has passed."""
+"""Extra time for the answer that the other host's own deadline has passed."""
 
 
 class Wire(Protocol):
-    """The way to the process that has the pool. On any thread; in order."""
+    """The connection to the process that has the pool. Messages keep their order. For any thread."""
 
     def send(self, **message: Any) -> None:
-        """Send it. Nothing happens if the process is lost, which ends this one as well."""
+        """Send a message. Does nothing if the process is lost, since that ends this one as well."""
 
     def request(self, timeout_s: float, **message: Any) -> dict[str, Any]:
-        """Send it, and wait for the answer. Raises TransferError with what the other one said went wrong, or if it is
-        lost or late."""
+        """Send a message and wait for the answer. Raises TransferError with the error that the other process reports,
+        or if it is lost or late."""
 
 
 class RemoteLink(NamedTuple):
-    """As `node.base.Link`, of a pool on another host."""
+    """The `node.base.Link` of a pool on another host."""
 
     staging: RemoteSlots
     transport: RemoteTransport
 
 
 class RemotePool:
-    """In the place of a pool's tensor. `handle` takes in the messages of its process, on one thread."""
+    """Used in place of a pool's tensor. `handle` takes the messages of the pool's process, on one thread."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
@@ -60,7 +59,7 @@ class RemotePool:
         self._links: dict[int, RemoteLink] = {}
 
     def open_link(self, num_slots: int, slot_bytes: int, part_blocks: int, wake: Callable[[], None]) -> RemoteLink:
-        """Have slots and a transport made there. Raises TransferError."""
+        """Have slots and a transport made on the other host. Raises TransferError."""
         number = next(self._numbers)
         sizes = {"num_slots": num_slots, "slot_bytes": slot_bytes, "part_blocks": part_blocks}
         address = bytes.fromhex(self._wire.request(_OPEN_S, do="open", link=number, **sizes)["address"])
@@ -72,7 +71,7 @@ class RemotePool:
         return link
 
     def handle(self, message: Mapping[str, Any]) -> None:
-        """An event of a transport. Raises LookupError, TypeError or ValueError for what is none."""
+        """Handle an event of a transport. Raises LookupError, TypeError or ValueError for a malformed one."""
         staging, transport = self._links[message["link"]]
         if message["event"] == "connected":
             transport.handle_connected(message["peer"])
@@ -92,12 +91,12 @@ class RemoteSlots(Slots):
 
 
 class RemoteCopies:
-    """Implements `Copies`. A copy counts as done when it is sent: what is sent afterwards comes after it there."""
+    """Implements `Copies`. A copy counts as done when it is sent, since later messages are handled after it."""
 
     def __init__(self, wire: Wire, link: int, part_blocks: int) -> None:
         self.most_pieces = max(part_blocks, MAX_PIECES)
         self.num_damaged_in: dict[int, int] = {}
-        """By slot: what its process has found there."""
+        """By slot: how many damaged pieces its process has found."""
         self._wire, self._link = wire, link
 
     def mark(self) -> Mark:
@@ -105,7 +104,7 @@ class RemoteCopies:
 
     def gather(
         self, slot: int, ids: Sequence[int], rows: Rows, checksums_at: int | None, placed: Target | None = None
-    ) -> Native:
+    ) -> AsyncOperation:
         assert placed is None, "no slot of a peer is in reach"
         self._send("gather", slot, ids, rows, checksums_at=checksums_at)
         return DONE
@@ -117,7 +116,7 @@ class RemoteCopies:
         return contextlib.nullcontext()
 
     def make_stream_wait(self, slot: int) -> None:
-        """Steps wait there anyway."""
+        """Nothing to do: steps on the other host wait anyway."""
 
     def is_done(self, slot: int) -> bool:
         return True
@@ -156,7 +155,9 @@ class RemoteTransport(EventSource):
     def acquire_remote_slot(self, peer: str, tag: int, num_bytes: int) -> Target | None:
         return None
 
-    def push(self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes, storing: Native = DONE) -> None:
+    def push(
+        self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes, storing: AsyncOperation = DONE
+    ) -> None:
         assert storing is DONE, "nothing was placed"
         fields = {"peer": peer, "tag": tag, "slot": slot, "num_bytes": num_bytes, "header": header.hex()}
         self._wire.send(do="push", link=self._link, **fields)
@@ -175,7 +176,7 @@ class RemoteTransport(EventSource):
                 self._wire.request(_CLOSE_S, do="close", link=self._link)
 
     def handle_connected(self, peer: str) -> None:
-        """What was said before concerns an earlier connection."""
+        """Drop earlier events: they belong to an earlier connection."""
         self._events.forget(peer)
 
     def handle_event(self, event: TransportEvent) -> None:
@@ -184,7 +185,7 @@ class RemoteTransport(EventSource):
 
 
 def _flat(rows: Rows) -> list[Any]:
-    """As JSON has it."""
+    """Rows as a JSON list."""
     return [*(rows._asdict() | {"runs": [(run.start, run.stop) for run in rows.runs]}).values()]
 
 

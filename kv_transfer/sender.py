@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from baton.errors import TransferError
 from baton.layout import KvLayout, KvSlice, LayerKv
+from kv_transfer.async_operation import DONE, AsyncOperation, Target
 from kv_transfer.mover import KvMover, PartFailed
-from kv_transfer.native import DONE, Native, Target
 from kv_transfer.parts import PartHeader, tag_of
 from kv_transfer.remote import RemotePool
 from kv_transfer.slots import SlotOwner, Slots
@@ -54,7 +54,7 @@ class _Placed(NamedTuple):
 
     out: _Outgoing
     target: Target
-    storing: Native
+    storing: AsyncOperation
     is_announced: bool
 
 
@@ -191,7 +191,7 @@ class KvSender(KvMover):
         for part in placed:
             self._push(part.out, part.storing)
 
-    def _push(self, out: _Outgoing, storing: Native = DONE) -> None:
+    def _push(self, out: _Outgoing, storing: AsyncOperation = DONE) -> None:
         """Hand the part to the transport: its slot is filled, or the peer's will be when `storing` is over. `storing`
         belongs to the slot, which is not reused before the transport's event. On the engine's or the copies' thread."""
         with self._lock:

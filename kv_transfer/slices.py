@@ -23,7 +23,7 @@ class Rows(NamedTuple):
 
     @property
     def most(self) -> int:
-        """Of a block."""
+        """The most rows of one block."""
         return max(map(len, self.runs))
 
     def of(self, blocks: Sequence[int], groups: Sequence[int]) -> Sequence[int]:

@@ -15,8 +15,8 @@ from baton_kernels.block_checksum import block_checksums
 from baton_kernels.block_copy import Move, PoolMoves
 from baton_kernels.event_thread import EventThread
 from baton_kernels.fp8_kv.moves import QuantizingMoves
+from kv_transfer.async_operation import DONE, AsyncOperation, CudaEventOperation, Target
 from kv_transfer.copies import Mark
-from kv_transfer.native import DONE, Native, OnDevice, Target
 from kv_transfer.parts import CHECKSUM_BYTES, MAX_PIECES, PartHeader
 from kv_transfer.slices import Rows
 from kv_transfer.staging import Staging
@@ -34,10 +34,10 @@ class SlotCopies:
     A copy does not wait for steps under way; steps launched after a gather wait for it, those launched after
     `make_stream_wait` wait for a scatter. Steps are launched on the thread that calls `mark`, `gather` and
     `make_stream_wait`, on its current device: that of rank 0, whatever rank's blocks these are, since whatever other
-    ranks do with KV begins with a broadcast from rank 0. The Native that a copy returns is over when the copy is; it
-    belongs to the slot, and is invalid once the slot has another copy.
-    spin_wait: `when_done`'s thread spins until a copy is done, some 0.1 ms, instead of sleeping, since a wake-up takes
-    as long again and the part waits for it.
+    ranks do with KV begins with a broadcast from rank 0. The AsyncOperation that a copy returns is over when the copy
+    is; it belongs to the slot, and is invalid once the slot has another copy. spin_wait: `when_done`'s thread spins
+    until a copy is done, some 0.1 ms, instead of sleeping, since a wake-up takes as long again and the part waits for
+    it.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class SlotCopies:
         rows: Rows,
         checksums_at: int | None,
         placed: Target | None = None,
-    ) -> Native:
+    ) -> AsyncOperation:
         """Copy the rows `ids` (of `Rows.of`) to the start of the slot, and their checksums, if wanted, to its byte
         `checksums_at`. placed: the peer's slot to use instead, from `Transport.acquire_remote_slot`."""
         memory = self._staging.memory(slot) if placed is None else placed.memory
@@ -183,12 +183,12 @@ class SlotCopies:
         move()
         self._launched(slot)
 
-    def _launched(self, slot: int) -> Native:
+    def _launched(self, slot: int) -> AsyncOperation:
         if self._stream is None:
             return DONE
         done = self._done[slot]
         done.record(self._stream)
-        return OnDevice(done)
+        return CudaEventOperation(done)
 
 
 def _nothing() -> None:

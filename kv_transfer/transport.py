@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from kv_transfer.native import DONE, Native, Target
+from kv_transfer.async_operation import DONE, AsyncOperation, Target
 
 CONNECT_S = 5.0
 
@@ -107,7 +107,9 @@ class Transport(Protocol):
         begun, whatever happens to the peer: the memory is not reused until they are over. None: `push` sends the
         caller's slot."""
 
-    def push(self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes, storing: Native = DONE) -> None:
+    def push(
+        self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes, storing: AsyncOperation = DONE
+    ) -> None:
         """Send the first `num_bytes` of a slot, at least one, and a header of at most MAX_HEADER_BYTES. The push stays
         pending until the peer's `expect`, for as long as both live.
 

@@ -59,7 +59,7 @@ _NOTICED_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class LoadedModel:
     """A model ready to serve after `warm_up`. CUDA graphs are captured for decode steps of `graph_sizes`, for prompts
     of up to `most_prompt_tokens` when alone. `pools`: that of each rank as [num_blocks, block_bytes], uint8, which its
     RankModel owns, or on another host."""
@@ -127,7 +127,7 @@ class Built:
         return self.checkpoint.generation_defaults
 
 
-def build(settings: NodeSettings, wake: Callable[[], None] | None = None, ranks: Ranks | None = None) -> Built:
+def build(settings: NodeSettings, wake: Callable[[], None] | None = None, ranks: Ranks | None = None) -> LoadedModel:
     """Load the model of `settings`, or rank 0's part of it, and size all that it needs. wake: see TorchModelRunner.
     ranks: the further ranks, which load theirs meanwhile. Takes seconds to minutes. Raises ValueError with a one-line
     message for the user."""
@@ -194,7 +194,7 @@ def _build(
     ranks: Ranks | None,
     pipeline: Pipeline,
     peers: PeerNodes | None = None,
-) -> Built:
+) -> LoadedModel:
     tokenizer = _read_tokenizer(settings, checkpoint.path)
     data = ONE_NODE if peers is None else join_ranks(settings, 0, peers.rendezvous.store, device_of(settings))
     part = load_part(settings, checkpoint, pipeline, data)
@@ -219,7 +219,7 @@ def _build(
     pools: list[Tensor | RemotePool] = [runner.pool.as_bytes()]
     if ranks is not None:
         pools += ranks.pools([layout.num_bytes(held) for held in layout.ranks[1:]])
-    return Built(
+    return LoadedModel(
         engine=Engine(config, runner, keep_up=runner.keep_up),
         runner=runner,
         graph_sizes=_graph_sizes(settings, config, device),

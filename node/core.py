@@ -29,13 +29,13 @@ from node.events import (
     Event,
     FromPeer,
     FromRouter,
-    OfTarget,
     Output,
     PeerClosed,
     PeerEvent,
     PeerOpened,
     SessionLost,
     SessionOpened,
+    TargetEvent,
 )
 from node.fences import Fences
 from node.kv_events.block_changes import BlockChanges
@@ -146,7 +146,7 @@ class RoleCore(ABC):
                 self._abort(abort, now)
             case FromRouter(epoch, Migrate() as migrate) if epoch in self._outbox.epochs:
                 self._migrate(migrate, now)
-            case PeerOpened() | PeerClosed() | FromPeer() | OfTarget():
+            case PeerOpened() | PeerClosed() | FromPeer() | TargetEvent():
                 self._handle_peer(event, now)
             case Draining():
                 self._stopping = True

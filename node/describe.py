@@ -32,7 +32,7 @@ class TokenizerFiles:
 
 
 class ServedModel(Protocol):
-    """An engine with all that a role is built on: `build.Built`, or `simulated.Simulated`.
+    """An engine with all that a role is built on: `build.LoadedModel`, or `simulated.SimulatedModel`.
 
     pools: the KV pool of each rank, see `KvMover`. graph_sizes: empty without CUDA graphs. experts: None where nothing
     is counted. num_expert_rebalances: see `Eplb`.

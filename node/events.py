@@ -73,9 +73,9 @@ class FromPeer:
 
 
 @dataclass(frozen=True, slots=True)
-class OfTarget:
-    """On a decode node: the event is of the stream that this node has opened to another decode node, and not of one
-    that the peer has opened."""
+class TargetEvent:
+    """On a decode node: an event of the stream that this node has opened to the target of a migration, rather than of a
+    stream that a peer has opened."""
 
     event: PeerOpened | PeerClosed | FromPeer
 
@@ -92,7 +92,7 @@ class BlocksWanted:
     epoch: int
 
 
-PeerEvent = PeerOpened | PeerClosed | FromPeer | OfTarget
+PeerEvent = PeerOpened | PeerClosed | FromPeer | TargetEvent
 Event = SessionOpened | SessionLost | FromRouter | PeerEvent | Draining | BlocksWanted
 
 # ---- out ----
@@ -106,7 +106,7 @@ class ToRouter:
 
 @dataclass(frozen=True, slots=True)
 class ToDecode:
-    """To the decode node `target`; without a stream, a Reserve has the shell open one."""
+    """A message to the decode node `target`; if there is no stream to it, a Reserve makes the shell open one."""
 
     target: DecodeTarget
     message: PrefillToDecode
@@ -114,7 +114,7 @@ class ToDecode:
 
 @dataclass(frozen=True, slots=True)
 class ToPrefill:
-    """To the prefill node of incarnation `peer`; dropped if its stream is gone (the role gets PeerClosed)."""
+    """A message to the prefill node of incarnation `peer`; dropped if its stream is gone (the role gets PeerClosed)."""
 
     peer: str
     message: DecodeToPrefill

@@ -14,7 +14,7 @@ from collections.abc import Set
 
 from baton.messages import AttemptId
 from baton.wire.limits import MAX_MOVES
-from node.remembered import Remembered
+from node.expiring_dict import ExpiringDict
 
 UNDER_WAY_S = 60.0
 """By how much a tombstone outlives the deadline. A stream that is silent for 5 s, or takes 5 s to open, is ended, so
@@ -38,7 +38,7 @@ class Fences:
 
     def __init__(self, max_deadline_s: float) -> None:
         self._max_deadline_s = max_deadline_s
-        self._over = Remembered[_Key, int]()
+        self._over = ExpiringDict[_Key, int]()
         self._stopped: dict[AttemptId, set[int]] = {}  # samples aborted one by one
         # Left by Aborts: keys that were unknown, with their epochs; attempts with stopped samples, by key.
         self._unheard: dict[_Key, int] = {}

@@ -30,8 +30,8 @@ class LogitsProcessors:
         return cls({entry.name: _load(entry) for entry in entry_points(group=GROUP)})
 
     def chain(self, wanted: Sequence[LogitsProcessor]) -> LogitsProcessorChain | None:
-        """Of one request; None if it wants none. Raises InvalidRequest for a name that is not installed, and for
-        arguments that its factory does not take."""
+        """The chain of one request; None if it wants none. Raises InvalidRequest for a name that is not installed, and
+        for arguments that its factory does not take."""
         if not wanted:
             return None
         made = [self._make(one) for one in wanted]

@@ -22,7 +22,7 @@ from node.kv_events.config import KvEventsConfig
 from node.logits_processors import LogitsProcessors
 from node.ranks.ranks import Ranks
 from node.settings import NodeSettings
-from node.shell import Closeable, NodeParts, Outward
+from node.shell import Closeable, NodeParts, OutwardTransport
 from node.slots import slot_sizes
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Mover(PeerTransport, Protocol):
     """What the shell needs of a role's senders or receivers, of which each rank has one."""
 
     num_slots: int
-    """Of all ranks."""
+    """The sum over all ranks."""
 
     @property
     def part_blocks(self) -> int:
@@ -114,12 +114,12 @@ def _follow_blocks(settings: NodeSettings, core: RoleCore, block_size: int) -> C
     return publisher
 
 
-def _outward(settings: NodeSettings, role: RoleParts) -> Outward | None:
+def _outward(settings: NodeSettings, role: RoleParts) -> OutwardTransport | None:
     if role.outward is None:
         return None
     mover, addresses = role.outward
     endpoints = (TransportEndpoint(rank, settings.carried_by, address) for rank, address in enumerate(addresses))
-    return Outward(mover, tuple(endpoints))
+    return OutwardTransport(mover, tuple(endpoints))
 
 
 def _make_base(settings: NodeSettings, wake: Callable[[], None], ranks: Ranks | None) -> Base:

@@ -50,14 +50,14 @@ def torch_trace() -> Trace:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """steps: to profile. timeout_s: after which what there is must do."""
+class ProfileRequest:
+    """steps: how many to profile. timeout_s: when to stop with the steps that there are."""
 
     steps: int = DEFAULT_STEPS
     timeout_s: float = DEFAULT_TIMEOUT_S
 
     @classmethod
-    def parse(cls, body: bytes) -> Wanted:
+    def parse(cls, body: bytes) -> ProfileRequest:
         """`{"steps": 20, "timeout": 30}`, both optional. Raises InvalidRequest."""
         try:
             stated = json.loads(body) if body.strip() else {}
@@ -138,14 +138,14 @@ class Profiling:
         """Raises InvalidRequest, DeadlineExceeded or InternalError."""
         if self._folder is None:
             return HTTPStatus.FORBIDDEN, "profiles are written nowhere: start the node with --profile-dir"
-        wanted = Wanted.parse(body)
+        wanted = ProfileRequest.parse(body)
         if self._task is not None and not self._task.done():
             return HTTPStatus.CONFLICT, "a profile is being made: wait for its end"
         self._task = asyncio.create_task(self._profile(wanted, self._folder))
         self._task.add_done_callback(_retrieve)  # its client may be gone by then
         return HTTPStatus.OK, json.dumps(await asyncio.shield(self._task))
 
-    async def _profile(self, wanted: Wanted, folder: Path) -> dict[str, object]:
+    async def _profile(self, wanted: ProfileRequest, folder: Path) -> dict[str, object]:
         began = time.monotonic()
         recording = Recording(await asyncio.to_thread(self._make), wanted.steps, self._watch)
         try:

@@ -97,7 +97,7 @@ def _run_ranks(settings: NodeSettings, side: RoleSide, import_parts: ImportParts
     preflight.check(settings)
     loop = NodeLoop(turn_timeout_s=settings.step_timeout)
     try:
-        parts = _make_parts_that_stay(import_parts, settings, loop.wake, ranks)
+        parts = _make_frozen_parts(import_parts, settings, loop.wake, ranks)
     except (ValueError, OSError, BatonError) as error:  # what a wrong --model, size or transport raises
         log.debug("start failed", exc_info=error)
         raise StartupError(str(error)) from error
@@ -109,7 +109,7 @@ def _run_ranks(settings: NodeSettings, side: RoleSide, import_parts: ImportParts
         parts.close()
 
 
-def _make_parts_that_stay(
+def _make_frozen_parts(
     import_parts: ImportParts, settings: NodeSettings, wake: Callable[[], None], ranks: Ranks | None = None
 ) -> NodeParts:
     """Make the parts, and exempt them from garbage collection. Their garbage is collected once, at the end, without

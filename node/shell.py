@@ -55,8 +55,8 @@ class Peers(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Outward:
-    """What sends to nodes of the same role: its transport, and the addresses of its ranks."""
+class OutwardTransport:
+    """The transport that sends to nodes of the same role (migrations), and the addresses of its ranks."""
 
     transport: PeerTransport
     endpoints: tuple[TransportEndpoint, ...]
@@ -84,7 +84,7 @@ class NodeParts:
     count: Callable[[], Counts]
     num_slots: int
     count_free_slots: Callable[[], int]
-    outward: Outward | None = None
+    outward: OutwardTransport | None = None
     watch_steps: Watch = lambda _: None
     kv_events: Closeable | None = None
     experts: ExpertReadings | None = None

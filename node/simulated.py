@@ -39,7 +39,7 @@ _NULL_BLOCK = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Simulated:
+class SimulatedModel:
     """Implements `node.describe.ServedModel`."""
 
     engine: Engine
@@ -84,7 +84,7 @@ def make_simulated_base(settings: NodeSettings, wake: Callable[[], None]) -> Bas
 
 
 def slots_for(
-    settings: NodeSettings, profile: Profile, built: Simulated, clock: Callable[[], float] = time.monotonic
+    settings: NodeSettings, profile: Profile, built: SimulatedModel, clock: Callable[[], float] = time.monotonic
 ) -> Slots:
     """As many and as large as suit the profile's link, unless settings say otherwise."""
     told = settings.kv_link_bandwidth or profile.link.bandwidth_gb_s
@@ -95,7 +95,7 @@ def slots_for(
 
 def simulate(
     settings: NodeSettings, profile: Profile, clock: Callable[[], float], wake_at: Callable[[float], None]
-) -> Simulated:
+) -> SimulatedModel:
     """clock, wake_at: see SimulatedModelRunner. Raises ValueError."""
     folder = local_folder(settings.model)
     if folder is None:
@@ -112,7 +112,7 @@ def simulate(
         time_scale=settings.time_scale,
     )
     fingerprint = hashlib.sha256(f"simulated {files.digest} {profile.model}".encode()).hexdigest()
-    return Simulated(
+    return SimulatedModel(
         engine=Engine(config, runner, clock=clock),
         layer_groups=layer_groups,
         layout=profile.layout(settings.block_size, fingerprint),

@@ -92,7 +92,7 @@ class PrefillCore(RoleCore):
             case PeerClosed(peer, reason):
                 self._outgoing.peer_closed(peer, reason)
             case FromPeer(peer, message):
-                self._outgoing.hear(peer, message)
+                self._outgoing.handle(peer, message)
 
     # ---- requests ----
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.structural_tag import Format
-from router.reasoning_parsers import Parted, ReasoningParser
+from router.reasoning_parsers import ReasoningDelta, ReasoningParser
 from router.tool_parsers import Content, Piece, ToolParser, Tools, merge
 
 
@@ -25,7 +25,7 @@ class Parsers:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class AnswerDelta:
     """New text of an answer, in its order: reasoning comes first."""
 
     reasoning: str
@@ -83,23 +83,23 @@ class AnswerReader:
         self._reasoning = reasoning
         self._parallel_tool_calls = parallel_tool_calls
 
-    def read(self, text: str, ended: bool) -> Parts:
+    def read(self, text: str, ended: bool) -> AnswerDelta:
         parted = self._part(text, ended)
         if self._tool is None:
-            return Parts(parted.reasoning, [Content(parted.content)] if parted.content else [])
+            return AnswerDelta(parted.reasoning, [Content(parted.content)] if parted.content else [])
         pieces = self._tool.feed(parted.content) if parted.content else []
         if ended:
             pieces = [*pieces, *self._tool.finish()]
-        return Parts(parted.reasoning, merge(piece for piece in pieces if self._is_kept(piece)))
+        return AnswerDelta(parted.reasoning, merge(piece for piece in pieces if self._is_kept(piece)))
 
-    def _part(self, text: str, ended: bool) -> Parted:
+    def _part(self, text: str, ended: bool) -> ReasoningDelta:
         if self._reasoning is None:
-            return Parted(content=text)
-        parted = self._reasoning.feed(text) if text else Parted()
+            return ReasoningDelta(content=text)
+        parted = self._reasoning.feed(text) if text else ReasoningDelta()
         if not ended:
             return parted
         rest = self._reasoning.finish()
-        return Parted(parted.reasoning + rest.reasoning, parted.content + rest.content)
+        return ReasoningDelta(parted.reasoning + rest.reasoning, parted.content + rest.content)
 
     def _is_kept(self, piece: Piece) -> bool:
         return self._parallel_tool_calls or isinstance(piece, Content) or piece.index == 0

@@ -74,7 +74,7 @@ class ApiKeys:
 
         Takes equally long for every key, known or not.
         """
-        self._look_again()
+        self._reload_if_due()
         scheme, _, key = authorization.partition(" ")
         digest = _digest(key.strip())
         known = False
@@ -92,7 +92,7 @@ class ApiKeys:
         """The salt of the caches of this owner's requests, or None."""
         return owner if self._per_key else None
 
-    def _look_again(self) -> None:
+    def _reload_if_due(self) -> None:
         if self._file is None or self._clock() < self._next_look:
             return
         self._next_look = self._clock() + _POLL_S

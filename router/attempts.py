@@ -84,7 +84,7 @@ class Attempts:
         that. Raises NodeUnavailable when there is no node, nor a place to wait, and Full when there is no room."""
         if placement is None:
             self._waiting.add_for_node(task, self._pool.why_not_ready(task.request_state.version) or "no node", now)
-        elif not placement.has_room or (len(self._waiting) and self._waiting.comes_behind(task)):
+        elif not placement.has_room or (len(self._waiting) and self._waiting.is_behind_others(task)):
             self._waiting.add_for_room(task, now)
         else:
             self._place(task, placement, now)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from random import Random
 
 from baton.errors import InvalidRequest, NodeUnavailable, RequestCancelled
-from baton.incarnation import fate
+from baton.incarnation import failure_domain
 from baton.messages import KvEvents, Load, Update
 from baton.node_info import NodeInfo
 from router.actions import Action, Outbox
@@ -98,7 +98,8 @@ class RouterCore:
         self._migrations.target_lost(incarnation)
         self._rebalancing.forget(incarnation)
         what = f"{node.info.role.value} node {node.info.node_id}" if node else f"node {incarnation}"
-        doomed = {info.incarnation for info in self.pool.infos() if fate(info.incarnation) == fate(incarnation)}
+        domain = failure_domain(incarnation)
+        doomed = {info.incarnation for info in self.pool.infos() if failure_domain(info.incarnation) == domain}
         self._recovery.node_lost(incarnation, reason, what, stopped, now, doomed)
 
     def node_load(self, incarnation: str, load: Load, now: float) -> None:

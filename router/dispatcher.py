@@ -123,7 +123,7 @@ class Dispatcher:
         """Whether a request still needs that node."""
         return self._core.is_on(incarnation)
 
-    def node_said(self, incarnation: str, message: tuple[Update, ...] | Load | KvEvents) -> None:
+    def handle_node_message(self, incarnation: str, message: tuple[Update, ...] | Load | KvEvents) -> None:
         """Raises InvalidRequest for what cannot follow the node's earlier messages: its session must end."""
         if isinstance(message, Load):
             now = time.monotonic()
@@ -162,9 +162,9 @@ class Dispatcher:
         node = self._core.pool.get(incarnation)
         return node.load if node else None
 
-    def misfits(self) -> list[tuple[NodeInfo, NodeInfo, str]]:
-        """See Pool.misfits."""
-        return self._core.pool.misfits()
+    def mismatched_pairs(self) -> list[tuple[NodeInfo, NodeInfo, str]]:
+        """See Pool.mismatched_pairs."""
+        return self._core.pool.mismatched_pairs()
 
     def num_requests_by_state(self) -> dict[str, int]:
         """Live attempts by state, including states that have none."""

@@ -45,14 +45,14 @@ class GrammarChecker:
         """Raises InvalidRequest unless it compiles in time, or Overloaded."""
         setup = _Setup.of(model)
         digest = (setup, structured.digest)
-        if self._recall(digest) is None:
+        if self._cached_verdict(digest) is None:
             try:
                 async with asyncio.timeout(_MAX_WAIT_S):
                     await self._lock.acquire()
             except TimeoutError:
                 raise Overloaded(f"other structured outputs have been compiled for {_MAX_WAIT_S:g} s") from None
             try:
-                if self._recall(digest) is None:
+                if self._cached_verdict(digest) is None:
                     self._keep(digest, await self._ask(structured, setup, model))
             finally:
                 self._lock.release()
@@ -66,7 +66,7 @@ class GrammarChecker:
             self._worker.end()
             self._worker = None
 
-    def _recall(self, digest: tuple[_Setup, bytes]) -> _Verdict | None:
+    def _cached_verdict(self, digest: tuple[_Setup, bytes]) -> _Verdict | None:
         """What is known of it, and still holds."""
         verdict = self._known.get(digest)
         return verdict if verdict is not None and self._clock() < verdict.until else None

@@ -20,7 +20,7 @@ from router.edge import StartError
 from router.server import RouterServer
 from router.settings import RouterSettings
 from router.workers.ports import SharedPort
-from router.workers.siblings import Shared
+from router.workers.siblings import WorkerContext
 from router.workers.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ async def serve(
     settings: RouterSettings,
     stop: asyncio.Event,
     hurry: asyncio.Event,
-    shared: Shared | None = None,
+    shared: WorkerContext | None = None,
     up: Callable[[], object] = lambda: None,
 ) -> None:
     """A router until `stop` or a signal. `shared`: as a worker; `up` is called once it serves. Raises StartError."""

@@ -50,7 +50,7 @@ class NodeReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Unpaired:
+class IncompatiblePair:
     """Two nodes, by id, between which no request is handed over."""
 
     prefill: str
@@ -63,7 +63,7 @@ class NodesReport:
     """`problems`: of the sources of nodes."""
 
     nodes: tuple[NodeReport, ...]
-    unpaired: tuple[Unpaired, ...]
+    unpaired: tuple[IncompatiblePair, ...]
     problems: tuple[str, ...]
 
 
@@ -94,6 +94,6 @@ def report_nodes(cluster: Cluster, dispatcher: Dispatcher) -> NodesReport:
     wanted = cluster.membership.wanted()
     return NodesReport(
         tuple(_report(link, wanted.get(link.address), dispatcher) for link in cluster.links),
-        tuple(Unpaired(p.node_id, d.node_id, reason) for p, d, reason in dispatcher.misfits()),
+        tuple(IncompatiblePair(p.node_id, d.node_id, reason) for p, d, reason in dispatcher.mismatched_pairs()),
         tuple(cluster.membership.problems()),
     )

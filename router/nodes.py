@@ -197,7 +197,7 @@ class NodeLink:
                     silence.heard()
                     message = read_node_message(wire, limits)
                     if not isinstance(message, Subscribed | Auth):
-                        self._dispatcher.node_said(info.incarnation, message)
+                        self._dispatcher.handle_node_message(info.incarnation, message)
                     if isinstance(message, Load) and message.draining:
                         self._set_problem("is stopping, and finishes what it has")
                     if isinstance(message, Load) and self.draining and not self._dispatcher.is_on(info.incarnation):

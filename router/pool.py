@@ -92,7 +92,7 @@ class Pool:
                 by_role[node.info.role is NodeRole.DECODE].append(node)
         return by_role
 
-    def misfits(self) -> list[tuple[NodeInfo, NodeInfo, str]]:
+    def mismatched_pairs(self) -> list[tuple[NodeInfo, NodeInfo, str]]:
         """The prefill and decode nodes that are never paired, and why."""
         every = [(self._nodes[p].info, self._nodes[d].info, why) for (p, d), why in self._misfits.items()]
         return [(prefill, decode, why) for prefill, decode, why in every if why is not None]
@@ -160,7 +160,7 @@ class Pool:
         if not every_decode:
             return None
         able = [node for node in every_decode if node.can_hold(least_blocks(node, num_tokens, n))]
-        prefills, decodes, paired = self._willing(every_prefill, able or every_decode, avoid, now)
+        prefills, decodes, paired = self._candidates(every_prefill, able or every_decode, avoid, now)
         if not paired and every_prefill and (misfit := self._why_not(every_prefill, able or every_decode)):
             raise NodeUnavailable(misfit)
         if paired and not able:
@@ -198,7 +198,7 @@ class Pool:
             return roomy
         return []
 
-    def _willing(
+    def _candidates(
         self, prefills: list[Node], decodes: list[Node], avoid: set[str], now: float
     ) -> tuple[list[Node], list[Node], bool]:
         """Those that may get the request, and whether there is a pair among them: as few in `avoid` as possible. A

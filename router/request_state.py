@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from baton.block_hash import BlockHash
 from baton.errors import BatonError, DeadlineExceeded, InternalError, NodeUnavailable, PeerLost
-from baton.incarnation import fate
+from baton.incarnation import failure_domain
 from baton.messages import (
     Adopted,
     AttemptId,
@@ -282,7 +282,7 @@ class RequestState:
         """Whether at least `max_lost` nodes were lost while they ran it. A node that only its peer reports as lost
         counts as well, in addition to one that is known to be lost: the peer often notices first, and by the time the
         router does, the next node would have the request."""
-        return bool(self.lost) and len({fate(node) for node in self.lost.keys() | self.blamed}) >= max_lost
+        return bool(self.lost) and len({failure_domain(node) for node in self.lost.keys() | self.blamed}) >= max_lost
 
     def clear_blame(self, incarnation: str) -> None:
         """The node lives: the request has not ended it."""

@@ -28,18 +28,18 @@ class RetryBudget:
 
     def request(self, now: float) -> None:
         """A request came in."""
-        self._drift(now)
+        self._decay(now)
         self._balance += SHARE
 
     def take(self, now: float) -> bool:
         """Take one further attempt. False: the budget is used up."""
-        self._drift(now)
+        self._decay(now)
         if self._balance < 1:
             return False
         self._balance -= 1
         return True
 
-    def _drift(self, now: float) -> None:
+    def _decay(self, now: float) -> None:
         passed_s = max(0.0, now - self._at) if self._at is not None else 0.0
         self._at = now
         self._balance = _FLOOR + (self._balance - _FLOOR) * math.exp(-passed_s / MEMORY_S)

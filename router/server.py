@@ -54,7 +54,7 @@ from router.nodes import NodeLink
 from router.request_metrics import RequestMetrics
 from router.service import Service
 from router.settings import RouterSettings
-from router.workers.siblings import Shared
+from router.workers.siblings import WorkerContext
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class RouterServer:
     `shared`: it is one of several workers. Raises StartError at construction for files that cannot be used.
     """
 
-    def __init__(self, settings: RouterSettings, shared: Shared | None = None) -> None:
+    def __init__(self, settings: RouterSettings, shared: WorkerContext | None = None) -> None:
         self._settings = settings
         self._shared = shared
         self._http_wanted, self._grpc_wanted = (shared.http, shared.grpc) if shared else (settings.http, settings.grpc)

@@ -46,7 +46,7 @@ class WaitingRoom:
         ranked = sorted((queue.rank_of(next(iter(queue))), list(queue)) for queue in self._queues.values())
         return [tasks for _, tasks in ranked]
 
-    def comes_behind(self, task: Unplaced) -> bool:
+    def is_behind_others(self, task: Unplaced) -> bool:
         """Whether others of its version wait that come before it."""
         queue = self._queues.get(task.request_state.version)
         return queue is not None and queue.num_up_to(_due_s(task)) > 0

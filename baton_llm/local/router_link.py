@@ -47,12 +47,12 @@ class RouterLink:
     def deliver(self, turn: Turn) -> None:
         """What the node's turn has for the router; outputs for an earlier session are dropped."""
         incarnation = self._node.info.incarnation
-        self._dispatcher.node_said(incarnation, turn.load)
+        self._dispatcher.handle_node_message(incarnation, turn.load)
         if turn.num_handled < self._opened:
             return
         updates = tuple(output.update for output in turn.outputs if isinstance(output, ToRouter))
         if updates:
-            self._dispatcher.node_said(incarnation, updates)
+            self._dispatcher.handle_node_message(incarnation, updates)
         self._deliver_blocks(turn.outputs)
         for output in turn.outputs:
             if isinstance(output, CloseSession):
@@ -69,7 +69,7 @@ class RouterLink:
                 case BlocksChanged(changes):
                     self._blocks.changed(changes)
         while not self._blocks.is_empty:
-            self._dispatcher.node_said(self._node.info.incarnation, self._blocks.take())
+            self._dispatcher.handle_node_message(self._node.info.incarnation, self._blocks.take())
 
     def _send(self, message: Prefill | Abort | Migrate) -> None:
         self._node.post(FromRouter(self._epoch, message))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from benchmarks.simulation.clock import VirtualClock
-from kv_transfer.native import DONE, Native, Target
+from kv_transfer.async_operation import DONE, AsyncOperation, Target
 from kv_transfer.transport import CONNECT_S, Arrived, Listener, OperationEvent, Sent, TransportEvent
 
 
@@ -71,7 +71,9 @@ class FleetTransport:
     def acquire_remote_slot(self, peer: str, tag: int, num_bytes: int) -> Target | None:
         return None
 
-    def push(self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes, storing: Native = DONE) -> None:
+    def push(
+        self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes, storing: AsyncOperation = DONE
+    ) -> None:
         target = self._hub[self._links[peer]]
         target._meet(tag, push=_Push(self, peer, slot, num_bytes, header))
 

@@ -15,8 +15,8 @@ from engine.step import Chunk
 
 
 class InputBatch:
-    """Assigns rows to sequences, and knows what of their block tables each rank has on its device: for each KV group a
-    table of all rows.
+    """Assigns rows to sequences, and knows which part of their block tables each rank has on its device: for each KV
+    group a table of all rows.
 
     Tables only grow while a sequence runs, so a step copies only what is new. What a sequence gives back behind a
     window stays named there: no key of it counts any more, and it holds KV, of whomever. A row may go to another

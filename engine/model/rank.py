@@ -38,7 +38,7 @@ Score = Callable[[int, Tensor], None]
 
 class RankModel:
     """Owns the rank's `pool`, and the block tables on its device; runs `model`, whose attention modules are bound to
-    the pool. All ranks of a node must make the same calls, but for `meet`, in the same order.
+    the pool. All ranks of a node must make the same calls, but for `agree_on_step`, in the same order.
 
     last_tokens: [max_num_seqs] int32, the last token of each row of the batch. The sampler of rank 0 writes its own;
     the other ranks of the first stage get them with each step. pipeline, data: the rank's place, for which the model
@@ -109,7 +109,7 @@ class RankModel:
             decode_query_lens=sorted({1, 1 + self._config.num_speculative_tokens}),
         )
 
-    def meet(self, chunks: Seq[Chunk], may_replay: bool = True) -> tuple[StepGraph | None, list[int]]:
+    def agree_on_step(self, chunks: Seq[Chunk], may_replay: bool = True) -> tuple[StepGraph | None, list[int]]:
         """Rank 0 only. The CUDA graph for these chunks, in the order of `singles_first`, None to launch op by op; and
         the number of tokens of each data parallel node, [] if there is one node. Several nodes agree here on one graph.
         A node without chunks takes part, too; if all counts are 0, there is no step. may_replay: False if the step
@@ -117,7 +117,7 @@ class RankModel:
         if self._data.num_nodes == 1:
             return self._graphs.fitting(chunks) if self._graphs is not None and chunks and may_replay else None, []
         needs = StepNeeds.of(chunks) if may_replay else NO_GRAPH
-        met = self._data.meet(sum(chunk.length for chunk in chunks), needs)
+        met = self._data.agree_on_step(sum(chunk.length for chunk in chunks), needs)
         graph = None if self._graphs is None else self._graphs.with_room(StepNeeds(*met.needs))
         return graph, met.num_tokens_across_dp
 

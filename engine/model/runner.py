@@ -173,10 +173,10 @@ class TorchModelRunner:
         return self._waves.running
 
     def _meet(self, chunks: list[Chunk], may_replay: bool = True) -> tuple[StepGraph | None, list[int]]:
-        """`RankModel.meet`, timed. Ends the wave: each step is one, so that idle nodes sleep until a node begins the
-        next."""
+        """`RankModel.agree_on_step`, timed. Ends the wave: each step is one, so that idle nodes sleep until a node
+        begins the next."""
         began = time.perf_counter()
-        graph, across = self.rank.meet(chunks, may_replay)
+        graph, across = self.rank.agree_on_step(chunks, may_replay)
         if across:
             self._meetings_s.append(time.perf_counter() - began)
             self.waited_s = self._meetings_s[-1] - min(self._meetings_s)

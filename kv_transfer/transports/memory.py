@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from baton.errors import TransferError
+from kv_transfer.async_operation import DONE, AsyncOperation, Target
 from kv_transfer.events import EventSource
-from kv_transfer.native import DONE, Native, Target
 from kv_transfer.staging import Staging
 from kv_transfer.transport import (
     CONNECT_S,
@@ -204,7 +204,9 @@ class MemoryTransport(EventSource):
     def acquire_remote_slot(self, peer: str, tag: int, num_bytes: int) -> Target | None:
         return None
 
-    def push(self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes, storing: Native = DONE) -> None:
+    def push(
+        self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes, storing: AsyncOperation = DONE
+    ) -> None:
         assert len(header) <= MAX_HEADER_BYTES
         assert storing is DONE, "nothing was placed"
         with self.hub._turn():

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 from baton.errors import TransferError
+from kv_transfer.async_operation import DONE, AsyncOperation, Target
 from kv_transfer.events import EventQueue, EventSource
-from kv_transfer.native import DONE, Native, Target
 from kv_transfer.transport import MAX_HEADER_BYTES, TransportEvent
 from kv_transfer.transports.mailbox import Mailbox
 
@@ -148,7 +148,9 @@ class ThreadedTransport(EventSource):
     def acquire_remote_slot(self, peer: str, tag: int, num_bytes: int) -> Target | None:
         return None
 
-    def push(self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes, storing: Native = DONE) -> None:
+    def push(
+        self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes, storing: AsyncOperation = DONE
+    ) -> None:
         assert len(header) <= MAX_HEADER_BYTES
         assert storing is DONE, "nothing was placed"
         self._thread.call(partial(self._thread.push, peer, tag, slot, num_bytes, header))

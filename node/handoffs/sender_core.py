@@ -87,7 +87,7 @@ class KvSenderCore(ABC, Generic[S]):
         sending.num_spare_tokens, sending.num_named_blocks = reserve.num_spare_tokens, len(reserve.block_hashes)
         self._outbox.to_decode(sending.target, reserve)
 
-    def hear(self, incarnation: str, message: object) -> None:
+    def handle(self, incarnation: str, message: object) -> None:
         """A decode node's message."""
         peer = self._peers.get(incarnation)
         if peer is None or not self._parts.is_open(incarnation):
@@ -241,7 +241,7 @@ class KvSenderCore(ABC, Generic[S]):
     # ---- implemented by the role ----
 
     def _layers_computed(self) -> dict[Sequence, int]:
-        """Of sequences that are being computed: how many layers have all of their KV."""
+        """How many layers have all of their KV, of each sequence that is being computed."""
         return {}
 
     @abstractmethod

@@ -169,8 +169,8 @@ def check_target(mine: Hello, theirs: Hello) -> None:
 
 
 def routes_to(mine: Hello, theirs: Hello) -> list[Route]:
-    """From each rank here to each of the peer's ranks whose KV slice overlaps, over this node's transport. The layouts
-    must be compatible. Raises TransferError."""
+    """Connect each rank here to each of the peer's ranks whose KV slice overlaps, over this node's transport. The
+    layouts must be compatible. Raises TransferError."""
     spoken = mine.endpoints[0].transport
     addresses = {endpoint.rank: endpoint.address for endpoint in theirs.endpoints if endpoint.transport == spoken}
     routes = [

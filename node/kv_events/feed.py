@@ -26,7 +26,7 @@ MAX_BACKLOG = 32_768
 
 
 class KvFeed:
-    """Of one session; nothing is sent before its first snapshot. For one thread."""
+    """The feed of one session; nothing is sent before its first snapshot. For one thread."""
 
     def __init__(self, max_events: int = MAX_KV_EVENTS, max_backlog: int = MAX_BACKLOG) -> None:
         self._max_events = max_events
@@ -53,7 +53,7 @@ class KvFeed:
         self.lacks_snapshot = False
 
     def changed(self, changes: Mapping[BlockHash, bool]) -> None:
-        """Of each hash, whether the prefix cache holds it now."""
+        """Whether the prefix cache holds each hash now."""
         if not self._follows:
             return
         for block_hash, is_held in changes.items():

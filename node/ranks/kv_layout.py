@@ -14,7 +14,8 @@ from node.settings import NodeSettings
 def layout_of(
     settings: NodeSettings, checkpoint: Checkpoint, kv: tuple[LayerKv, ...], groups: tuple[tuple[int, ...], ...]
 ) -> KvLayout:
-    """Of the whole model's blocks, and of what each rank has of them. kv, groups: of `node.ranks.part.Part`."""
+    """The layout of the whole model's blocks, and of the part of them that each rank has. kv, groups: of
+    `node.ranks.part.Part`."""
     fingerprint = fingerprint_of(settings, checkpoint)
     if settings.num_ranks == 1:
         return KvLayout(kv, settings.block_size, fingerprint, groups=groups)
@@ -27,7 +28,7 @@ def layout_of(
 
 
 def fingerprint_of(settings: NodeSettings, checkpoint: Checkpoint) -> str:
-    """Of the weights as they are served."""
+    """The fingerprint of the weights as they are served."""
     own = settings.quantization if "quantization_config" not in checkpoint.stated else None
     is_dummy, max_model_len = settings.load_format == "dummy", settings.max_model_len or checkpoint.max_model_len
     return checkpoint.fingerprint(dummy=is_dummy, max_model_len=max_model_len, quantization=own)

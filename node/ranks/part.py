@@ -1,4 +1,4 @@
-"""A rank's part of a node: its part of the model and of the sizes that all ranks have alike.
+"""A rank's part of a node: its part of the model, and the sizes that are the same on all ranks.
 
 limits -> load, probe -> profile, pool
 """

@@ -8,7 +8,7 @@ from engine.config import EngineConfig
 from engine.model.attention import Probe
 from engine.model.graphs import decode_capture_sizes, num_logits_rows
 from engine.model.memory import ProfiledMemory, kv_pool_bytes, num_kv_blocks, out_of_memory, profile
-from engine.model.parallel.pipeline import ONE_STAGE, Pipeline, Rehearsal
+from engine.model.parallel.pipeline import ONE_STAGE, Pipeline, ProfilingPipeline
 from engine.model.runner import TorchModelRunner
 from engine.model.warm_up import largest_steps, profile_config
 from node.settings import GIB, NodeSettings
@@ -53,8 +53,8 @@ def _pool_bytes(
 
 
 def graph_bytes(settings: NodeSettings, limits: EngineConfig, logits_bytes: int) -> int:
-    """To be kept free for the CUDA graphs of a node with these limits and their padding. Those of data parallel nodes
-    have the rows of all nodes."""
+    """Bytes to keep free for the CUDA graphs of a node with these limits and their padding. Graphs of data parallel
+    nodes have the rows of all nodes."""
     sizes = settings.cudagraph_capture_sizes or decode_capture_sizes(limits.max_num_seqs)
     return max(
         _GRAPHS_BYTES,
@@ -66,7 +66,7 @@ def _profile(model: PreTrainedModel, probed: Probe, limits: EngineConfig, pipeli
     """Compute the largest steps over a few blocks, which stay allocated until another runner takes over the model. As
     often as there are stages: the last time with all that a stage has sent of steps before, and keeps."""
     with out_of_memory("--max-num-batched-tokens, --max-num-seqs: lower them, a step does not fit the GPU"):
-        runner = TorchModelRunner(model, profile_config(limits), probed, pipeline=Rehearsal(pipeline))
+        runner = TorchModelRunner(model, profile_config(limits), probed, pipeline=ProfilingPipeline(pipeline))
 
         def run() -> None:
             for chunks in largest_steps(limits) * pipeline.stage.size:

@@ -55,7 +55,7 @@ def run_rank(link: RankLink, settings: NodeSettings) -> None:
     )
 
     def serve_pool(send: Callable[..., None], after_steps: AfterSteps, fail: Callable[[Exception], None]) -> PoolServer:
-        """To rank 0, on another host."""
+        """Serve the pool to rank 0 on another host."""
         layout = layout_of(settings, checkpoint, part.kv, part.groups)
         make = partial(make_link, settings, device, link.host or LOOPBACK)  # --listen is an address of rank 0's host
         return PoolServer(rank.pool.as_bytes(), layout, make, send, after_steps, fail)

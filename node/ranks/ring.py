@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 NUM_SLOTS = 16
 SLOT_VALUES = 64 * 1024
 FULL_TIMEOUT_S = 600.0
-"""The bound for a reader that takes nothing; that its process died or hangs is noticed much earlier
+"""How long to wait for a reader that takes nothing. A process that died or hangs is noticed much earlier
 (`node.ranks.ranks`)."""
 _LINE = 16  # int32 values of a cache line
 _HEADER = 3  # kind, number of values, whether the message goes on
@@ -56,7 +56,7 @@ class RingWriter:
         self._written = 0
 
     def send(self, kind: int, array: NDArray[np.int32]) -> None:
-        """To all readers. array: contiguous. Raises TimeoutError."""
+        """Send a message to all readers. array: contiguous. Raises TimeoutError."""
         values = memoryview(array.reshape(-1).data)
         for start in range(0, max(1, len(values)), _FITTING):
             part = values[start : start + _FITTING]
@@ -78,13 +78,13 @@ class RingWriter:
 
 
 class RingReader:
-    """Of the reader with that number. One thread only."""
+    """The end of the ring of the reader with that number. One thread only."""
 
     def __init__(self, ring: SharedRing, number: int) -> None:
         self._ring, self._number = ring, number
 
     def receive(self) -> tuple[int, NDArray[np.int32]]:
-        """The next message; waits for it."""
+        """Wait for the next message."""
         import numpy as np
 
         data = bytearray()

@@ -21,14 +21,14 @@ _NUM_THREADS = 2
 _NUM_KEPT = 256
 """Compiled grammars that are kept for the next request with the same one."""
 _BYTES_KEPT = 512 * 2**20
-"""Of these, as far as their sizes are known."""
+"""The total of these, as far as their sizes are known."""
 
 
 class GrammarState(Protocol):
     """Where an output stands in its grammar. Belongs to one thread at a time."""
 
     num_bytes: int
-    """Of the compiled grammar, which all states of it share. 0: not known."""
+    """The size of the compiled grammar, which all its states share. 0: not known."""
 
     @property
     def error(self) -> str | None:
@@ -92,7 +92,7 @@ class Grammars:
 
     @property
     def num_mask_words(self) -> int:
-        """Of a mask: a word has 32 tokens."""
+        """The number of words in a mask: a word has 32 tokens."""
         return -(-self._vocab_size // 32)
 
     def _compile(self, structured: StructuredOutput) -> Future[GrammarState]:

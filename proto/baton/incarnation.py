@@ -19,6 +19,6 @@ def in_group(group: str, rank: int) -> str:
     return f"{group}{_JOINED}{rank}"
 
 
-def fate(incarnation: str) -> str:
-    """Equal for nodes of which none goes on when one is lost."""
+def failure_domain(incarnation: str) -> str:
+    """Equal for nodes that all end when one of them is lost: the group of data parallel nodes, else the node itself."""
     return incarnation.partition(_JOINED)[0]

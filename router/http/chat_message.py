@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from router.answer_reader import Parts
+from router.answer_reader import AnswerDelta
 from router.tool_parsers import CallArguments, CallStart, Content, Piece
 
 
-def message_of(parts: Parts) -> dict[str, Any]:
+def message_of(parts: AnswerDelta) -> dict[str, Any]:
     """Content is null where there is something else instead."""
     calls = [{name: value for name, value in call.items() if name != "index"} for call in _calls(parts.pieces)]
     content = _content(parts.pieces)
@@ -19,7 +19,7 @@ def message_of(parts: Parts) -> dict[str, Any]:
     return {**message, **_reasoning(parts), **({"tool_calls": calls} if calls else {})}
 
 
-def delta_of(parts: Parts) -> dict[str, Any]:
+def delta_of(parts: AnswerDelta) -> dict[str, Any]:
     """Empty if nothing is new."""
     content = _content(parts.pieces)
     calls = _calls(parts.pieces)
@@ -30,11 +30,11 @@ def delta_of(parts: Parts) -> dict[str, Any]:
     }
 
 
-def has_calls(parts: Parts) -> bool:
+def has_calls(parts: AnswerDelta) -> bool:
     return any(isinstance(piece, CallStart) for piece in parts.pieces)
 
 
-def _reasoning(parts: Parts) -> dict[str, Any]:
+def _reasoning(parts: AnswerDelta) -> dict[str, Any]:
     """Under vLLM's name for it, and under the one of DeepSeek's API that most clients know."""
     return {"reasoning": parts.reasoning, "reasoning_content": parts.reasoning} if parts.reasoning else {}
 

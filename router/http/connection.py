@@ -35,7 +35,7 @@ _MAX_TURNED_AWAY = 128
 _HEADER_COST = 32
 
 
-class Gate:
+class SharedConnectionState:
     """State that the connections of one server share. `websockets`: None: there are none."""
 
     def __init__(self, limits: ConnectionLimits, websockets: WebSockets | None = None) -> None:
@@ -66,11 +66,15 @@ class Connection(HttpToolsProtocol):
     """Timers run only for data that did not come or go at once: a request that arrives whole starts none."""
 
     def __init__(
-        self, config: uvicorn.Config, server_state: ServerState, loop: asyncio.AbstractEventLoop, gate: Gate
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        loop: asyncio.AbstractEventLoop,
+        shared: SharedConnectionState,
     ) -> None:
         super().__init__(config, server_state, {}, loop)
-        self._gate = gate
-        self._limits = gate.limits
+        self._shared = shared
+        self._limits = shared.limits
         self.url = b""
         self._reading = _Reading.NOTHING
         self._overhead_bytes = 0  # fed since the last head or piece of a body ended: all else has no end of its own
@@ -89,12 +93,12 @@ class Connection(HttpToolsProtocol):
             self._watch()
             return
         self.connections.discard(self)
-        self._gate.full.bites()
-        if self._gate.num_turned_away >= _MAX_TURNED_AWAY:
+        self._shared.full.count_refusal()
+        if self._shared.num_turned_away >= _MAX_TURNED_AWAY:
             transport.abort()
             return
         self._turned_away = True
-        self._gate.num_turned_away += 1
+        self._shared.num_turned_away += 1
         self._refuse(503, "too many connections")
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -103,7 +107,7 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._leave_running()
         if self._turned_away:
-            self._gate.num_turned_away -= 1
+            self._shared.num_turned_away -= 1
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
@@ -174,7 +178,7 @@ class Connection(HttpToolsProtocol):
 
     def _prepare_upgrade(self) -> None:
         """Let uvicorn's code upgrade when the request has come. Raises _Refused."""
-        websockets = self._gate.websockets
+        websockets = self._shared.websockets
         if websockets is None or self._addressed()["path"] not in websockets.paths:
             raise _Refused(400, "There is no WebSocket here: answers are streamed as server-sent events.")
         if self.parser.get_method() != b"GET":

@@ -26,7 +26,7 @@ Ask = Callable[[str], Awaitable[dict[int, Any]]]
 """Puts a question to all workers: see `router.workers.siblings`."""
 
 
-class Live(Protocol):
+class LiveTimelines(Protocol):
     """Timelines of requests that have not ended: see RouterCore."""
 
     def live_timelines(self, number: int) -> list[Timeline]: ...
@@ -37,7 +37,7 @@ class Live(Protocol):
 class DebugRequests:
     """`ended`, `live`: the timelines of this process."""
 
-    def __init__(self, ended: TimelineRing, live: Live | None = None) -> None:
+    def __init__(self, ended: TimelineRing, live: LiveTimelines | None = None) -> None:
         self._ended = ended
         self._live = live
         self.ask: Ask = self._ask_own

@@ -42,7 +42,7 @@ class LimitLog:
         self._quiet_until = float("-inf")
         self._num_unsaid = 0
 
-    def bites(self) -> None:
+    def count_refusal(self) -> None:
         self._num_unsaid += 1
         now = self._clock()
         if now >= self._quiet_until:
@@ -65,7 +65,7 @@ class Bodies:
     def take(self, num_bytes: int) -> None:
         """So many bytes have come. The caller gives back what it took. Raises Overloaded."""
         if self._held_bytes + num_bytes > self._total_bytes:
-            self._log.bites()
+            self._log.count_refusal()
             raise Overloaded("too many request bodies are being received at once")
         self._held_bytes += num_bytes
 

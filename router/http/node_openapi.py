@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from baton.node_info import NodeRole
-from router.node_report import NodeLoad, NodeReport, Unpaired
+from router.node_report import IncompatiblePair, NodeLoad, NodeReport
 from router.nodes import LinkState
 
 _LOAD_OF_NODE = {name: {"type": "integer"} for name in (field.name for field in dataclasses.fields(NodeLoad))}
@@ -28,7 +28,7 @@ ADMIN_NODES: dict[str, Any] = {
     "properties": {"nodes": {"type": "array", "items": NODE}},
     "required": ["nodes"],
 }
-_UNPAIRED = {field.name: {"type": "string"} for field in dataclasses.fields(Unpaired)}
+_UNPAIRED = {field.name: {"type": "string"} for field in dataclasses.fields(IncompatiblePair)}
 NODES: dict[str, Any] = {
     "type": "object",
     "properties": {

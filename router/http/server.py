@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
-from router.http.connection import Connection, Gate
+from router.http.connection import Connection, SharedConnectionState
 from router.http.limits import ConnectionLimits, WebSockets
 
 _BACKLOG = 2048
@@ -50,16 +50,16 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         self.up = asyncio.Event()
         self._stopping = asyncio.Event()
-        self._gate = Gate(limits, websockets)
+        self._shared = SharedConnectionState(limits, websockets)
         self._tls = tls
 
     def connection(self) -> Connection:
         """For a new client."""
-        return Connection(self.config, self.server_state, asyncio.get_running_loop(), self._gate)
+        return Connection(self.config, self.server_state, asyncio.get_running_loop(), self._shared)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
-        timeout_s = self._gate.limits.header_timeout_s if self._tls else None  # asyncio takes none without TLS
+        timeout_s = self._shared.limits.header_timeout_s if self._tls else None  # asyncio takes none without TLS
         self.servers = [
             await loop.create_server(
                 self.connection,

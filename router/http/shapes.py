@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from baton.sampling import FinishReason
 from router.answer import Delta
-from router.answer_reader import AnswerReader, AnswerReading, Parts
+from router.answer_reader import AnswerDelta, AnswerReader, AnswerReading
 from router.generation import Generation, Usage
 from router.http.chat_message import delta_of, has_calls, message_of
 from router.http.logprobs import ChatLogprobs, CompletionLogprobs, PromptShape
@@ -94,7 +94,7 @@ class ChatShape:
     def _echoed(self, message: dict[str, Any]) -> dict[str, Any]:
         return {**message, "content": self._echo + (message["content"] or "")} if self._echo else message
 
-    def _read(self, reading: AnswerReading, delta: Delta) -> Parts:
+    def _read(self, reading: AnswerReading, delta: Delta) -> AnswerDelta:
         if delta.index not in self._readers:
             self._readers[delta.index] = reading.reader()
         parts = self._readers[delta.index].read(delta.text, delta.finish_reason is not None)

@@ -21,7 +21,7 @@ from router.dispatcher import Dispatcher
 from router.http.debug_requests import DebugRequests
 from router.http.errors import response_to
 from router.node_report import report_nodes
-from router.workers.pages import MetricsOfAll, plain_metrics
+from router.workers.pages import AllWorkersMetrics, plain_metrics
 from router.workers.siblings import Siblings, WorkerPlace
 
 
@@ -100,7 +100,7 @@ class StatusRoutes:
     async def metrics(self, request: Request) -> Response:
         registry = self._current()
         if self.siblings is not None:
-            registry = MetricsOfAll(await self.siblings.ask("metrics"))
+            registry = AllWorkersMetrics(await self.siblings.ask("metrics"))
         page, kind = metrics_page(registry, request.headers.get("accept"))
         return Response(page, headers={"Content-Type": kind})
 

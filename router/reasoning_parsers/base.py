@@ -10,7 +10,7 @@ from baton.structural_tag import Format
 
 
 @dataclass(frozen=True, slots=True)
-class Parted:
+class ReasoningDelta:
     """New text of an answer: reasoning first, then content."""
 
     reasoning: str = ""
@@ -36,7 +36,7 @@ class ReasoningParser(ABC):
         return None
 
     @abstractmethod
-    def feed(self, text: str) -> Parted: ...
+    def feed(self, text: str) -> ReasoningDelta: ...
 
     @abstractmethod
-    def finish(self) -> Parted: ...
+    def finish(self) -> ReasoningDelta: ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from router.reasoning_parsers.base import Parted, ReasoningParser
+from router.reasoning_parsers.base import ReasoningDelta, ReasoningParser
 from router.tool_parsers.harmony import CHANNEL, ENDS, MESSAGE, RECIPIENT, START, Header, parse_header, read_header
 from router.tool_parsers.source import Reading, Source, any_of
 
@@ -30,17 +30,17 @@ class GptOssParser(ReasoningParser):
         self._content = _Joined()
         self._run = self._read()
 
-    def feed(self, text: str) -> Parted:
+    def feed(self, text: str) -> ReasoningDelta:
         self._source.add(text)
         return self._go_on()
 
-    def finish(self) -> Parted:
+    def finish(self) -> ReasoningDelta:
         self._source.end()
         return self._go_on()
 
-    def _go_on(self) -> Parted:
+    def _go_on(self) -> ReasoningDelta:
         next(self._run, None)
-        return Parted(self._reasoning.take(), self._content.take())
+        return ReasoningDelta(self._reasoning.take(), self._content.take())
 
     def _read(self) -> Reading[None]:
         source = self._source

@@ -6,7 +6,7 @@ from enum import Enum
 from typing import ClassVar
 
 from baton.structural_tag import Format
-from router.reasoning_parsers.base import Parted, ReasoningParser
+from router.reasoning_parsers.base import ReasoningDelta, ReasoningParser
 from router.tool_parsers.source import any_of, num_held
 
 _END_CHARS = 64
@@ -50,19 +50,19 @@ class TagParser(ReasoningParser):
             return None
         return {"type": "or", "elements": [self._thought(self.opening), {"type": "const_string", "value": ""}]}
 
-    def feed(self, text: str) -> Parted:
+    def feed(self, text: str) -> ReasoningDelta:
         if self._state is _State.CONTENT:
-            return Parted(content=text)
+            return ReasoningDelta(content=text)
         if self._state is _State.START:
             text = self._start(text)
         if self._state is _State.START:
-            return Parted()
-        return self._reasoning(text) if self._state is _State.REASONING else Parted(content=text)
+            return ReasoningDelta()
+        return self._reasoning(text) if self._state is _State.REASONING else ReasoningDelta(content=text)
 
-    def finish(self) -> Parted:
+    def finish(self) -> ReasoningDelta:
         rest = "".join([*self._blanks, self._held])
         in_reasoning = self._state is _State.REASONING or (self._state is _State.START and self._begins_open)
-        return Parted(reasoning=rest) if in_reasoning else Parted(content=rest)
+        return ReasoningDelta(reasoning=rest) if in_reasoning else ReasoningDelta(content=rest)
 
     def _thought(self, begin: str) -> Format:
         any_text = {"type": "any_text"}
@@ -87,15 +87,15 @@ class TagParser(ReasoningParser):
         blanks, self._blanks = "".join(self._blanks), []
         return blanks + text
 
-    def _reasoning(self, text: str) -> Parted:
+    def _reasoning(self, text: str) -> ReasoningDelta:
         text = self._held + text
         self._held = ""
         if end := self._end.search(text):
             self._state = _State.CONTENT
-            return Parted(text[: end.start()], text[end.start() :].removeprefix(self.closing))
+            return ReasoningDelta(text[: end.start()], text[end.start() :].removeprefix(self.closing))
         held = num_held(text, self._ends)
         self._held = text[len(text) - held :]
-        return Parted(reasoning=text[: len(text) - held])
+        return ReasoningDelta(reasoning=text[: len(text) - held])
 
 
 class Qwen3Parser(TagParser):

@@ -32,7 +32,7 @@ def plain_metrics(registry: CollectorRegistry) -> list[dict[str, Any]]:
     ]
 
 
-class MetricsOfAll(CollectorRegistry):
+class AllWorkersMetrics(CollectorRegistry):
     """`by_worker`: each worker's `plain_metrics`; None: it did not answer, as `baton:worker_up` says."""
 
     def __init__(self, by_worker: Mapping[int, list[dict[str, Any]] | None]) -> None:

@@ -84,8 +84,8 @@ class Siblings:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
-    """What a worker gets from its supervisor: its place, and addresses that it shares with the others."""
+class WorkerContext:
+    """What a worker gets from its supervisor: its place, and the addresses that it shares with the other workers."""
 
     place: WorkerPlace
     http: HostPort

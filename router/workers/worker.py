@@ -22,7 +22,7 @@ from baton.streams import HEARTBEAT_S
 from router.edge import StartError
 from router.main import EXIT_FAILED, configure, serve
 from router.settings import RouterSettings
-from router.workers.siblings import Shared, WorkerPlace
+from router.workers.siblings import WorkerContext, WorkerPlace
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
     index, up_fd, directory, http, grpc, *flags = sys.argv[1:]
     settings = parse(RouterSettings, flags)
     place = WorkerPlace(int(index), settings.workers, Path(directory))
-    shared = Shared(place, HostPort.parse(http), HostPort.parse(grpc))
+    shared = WorkerContext(place, HostPort.parse(http), HostPort.parse(grpc))
     configure(settings, f"/{index}")
     try:
         uvloop.run(_run(settings, shared, int(up_fd)))
@@ -39,7 +39,7 @@ def main() -> None:
         sys.exit(EXIT_FAILED)
 
 
-async def _run(settings: RouterSettings, shared: Shared, up_fd: int) -> None:
+async def _run(settings: RouterSettings, shared: WorkerContext, up_fd: int) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_reader(sys.stdin.fileno(), stop.set)  # nothing is ever written there

@@ -130,7 +130,7 @@ class FakeDispatcher:
     def node_lost(self, incarnation: str, reason: str) -> None:
         self.calls.append(("lost", incarnation, reason))
 
-    def node_said(self, incarnation: str, message: Any) -> None:
+    def handle_node_message(self, incarnation: str, message: Any) -> None:
         if not isinstance(message, Load):
             self.calls.append(("said", incarnation, message))
 

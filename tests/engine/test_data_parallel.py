@@ -202,7 +202,7 @@ def test_rows_go_and_come_back(num_rows: list[int], meets: bool) -> None:
         group = Seeing(node, [told, padded] if meets else [numbers, padded])
         data = DataParallel(group, len(num_rows))
         if meets:
-            met = data.meet(num_rows[node], [7 + num_rows[node]])
+            met = data.agree_on_step(num_rows[node], [7 + num_rows[node]])
             assert met.num_tokens_across_dp == num_rows
             assert met.needs == [max((7 + num for num in num_rows if num), default=0)]
             data.begin(met.num_tokens_across_dp)

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import Store
 from engine.engine import Engine
 from engine.model.parallel.gpus import GpuRanks
 from engine.model.parallel.group import ONE_RANK, GlooRanks, RankGroup
-from engine.model.parallel.pipeline import Pipeline, Rehearsal
+from engine.model.parallel.pipeline import Pipeline, ProfilingPipeline
 from engine.model.parallel.stages import Stage
 from engine.model.rank import RankModel
 from engine.model.runner import TorchModelRunner
@@ -118,7 +118,7 @@ def test_each_stage_computes_the_largest_steps_alone(number: int, tmp_path: Path
         model, probed = Load(folder, SIZES, fused=True, num_stages=3)(pipeline)
         if pipeline.stage.number != number:
             return  # so that nobody could send anything, or take it
-        runner = TorchModelRunner(model, profile_config(SIZES), probed, pipeline=Rehearsal(pipeline))
+        runner = TorchModelRunner(model, profile_config(SIZES), probed, pipeline=ProfilingPipeline(pipeline))
         for chunks in largest_steps(SIZES):
             done.append(runner.launch(chunks).wait())
             for chunk in chunks:
@@ -134,12 +134,12 @@ def test_what_a_stage_keeps_of_what_it_sent_is_measured(rank: int) -> None:
     """Hidden states, and logits of the last stage."""
     peers = SimpleNamespace(rank=0, size=1)
     place: Any = SimpleNamespace(everyone=SimpleNamespace(rank=rank), stage=Stage(rank, 3), peers=peers)
-    rehearsal = Rehearsal(place)
+    profiling = ProfilingPipeline(place)
     sent = list[weakref.ref[Tensor]]()
     for _ in range(5):
         x = torch.zeros(4, 8)
         sent.append(weakref.ref(x))
-        (rehearsal.send_logits if rehearsal.stage.is_last else rehearsal.send_hidden)(x)
+        (profiling.send_logits if profiling.stage.is_last else profiling.send_hidden)(x)
     del x
     assert [ref() is not None for ref in sent] == [False, False, True, True, True]
 

@@ -16,7 +16,7 @@ import torch
 
 from baton.layout import KvLayout
 from baton.node_info import Route
-from kv_transfer.native import DONE, Native
+from kv_transfer.async_operation import DONE, AsyncOperation
 from kv_transfer.parts import PartHeader, Piece, slot_bytes_for
 from kv_transfer.ranks import ReceiverRanks, SenderRanks
 from kv_transfer.receiver import KvReceiver
@@ -63,7 +63,9 @@ class Recording:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
-    def push(self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes, storing: Native = DONE) -> None:
+    def push(
+        self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes, storing: AsyncOperation = DONE
+    ) -> None:
         self._pushed.append(Pushed(self._rank, peer, PartHeader.parse(header)))
         self._transport.push(peer, tag, slot, num_bytes, header, storing)
 

@@ -15,7 +15,7 @@ import torch
 
 from baton.errors import BatonError
 from baton.layout import KvLayout, LayerKv
-from kv_transfer.native import Target
+from kv_transfer.async_operation import Target
 from kv_transfer.parts import slot_bytes_for
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.sender import KvSender

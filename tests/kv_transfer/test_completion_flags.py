@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kv_transfer import staging_for
-from kv_transfer.native import Target
+from kv_transfer.async_operation import Target
 from kv_transfer.transport import Arrived, Failed, PeerDisconnected, Sent
 from kv_transfer.transports.carriers.completion_flags import NO_FLAG, CompletionFlags
 from kv_transfer.transports.carriers.ipc import IpcCarrier, IpcTransport

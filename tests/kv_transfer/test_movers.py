@@ -14,8 +14,8 @@ import torch
 from baton.errors import TransferError
 from baton.layout import KvSlice
 from baton_kernels.block_copy import Move
-from kv_transfer.native import Native, Target
-from kv_transfer.parts import PartHeader, slot_bytes_for, untag
+from kv_transfer.async_operation import AsyncOperation, Target
+from kv_transfer.parts import PartHeader, slot_bytes_for, split_tag
 from kv_transfer.receiver import KvReceiver, PartLanded, PartRefused, PartUnused
 from kv_transfer.sender import KvSender, PartFailed
 from kv_transfer.staging import Staging
@@ -133,7 +133,7 @@ class World:
 
     def foresee(self, transfer: Transfer) -> None:
         """What is to become of it, within its delivery."""
-        lease, _ = untag(transfer.push.tag)
+        lease, _ = split_tag(transfer.push.tag)
         receiver, _, _, blocks, what = self.grants[lease]
         if transfer.push.header != self.headers.get(lease, transfer.push.header):
             receiver.outcome[lease] = PartRefused
@@ -156,19 +156,19 @@ class World:
         """A bit of a header falls over on the way."""
         if self.hub.pending:
             push = self.rng.choice(self.hub.pending).push
-            self.headers.setdefault(untag(push.tag)[0], push.header)
+            self.headers.setdefault(split_tag(push.tag)[0], push.header)
             header = bytearray(push.header)
             header[self.rng.randrange(len(header))] ^= 1 << self.rng.randrange(8)
             push.header = bytes(header)
 
     def damage(self) -> None:
         """A bit of a checked part falls over on the way."""
-        sound = [t.push for t in self.hub.pending if untag(t.push.tag)[0] not in self.headers]
+        sound = [t.push for t in self.hub.pending if split_tag(t.push.tag)[0] not in self.headers]
         if checked := [push for push in sound if PartHeader.parse(push.header).checked]:
             push = self.rng.choice(checked)
             place = self.rng.randrange(PartHeader.parse(push.header).message_bytes), self.rng.randrange(8)
             push.owner.staging.memory(push.slot)[place[0]] ^= 1 << place[1]
-            self.flipped[untag(push.tag)[0]] ^= {place}
+            self.flipped[split_tag(push.tag)[0]] ^= {place}
 
     def poll(self) -> None:
         self.hear(self.rng.choice(self.senders + self.receivers))
@@ -347,9 +347,9 @@ class Device:
         self._target = Target(memory, announce=lambda header: self.said.append(f"say {PartHeader.parse(header).part}"))
         monkeypatch.setattr(sender._copies, "gather", self._gather)
         monkeypatch.setattr(sender.transport, "acquire_remote_slot", lambda *_: self._target)
-        monkeypatch.setattr(sender.transport, "push", lambda _, tag, *__: self.said.append(f"push {untag(tag)[1]}"))
+        monkeypatch.setattr(sender.transport, "push", lambda _, tag, *__: self.said.append(f"push {split_tag(tag)[1]}"))
 
-    def _gather(self, slot: int, blocks: list[int], *_: Any) -> Native:
+    def _gather(self, slot: int, blocks: list[int], *_: Any) -> AsyncOperation:
         self.said.append(f"copy {blocks[0]}")
         return self
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kv_transfer import create, staging_for
-from kv_transfer.native import Target
+from kv_transfer.async_operation import Target
 from kv_transfer.transport import Arrived, PeerDisconnected
 from kv_transfer.transports.pair.transport import PairTransport
 from tests.kv_transfer.ordered import ordered_carrier

@@ -30,7 +30,7 @@ from node.audit import make_audit, verdict
 from node.events import Event, Output
 from node.loop import Counts, NodeLoop
 from node.settings import NodeSettings
-from node.shell import Node, NodeParts, Outward, RoleSide
+from node.shell import Node, NodeParts, OutwardTransport, RoleSide
 
 LAYOUT = KvLayout((LayerKv(2, 8, 8, "float32"),) * 2, 16, "print")
 WAIT_S = 20.0
@@ -199,7 +199,7 @@ def make_node(
         lambda: Counts({"free": 3}),
         8,
         lambda: 8,
-        Outward(NotingTransport(), info.endpoints) if role is NodeRole.DECODE else None,
+        OutwardTransport(NotingTransport(), info.endpoints) if role is NodeRole.DECODE else None,
     )
     return Node(settings, side, parts, loop, audit_s=audit_s), scripted, loop, transport
 

@@ -8,8 +8,8 @@ import pytest
 
 from baton.messages import AttemptId
 from node import fences as module
+from node.expiring_dict import ExpiringDict
 from node.fences import UNDER_WAY_S, Fences
-from node.remembered import Remembered
 
 LONGEST_S = 3600.0
 
@@ -135,23 +135,23 @@ def test_stopped_samples_and_tombstones_do_not_slow_each_other_down(fences: Fenc
 
 
 def test_what_is_kept_again_is_kept_longer_and_never_shorter() -> None:
-    remembered = Remembered[str, int]()
-    remembered.keep("a", 1, 10.0)
-    remembered.keep("a", 2, 5.0)
-    remembered.keep("b", 3, 5.5)
-    assert (remembered.get("a"), remembered.expire(6.0), remembered.get("b")) == (2, ["b"], None)
-    remembered.keep("a", 4, 20.0)
-    assert remembered.expire(10.0) == []
-    assert (remembered.get("a"), "a" in remembered) == (4, True)
-    assert remembered.expire(20.0) == ["a"]
-    assert (len(remembered), remembered._by_second, remembered._seconds, remembered._longer) == (0, {}, [], {})
+    entries = ExpiringDict[str, int]()
+    entries.keep("a", 1, 10.0)
+    entries.keep("a", 2, 5.0)
+    entries.keep("b", 3, 5.5)
+    assert (entries.get("a"), entries.expire(6.0), entries.get("b")) == (2, ["b"], None)
+    entries.keep("a", 4, 20.0)
+    assert entries.expire(10.0) == []
+    assert (entries.get("a"), "a" in entries) == (4, True)
+    assert entries.expire(20.0) == ["a"]
+    assert (len(entries), entries._by_second, entries._seconds, entries._longer) == (0, {}, [], {})
 
 
 def test_nothing_is_forgotten_before_its_time() -> None:
-    remembered = Remembered[str, int]()
-    remembered.keep("a", 1, 10.5)
-    assert remembered.expire(10.4) == []
-    assert remembered.expire(11.0) == ["a"]
+    entries = ExpiringDict[str, int]()
+    entries.keep("a", 1, 10.5)
+    assert entries.expire(10.4) == []
+    assert entries.expire(11.0) == ["a"]
 
 
 def test_an_attempt_that_moves_is_new_again_until_it_is_over(fences: Fences) -> None:

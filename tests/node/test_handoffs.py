@@ -21,7 +21,7 @@ from baton.v1 import node_pb2_grpc
 from baton.wire import Limits
 from decode_node.handoffs import HandoffServer
 from decode_node.server import DECODE_SIDE, DecodeNode
-from node.events import ClosePeer, FromPeer, OfTarget, PeerClosed, PeerOpened, ToDecode, ToPrefill
+from node.events import ClosePeer, FromPeer, PeerClosed, PeerOpened, TargetEvent, ToDecode, ToPrefill
 from node.handoffs.decode_links import IDLE_S, DecodeLinks
 from node.handoffs.stream import HandoffEnd, connect
 from node.loop import Turn
@@ -91,13 +91,13 @@ async def test_a_decode_node_hands_over_to_another_one_like_a_prefill_node():
         assert [e.message for e in await d.role.saw(FromPeer)] == [reserve()]
         assert d.role.events[0] == PeerOpened("d2", 4, LAYOUT, "decode-0")
         d.say(ToPrefill("d2", GRANT))
-        opened, heard = await old.role.saw(OfTarget, 2)
-        assert opened == OfTarget(PeerOpened("d1", 4, LAYOUT, "decode-0"))
-        assert heard == OfTarget(FromPeer("d1", GRANT))
+        opened, heard = await old.role.saw(TargetEvent, 2)
+        assert opened == TargetEvent(PeerOpened("d1", 4, LAYOUT, "decode-0"))
+        assert heard == TargetEvent(FromPeer("d1", GRANT))
         assert d.transport.notes == [("connect", "d2")]
         assert old.transport.notes == [], "it has another transport for that"
         d.say(ClosePeer("d2", "lost"))
-        assert isinstance((await old.role.saw(OfTarget, 3))[-1].event, PeerClosed)
+        assert isinstance((await old.role.saw(TargetEvent, 3))[-1].event, PeerClosed)
 
 
 @pytest.mark.parametrize(("mine", "theirs"), [(4, 6), (4, 3)])

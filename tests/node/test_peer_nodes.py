@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from baton.address import HostPort
-from baton.incarnation import fate
+from baton.incarnation import failure_domain
 from deploy.ports import HeldPort
 from node.errors import StartupError
 from node.peers.data_parallel import join_nodes
@@ -124,7 +124,7 @@ def test_the_others_may_come_before_rank_0_and_all_know_where_ranks_meet(scene: 
     found = [first.rendezvous, *(other.result(PATIENCE_S).rendezvous for other in others)]
     assert len({(rendezvous.store, rendezvous.group) for rendezvous in found}) == 1
     assert [rendezvous.server is None for rendezvous in found] == [False, True, True]
-    assert fate(first.incarnation) == fate(others[0].result().incarnation) == first.rendezvous.group
+    assert failure_domain(first.incarnation) == failure_domain(others[0].result().incarnation) == first.rendezvous.group
     assert first.incarnation != others[0].result().incarnation
 
 

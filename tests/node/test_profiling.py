@@ -20,7 +20,7 @@ from baton.telemetry import AdminGate, MetricsServer, new_registry
 from engine.model.trace import TorchTrace
 from node import preflight, profiling
 from node.errors import StartupError
-from node.profiling import Profiling, Wanted
+from node.profiling import ProfileRequest, Profiling
 from node.settings import NodeSettings
 
 WAIT_S = 20.0
@@ -173,11 +173,11 @@ async def test_an_engine_that_hangs_is_not_waited_for(steps, tmp_path, monkeypat
 )
 def test_what_is_asked_for_is_checked(body):
     with pytest.raises(InvalidRequest):
-        Wanted.parse(body)
+        ProfileRequest.parse(body)
 
 
 def test_defaults():
-    assert Wanted.parse(b"") == Wanted.parse(b"{}") == Wanted(20, 30.0)
+    assert ProfileRequest.parse(b"") == ProfileRequest.parse(b"{}") == ProfileRequest(20, 30.0)
 
 
 async def test_torch_s_trace_is_readable(steps, tmp_path):

@@ -16,7 +16,7 @@ from node.peers import nodes
 from node.peers.nodes import PeerNodes
 from node.ranks import forks
 from node.ranks.ranks import Ranks
-from node.run import MakeParts, _make_parts_that_stay, _told_by
+from node.run import MakeParts, _make_frozen_parts, _told_by
 from node.settings import NodeSettings
 from node.shell import NodeParts
 
@@ -41,7 +41,7 @@ def make(make_parts: Callable[..., object], imported: Callable[[], object] = lam
         imported()
         return cast(MakeParts, make_parts)
 
-    return _make_parts_that_stay(import_parts, SETTINGS, lambda: None)
+    return _make_frozen_parts(import_parts, SETTINGS, lambda: None)
 
 
 def test_what_is_made_is_collected_once_and_stays() -> None:

@@ -28,12 +28,12 @@ from node.events import (
     Event,
     FromPeer,
     FromRouter,
-    OfTarget,
     Output,
     PeerClosed,
     PeerOpened,
     SessionLost,
     SessionOpened,
+    TargetEvent,
     ToDecode,
     ToPrefill,
     ToRouter,
@@ -256,7 +256,7 @@ class HostileWorld(World):
             node.hear(PeerOpened(name, PART_BLOCKS, layout))
         self.decode.connect(EVIL_DECODE, [transports[1].info()], is_target=True)
         transports[1].connect(rank_name(outward(self.decode.incarnation), 0), self.decode.out_transports[0].info())
-        self.decode.hear(OfTarget(PeerOpened(EVIL_DECODE, PART_BLOCKS, layout)))
+        self.decode.hear(TargetEvent(PeerOpened(EVIL_DECODE, PART_BLOCKS, layout)))
 
     def get_in(self) -> None:
         """The strangers have a foothold: prompts on their way to the evil decode node, one that runs on ours and is to
@@ -324,7 +324,7 @@ class HostileWorld(World):
                 if about:
                     event = FromPeer(peer, codec.fail(about, error)[1])
             if event is not None:
-                node.hear(event if from_evil_prefill or node is self.prefill else OfTarget(event))
+                node.hear(event if from_evil_prefill or node is self.prefill else TargetEvent(event))
         self.settle()
 
     def _aim(self, node: Node, message: Any, pick: int) -> None:
@@ -358,7 +358,7 @@ class HostileWorld(World):
     def go_away(self) -> None:
         """The strangers leave."""
         self.decode.out_movers.disconnect(EVIL_DECODE)
-        self.decode.hear(OfTarget(PeerClosed(EVIL_DECODE, "left")))
+        self.decode.hear(TargetEvent(PeerClosed(EVIL_DECODE, "left")))
         for node, name in ((self.decode, EVIL_PREFILL), (self.prefill, EVIL_DECODE)):
             node.movers.disconnect(name)
             node.hear(PeerClosed(name, "left"))
@@ -393,6 +393,6 @@ class HostileWorld(World):
                 if target.incarnation != EVIL_DECODE:  # nobody is there
                     closed = PeerClosed(target.incarnation, "connection refused")
                     node = self.nodes[incarnation]
-                    self._refused.append((node, OfTarget(closed) if node is self.decode else closed))
+                    self._refused.append((node, TargetEvent(closed) if node is self.decode else closed))
             case _:
                 super()._carry(incarnation, output, updates)

@@ -10,7 +10,7 @@ from baton.sampling import SamplingParams
 from decode_node.core import DecodeCore
 from kv_transfer.parts import PartPlanner, tag_of
 from kv_transfer.staging import SlotOwner
-from node.events import Event, FromPeer, FromRouter, OfTarget, PeerOpened, SessionOpened, ToDecode, ToRouter
+from node.events import Event, FromPeer, FromRouter, PeerOpened, SessionOpened, TargetEvent, ToDecode, ToRouter
 from tests.protocol.fake_model import expected_output
 from tests.protocol.network import EPOCH
 from tests.protocol.node import BLOCK_SIZE, MAX_MODEL_LEN, PART_BLOCKS
@@ -37,7 +37,7 @@ class Leaving:
         self.node.connect(self.target.incarnation, [self.target.transport.info()], is_target=True)
         self.target.transport.connect(self.node.incarnation, self.node.out_transports[0].info())
         opened = PeerOpened(self.target.incarnation, PART_BLOCKS, self.node.model.layout)
-        self.hear(SessionOpened(EPOCH), OfTarget(opened))
+        self.hear(SessionOpened(EPOCH), TargetEvent(opened))
         self.hear(FromRouter(EPOCH, Prefill(WORK, self.node.incarnation, PROMPT, (Sample(0),), SAMPLING, 60.0)))
         while len(self.output) < num_tokens:
             self.step()
@@ -69,7 +69,7 @@ class Leaving:
         self.turn()
 
     def from_target(self, *messages: Grant | Refuse | CommitReply | Landed) -> None:
-        self.hear(*(OfTarget(FromPeer(self.target.incarnation, message)) for message in messages))
+        self.hear(*(TargetEvent(FromPeer(self.target.incarnation, message)) for message in messages))
         self.turn()
 
     def grant(self, num_credits: int | None = None, lease: int = LEASE) -> None:

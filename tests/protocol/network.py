@@ -13,7 +13,7 @@ from functools import partial
 
 from baton.handoff_messages import DecodeToPrefill, PrefillToDecode
 from baton.messages import Abort, KvEvents, Migrate, Prefill, Update
-from node.events import FromPeer, FromRouter, OfTarget, PeerClosed, PeerOpened, SessionLost, SessionOpened
+from node.events import FromPeer, FromRouter, PeerClosed, PeerOpened, SessionLost, SessionOpened, TargetEvent
 from router.core import RouterCore
 from tests.protocol.node import PART_BLOCKS, Node, outward
 
@@ -195,7 +195,7 @@ class Links:
 
     def _hear(self, me: str, event: PeerOpened | PeerClosed | FromPeer) -> None:
         node = self._nodes[_node_of(me)]
-        node.hear(event if me == node.incarnation else OfTarget(event))
+        node.hear(event if me == node.incarnation else TargetEvent(event))
 
 
 def _node_of(end: str) -> str:

@@ -12,7 +12,7 @@ from baton.handoff_messages import CommitReply, Grant, Landed, Refuse, Release, 
 from baton.messages import Abort, End, HandedOff, SampleEnd, Stayed
 from baton.sampling import SamplingParams
 from decode_node.migrations import REPLY_S
-from node.events import FromRouter, OfTarget, PeerClosed, SessionLost
+from node.events import FromRouter, PeerClosed, SessionLost, TargetEvent
 from tests.protocol.decoding import Decoding
 from tests.protocol.fake_model import VOCAB_SIZE
 from tests.protocol.leaving import LEASE, PROMPT, SAMPLING, WORK, Leaving
@@ -117,7 +117,7 @@ def test_before_the_commit_the_request_stays_whatever_happens(state: str, ahead:
     if what == "refused":
         node.from_target(Refuse(WORK, REFUSED))
     elif what == "peer lost":
-        node.hear(OfTarget(PeerClosed(node.target.incarnation, "gone")))
+        node.hear(TargetEvent(PeerClosed(node.target.incarnation, "gone")))
     else:
         node.world.hub.kill(node.target.transport.name)
     node.turn()
@@ -142,7 +142,7 @@ def test_a_refused_commit_gives_the_request_back(told_before: bool) -> None:
 @pytest.mark.parametrize("state", ["committed", "accepted"])
 def test_a_target_lost_after_the_commit_may_have_the_request(state: str) -> None:
     node = leaving(state)
-    node.hear(OfTarget(PeerClosed(node.target.incarnation, "gone")))
+    node.hear(TargetEvent(PeerClosed(node.target.incarnation, "gone")))
     node.turn()
     is_over(node, PeerLost)
 

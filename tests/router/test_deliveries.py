@@ -78,8 +78,10 @@ class Streams:
             admitted = Admission().admit(1, 2)
             generation = Generation(f"r{number}", self.dispatcher, [Part(request, [answer])], admitted, self.deliveries)
             await generation.start(time.monotonic())
-            self.dispatcher.node_said("p", self.updates(Started(0, 0.0), Tokens(0, 0, (300,)), HandedOff(0.0))[-3:])
-            self.dispatcher.node_said("d", self.updates(Adopted(0.0, 0, 0))[-1:])
+            self.dispatcher.handle_node_message(
+                "p", self.updates(Started(0, 0.0), Tokens(0, 0, (300,)), HandedOff(0.0))[-3:]
+            )
+            self.dispatcher.handle_node_message("d", self.updates(Adopted(0.0, 0, 0))[-1:])
             model: Any = type("Model", (), {"name": "m"})
             connection: Any = Connection()
             self.connections.append(connection)
@@ -96,7 +98,7 @@ class Streams:
     def step(self, index: int) -> None:
         """A token to each stream, as it comes over the wire."""
         message = wire.write_node_message(self.updates(Tokens(0, index, (300 + index % 50,))))
-        self.dispatcher.node_said("d", wire.read_node_message(message))  # type: ignore[arg-type]  # updates
+        self.dispatcher.handle_node_message("d", wire.read_node_message(message))  # type: ignore[arg-type]  # updates
 
     async def close(self) -> None:
         self.dispatcher.close()
@@ -153,7 +155,7 @@ async def test_the_last_text_is_left_for_the_write_with_the_tail(streams):
     before = list(connection.pieces)
     stream._shape = Texts()
     kinds = Tokens(0, 1, (301,)), Tokens(0, 2, (302,)), SampleEnd(0, FinishReason.LENGTH), End()
-    streams.dispatcher.node_said("d", streams.updates(*kinds))
+    streams.dispatcher.handle_node_message("d", streams.updates(*kinds))
     await asyncio.gather(*streams.tasks)
     assert connection.pieces == before
     assert stream.rest.decode() == tiny_tokenizer().decode([301, 302])
@@ -207,7 +209,7 @@ async def test_a_token_takes_few_calls(streams):
     sys.setprofile(count)
     try:
         for message in wires:
-            streams.dispatcher.node_said("d", wire.read_node_message(message))
+            streams.dispatcher.handle_node_message("d", wire.read_node_message(message))
             streams.deliveries._run()
     finally:
         sys.setprofile(None)

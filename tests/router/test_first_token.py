@@ -149,9 +149,9 @@ async def test_a_stop_string_within_the_first_token() -> None:
 
     dispatcher.submit(RoutedRequest("r", (1, 2), 1, SamplingParams(max_tokens=8), 60.0), stop_at_once, time.monotonic())
     attempt_id = sent[0][1].attempt_id
-    dispatcher.node_said("p1", (Update(attempt_id, Tokens(0, 0, (5,))),))
+    dispatcher.handle_node_message("p1", (Update(attempt_id, Tokens(0, 0, (5,))),))
     assert not told
-    dispatcher.node_said("d1", (Update(attempt_id, ADOPTED), Update(attempt_id, Tokens(0, 1, (6,)))))
+    dispatcher.handle_node_message("d1", (Update(attempt_id, ADOPTED), Update(attempt_id, Tokens(0, 1, (6,)))))
     tokens, end = told
     assert tokens == TokensOut(0, (5,), ())
     assert isinstance(end, RequestEnd)

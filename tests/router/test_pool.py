@@ -28,16 +28,16 @@ def test_a_node_that_says_something_else_of_itself_is_compared_again() -> None:
         pool.add(node)
     source = pool.get("d2")
     assert source is not None
-    assert (pool.misfits(), [node.info for node in pool.targets(source, 0.0)]) == ([], [decode])
+    assert (pool.mismatched_pairs(), [node.info for node in pool.targets(source, 0.0)]) == ([], [decode])
     pool.add(otherwise(decode))
-    assert [(p.node_id, d.node_id) for p, d, _ in pool.misfits()] == [("p1", "d1")]
+    assert [(p.node_id, d.node_id) for p, d, _ in pool.mismatched_pairs()] == [("p1", "d1")]
     assert pool.targets(source, 0.0) == []
     pool.add(decode)
-    assert (pool.misfits(), [node.info for node in pool.targets(source, 0.0)]) == ([], [decode])
+    assert (pool.mismatched_pairs(), [node.info for node in pool.targets(source, 0.0)]) == ([], [decode])
     pool.add(otherwise(prefill))
-    assert len(pool.misfits()) == 2
+    assert len(pool.mismatched_pairs()) == 2
     pool.remove("p1")
-    assert pool.misfits() == []
+    assert pool.mismatched_pairs() == []
 
 
 def test_each_pair_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ NUM_TOKENS = 8
 BLOCK_SIZE = 16
 
 
-class Within:
-    """An `AttentionSite`: attention among the tokens of the forward."""
+class UnpagedAttention:
+    """An `AttentionSite`: attention among the tokens of the forward alone, without a KV pool."""
 
     def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
         return attend_within(call)

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from baton_kernels.quantized_linear import with_scales_left
 from engine.model.fast.decoder import Decoder, Forward, LayerParts, Stream, layer_forward
-from engine.model.fast.forwards import Within, run_model
+from engine.model.fast.forwards import UnpagedAttention, run_model
 from engine.model.fast.norm import Norm
 from engine.model.fast.tally import Tally
 from engine.model.fast.target import Target
 from engine.model.linear_method import method_of
-from engine.model.parallel.stages import StandIn
+from engine.model.parallel.stages import MissingModule
 from engine.model.tolerance import close
 
 _PRE_NORM = ("input_layernorm", "post_attention_layernorm")
@@ -42,7 +42,7 @@ def fuse_residuals(target: Target, tally: Tally) -> None:
     found = []
     for index, (layer, attention) in enumerate(zip(layers, attentions, strict=True)):
         parts = _parts(target, layer, attention)
-        if parts is None or not (final in target.norms or isinstance(final, StandIn)):
+        if parts is None or not (final in target.norms or isinstance(final, MissingModule)):
             tally.add(f"layer {index}", "adds to the residual in another way")
             continue
         found.append(parts)
@@ -50,7 +50,7 @@ def fuse_residuals(target: Target, tally: Tally) -> None:
     if tally.refused:
         tally.refused, tally.fused = [*tally.refused, *[("others", "all layers or none")] * tally.fused], 0
         return
-    final_norm = None if isinstance(final, StandIn) else Norm(final, target.norms[final])
+    final_norm = None if isinstance(final, MissingModule) else Norm(final, target.norms[final])
     target.decoder = _finished_in_norms(target, Decoder(layers, attentions, found, final, final_norm))
     target.decoder.install(target.patches)
 
@@ -69,7 +69,7 @@ def _finished_in_norms(target: Target, decoder: Decoder) -> Decoder:
     mark, logits = target.patches.mark(), list[Tensor]()
     for tried in (decoder, replace(decoder, parts=trial)):
         tried.install(target.patches)
-        logits.append(run_model(target, Within()))
+        logits.append(run_model(target, UnpagedAttention()))
         target.patches.back_to(mark)
     return replace(decoder, parts=parts) if close(logits[1], logits[0]) else decoder
 
@@ -95,7 +95,7 @@ def _chain(target: Target) -> tuple[list[nn.Module], list[nn.Module], nn.Module]
             continue
         wanted = set(target.layers)
         attentions = [child for layer in layers for child in layer.children() if child in wanted]
-        held = [layer for layer in layers if not isinstance(layer, StandIn)]
+        held = [layer for layer in layers if not isinstance(layer, MissingModule)]
         if attentions == target.layers and len(held) == len(attentions):
             after = list(layers).index(held[-1]) + 1
             return held, attentions, layers[after] if after < len(layers) else final

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from engine.model.fast.decoder import Decoder, Forward
-from engine.model.fast.forwards import Within, run_model
+from engine.model.fast.forwards import UnpagedAttention, run_model
 from engine.model.fast.norm import Norm
 from engine.model.fast.tally import Tally
 from engine.model.fast.target import Target
@@ -107,7 +107,7 @@ def _watch(
             parts = replace(parts, mlp=mlp.watched(parts.mlp))
         watched.append(parts)
     replace(decoder, parts=watched).install(target.patches)
-    run_model(target, Within())
+    run_model(target, UnpagedAttention())
     target.patches.back_to(mark)
 
 

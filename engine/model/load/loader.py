@@ -47,9 +47,9 @@ def load_model(
     the two best logits do not occur), "float32", "float16" (not on a CPU) or "bfloat16". load_format: "safetensors"
     takes the files' tensors as they are, straight to the device; "auto" does so, too, but leaves a checkpoint that
     needs conversion to transformers; "dummy" makes random weights and needs no files but config.json. quantization:
-    None, the checkpoint's own; else what to make of one that is not quantized. part: what of it this rank gets; all
-    ranks must call. Code that comes with a checkpoint is never run. Raises UnsupportedModel, and ValueError for a dtype
-    that cannot be had.
+    None, the checkpoint's own; else how to quantize one that is not. part: the part of the model that this rank holds;
+    all ranks must call. Code that comes with a checkpoint is never run. Raises UnsupportedModel, and ValueError for a
+    dtype that cannot be had.
     """
     device = torch.device(device)
     if dtype != "auto" and dtype not in _DTYPES:

@@ -28,7 +28,7 @@ class Cut(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the part."""
+        """The shape of the part."""
         part = (self.end - self.first) * self.sections
         return (*self.whole[: self.dim], part, *self.whole[self.dim + 1 :])
 

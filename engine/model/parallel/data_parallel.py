@@ -1,12 +1,12 @@
-"""Nodes that compute attention each for requests of its own, and experts together for those of all.
+"""Data parallel nodes: each computes attention for its own requests, and all compute experts together.
 
     attention of the node's tokens -> rows of all nodes -> the rank's experts, for all rows -> sum over all ranks
     -> the node's rows -> attention of the next layer ...
 
-Nodes step together: one that has no tokens still computes its experts for those of others. Nothing else couples them,
-so each has a scheduler, a KV pool and an address of its own. After vLLM's and SGLang's data parallel attention with
-expert parallel. If a CUDA graph has room for what any of them has, all replay that one, one without tokens as well. A
-step that is launched op by op is not padded, and a node without tokens runs nothing but its experts.
+Nodes step together: a node without tokens still computes its experts for the tokens of others. Nothing else couples
+them, so each has a scheduler, a KV pool and an address of its own. After vLLM's and SGLang's data parallel attention
+with expert parallelism. If a CUDA graph is large enough for every node, all replay it, also nodes without tokens. A
+step that is launched op by op is not padded, and a node without tokens runs only its experts.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torch import Tensor
 from engine.model.parallel.group import ONE_RANK, RankGroup
 
 
-class Meeting(NamedTuple):
-    """What the nodes agreed on for a step. num_tokens_across_dp: of each node, 0 for one that only helps. needs:
-    element by element, the largest of the nodes with tokens."""
+class StepAgreement(NamedTuple):
+    """What the nodes agreed on for a step. num_tokens_across_dp: the tokens of each node, 0 for one that only computes
+    experts. needs: element by element, the maximum over the nodes with tokens."""
 
     num_tokens_across_dp: list[int]
     needs: list[int]
 
 
 class DataParallel:
-    """One rank, among all that divide blocks of experts. everyone: all ranks of all `num_nodes` nodes, numbered `rank
-    in the node * num_nodes + node`, so that the ranks that are the same in each node, `peers`, are neighbours. All of
-    them must make the same calls in the same order. Raises RuntimeError when one is lost."""
+    """A rank's view of all ranks that divide blocks of experts. everyone: all ranks of all `num_nodes` nodes, numbered
+    `rank in the node * num_nodes + node`, so that `peers`, which have the same number in each node, are neighbours. All
+    of them must make the same calls in the same order. Raises RuntimeError when one is lost."""
 
     def __init__(self, everyone: RankGroup, num_nodes: int = 1) -> None:
         assert everyone.size % num_nodes == 0
@@ -43,13 +43,14 @@ class DataParallel:
         self.exchange_s = 0.0
         """On a CPU, for how long rows were gathered and results summed."""
 
-    def meet(self, num_tokens: int, needs: Sequence[int]) -> Meeting:
-        """Agree on a step with the other nodes; if none of them has tokens, there is no step. num_tokens: of this one.
-        needs: of its graph, not negative. Only rank 0 of each node calls it, and tells the node's others."""
+    def agree_on_step(self, num_tokens: int, needs: Sequence[int]) -> StepAgreement:
+        """Agree on a step with the other nodes; if no node has tokens, there is no step. num_tokens: of this node.
+        needs: what its CUDA graph needs, not negative. Only rank 0 of each node calls it, and passes the result on to
+        the other ranks of its node."""
         own = torch.tensor([num_tokens, *needs])
-        told = self.peers.all_gather(own).view(self.num_nodes, len(own))
-        stepping = told * (told[:, :1] > 0)
-        return Meeting(told[:, 0].tolist(), stepping[:, 1:].amax(0).tolist())
+        gathered = self.peers.all_gather(own).view(self.num_nodes, len(own))
+        stepping = gathered * (gathered[:, :1] > 0)
+        return StepAgreement(gathered[:, 0].tolist(), stepping[:, 1:].amax(0).tolist())
 
     def begin(self, num_tokens_across_dp: Sequence[int]) -> None:
         """Set how many tokens each node has in the steps from now on. Until the first call, as while a model loads,
@@ -96,21 +97,21 @@ ONE_NODE = DataParallel(ONE_RANK)
 
 
 class Waves(Protocol):
-    """When the nodes step: a wave begins when one of them has a step, and ends when all have met for it. The engine's
-    thread only. The name is vLLM's, where a wave has all steps until no node has one."""
+    """When the nodes step: a wave begins when one of them has a step, and ends when all have joined it. The engine's
+    thread only. The name is vLLM's, where a wave lasts until no node has a step."""
 
     @property
     def running(self) -> bool: ...
 
     def start(self) -> None:
-        """Let all nodes know that there is a step, unless they do."""
+        """Tell all nodes that there is a step, unless they know."""
 
     def end(self) -> None:
-        """All nodes have met for it."""
+        """All nodes have joined the wave."""
 
 
 class NoWaves:
-    """Of a node that is alone."""
+    """The waves of a single node."""
 
     running = False
 

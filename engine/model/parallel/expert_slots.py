@@ -1,4 +1,4 @@
-"""The slots of a layer of experts on ranks that balance them: who computes a choice, and how experts change places."""
+"""The slots of a layer of experts with load balancing: which slot computes a choice, and how experts move."""
 
 from __future__ import annotations
 

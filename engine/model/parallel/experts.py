@@ -69,8 +69,8 @@ def expert_cuts(
 
 
 def _features(number: int, block: int, rank: int, size: int, name: str) -> tuple[int, int]:
-    """Of each expert. Blocks that cannot be divided equally are divided as equally as can be: 6 among 4 ranks as 1, 2,
-    1, 2."""
+    """How each expert is divided. Blocks that cannot be divided equally are divided as evenly as possible: 6 among 4
+    ranks as 1, 2, 1, 2."""
     hint = f"features of each expert ({FLAG} divides whole experts)"
     if block == 1 or number % block or number % (block * size) == 0:
         return _equal_part(number, rank, size, name, hint)
@@ -148,7 +148,7 @@ def sum_block(name: str, block: nn.Module, parts: Sequence[nn.Module], x: Tensor
 
 
 def _sums_rounded(dtype: torch.dtype) -> Tolerance:
-    """Of sums over ranks that are rounded in another order."""
+    """The tolerance of sums over ranks that are rounded in another order."""
     product = rounding(dtype)
     return replace(product, product=_ROUNDINGS * product.product)
 

@@ -39,7 +39,7 @@ _ALIGNMENT = 16
 _TIMEOUT = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
 _SENDER, _RECEIVER = 0, 1
 _PAIR_CTAS = 4
-"""Of a pair's kernels, which spin from when they are queued until the other end has come: few of an H200's 132 SMs."""
+"""SMs of a pair's kernels, which spin from when they are queued until the other end arrives: few of an H200's 132."""
 
 
 class Pair(Protocol):

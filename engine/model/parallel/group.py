@@ -27,7 +27,7 @@ _CONNECT_TIMEOUT_S = 15.0
 that nobody in this process could end the wait for one that is not there."""
 LOOPBACK = "127.0.0.1"
 _TAG = 0
-"""Of all that is sent from one rank to another: it arrives in the order in which it was sent."""
+"""The tag of all messages from one rank to another: they arrive in the order in which they were sent."""
 
 
 class RankGroup(Protocol):
@@ -128,8 +128,8 @@ class GlooRanks:
     ) -> None:
         self.rank, self.size, self.device, self._host = rank, size, torch.device("cpu"), host
         self._store, self._timeout = store, timedelta(seconds=timeout_s)
-        store.set(_there(rank), "")
-        store.wait([_there(other) for other in range(size)], self._timeout)
+        store.set(_presence_key(rank), "")
+        store.wait([_presence_key(other) for other in range(size)], self._timeout)
         gloo: Any = ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timedelta(seconds=_CONNECT_TIMEOUT_S)
@@ -195,7 +195,7 @@ class GlooRanks:
         return GlooRanks(store, self.rank - first, size, self._timeout.total_seconds(), self._host)
 
     def sub_store(self, name: str) -> Store:
-        """Where others of these ranks can meet, for a purpose of that name."""
+        """A store for a part of these ranks, by the name of its purpose."""
         return PrefixStore(name, self._store)
 
     def _reduce(self, x: Tensor, kind: Any) -> Any:
@@ -204,5 +204,5 @@ class GlooRanks:
         return self._group.allreduce([x], options)
 
 
-def _there(rank: int) -> str:
+def _presence_key(rank: int) -> str:
     return f"rank {rank} is there"

@@ -15,7 +15,7 @@ from engine.model.parallel.expert_slots import connect_slots
 from engine.model.parallel.experts import connect_experts, sum_block
 from engine.model.parallel.group import RankGroup
 from engine.model.parallel.sharding import Sharding, WideNorm
-from engine.model.parallel.stages import StandIn
+from engine.model.parallel.stages import MissingModule
 from engine.model.tolerance import Tolerance
 
 TILE_ROWS = 128
@@ -47,11 +47,11 @@ def connect(model: PreTrainedModel, sharding: Sharding, group: RankGroup, expert
     for norm in sharding.wide_norms:
         setattr(norm.attention, norm.name, NormOverRanks(norm, group))
     head: Any = model.get_output_embeddings()
-    if not isinstance(head, StandIn):
+    if not isinstance(head, MissingModule):
         vocab_size = model.config.get_text_config().vocab_size
         attach(head, VocabParallelHead(_method(head), group, vocab_size))
     embedding: Any = model.get_input_embeddings()
-    if not isinstance(embedding, StandIn):
+    if not isinstance(embedding, MissingModule):
         _connect_embedding(embedding, group)
 
 

@@ -1,4 +1,4 @@
-"""Ranks of several nodes, with a GPU each: what they gather and sum goes over NCCL, in communicators of their own."""
+"""Ranks of several nodes, with a GPU each: they gather and sum over NCCL, in their own communicators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks besides the one that decides: what it tells them, and how they do it."""
+"""The other ranks: the messages that rank 0 sends them, and how they execute these."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from engine.model.rank_step import Int32Array, RankStep
 
 
 class OtherRanks(Protocol):
-    """Each call is passed on to all other ranks, which make it on their RankModel; rank 0 makes it itself, too. None
-    waits until it is done."""
+    """Forwards each call to all other ranks, which make it on their RankModel; rank 0 also makes it on its own. No call
+    waits until the others are done."""
 
     def compute(self, step: RankStep) -> None: ...
 
@@ -28,8 +28,8 @@ class OtherRanks(Protocol):
     def capture(self, decode_sizes: Sequence[int], most_prompt_tokens: int) -> None: ...
 
 
-class NoOthers:
-    """Of a node of one rank."""
+class NoOtherRanks:
+    """The other ranks of a node with one rank: there are none."""
 
     def compute(self, step: RankStep) -> None:
         """Nothing to do."""
@@ -47,11 +47,11 @@ class NoOthers:
         """Nothing to do."""
 
 
-NO_OTHERS = NoOthers()
+NO_OTHERS = NoOtherRanks()
 
 
 class Kind(IntEnum):
-    """Of a message."""
+    """The kind of a message."""
 
     COMPUTE = 0
     COPY_BLOCKS = 1

@@ -1,4 +1,4 @@
-"""Which part of a model a rank gets."""
+"""The part of a model that a rank holds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.model.parallel.stages import WHOLE, Stage
 
 
 class RankPart(NamedTuple):
-    """Of a stage's layers what the rank has in its group, which is all ranks of that stage. whole_experts: some experts
+    """The part of a stage's layers that a rank holds. Its group is all ranks of that stage. whole_experts: some experts
     as a whole, instead of a part of each; num_redundant_experts: not None if these change places, with so many more
     slots than experts. data: the rank's place among those of several nodes that divide experts; None: there is one
     node."""

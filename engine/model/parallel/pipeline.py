@@ -40,7 +40,7 @@ class Pipeline:
             self._connect()
 
     def send_hidden(self, hidden: Tensor) -> None:
-        """To the next stage. hidden: [num_tokens, hidden_size], which must not change any more."""
+        """Send hidden states to the next stage. hidden: [num_tokens, hidden_size], which must not change any more."""
         self._send(hidden, self.everyone.rank + self._stage_size)
 
     def receive_hidden(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> Tensor:
@@ -50,7 +50,7 @@ class Pipeline:
         return hidden
 
     def send_logits(self, logits: Tensor) -> None:
-        """From the last stage, whose first rank sends them, to rank 0. logits: [rows, vocab_size], which must not
+        """Send logits to rank 0 from the first rank of the last stage. logits: [rows, vocab_size], which must not
         change any more; also without rows, since they say as well that the last stage is done with the step."""
         if self.peers.rank == 0:
             self._send(logits.float() if logits.numel() else logits.new_zeros(1, dtype=torch.float32), 0)
@@ -102,9 +102,9 @@ class Pipeline:
         return tuple(dataclasses.replace(alike, sliding_window=window or None) for window in windows.tolist())
 
 
-class Rehearsal(Pipeline):
-    """A rank's place, with nobody in the other stages: what it would receive is random, and nothing is sent, but kept
-    as long. To measure the memory that a step takes."""
+class ProfilingPipeline(Pipeline):
+    """A pipeline without its other stages, to profile the memory that a step takes: received tensors are random, and
+    sent ones are kept for as long as sending would keep them."""
 
     def __init__(self, place: Pipeline) -> None:
         self.everyone, self.stage, self.peers = place.everyone, place.stage, place.peers

@@ -1,4 +1,4 @@
-"""What becomes of each module of a divided model, by name: transformers' tensor-parallel plan, and ours where it has
+"""How each module of a divided model is sharded, by name: transformers' tensor-parallel plan, or ours where it has
 none."""
 
 from __future__ import annotations

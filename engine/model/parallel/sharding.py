@@ -28,14 +28,14 @@ from engine.model.parallel.cut import Cut
 from engine.model.parallel.experts import expert_cuts
 from engine.model.parallel.group import RankGroup
 from engine.model.parallel.plan import HEADS, REPLICATED, styles
-from engine.model.parallel.stages import WHOLE, Stage, StandIn, num_held_layers
+from engine.model.parallel.stages import WHOLE, MissingModule, Stage, num_held_layers
 
 Shape = tuple[int, ...]
 
 _KV = ("k_proj", "v_proj")
 _NORMED = {"q_proj": "q_norm", "k_proj": "k_norm"}
 _OVER_HEADS = {"colwise_gather_output": "colwise", "rowwise_split_input": "rowwise"}
-"""Of attention that norms q and k over all heads: what its layers are beside the norms."""
+"""Attention that norms q and k over all heads: its layers besides the norms."""
 _WIDE_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", *_NORMED.values()}
 """All the modules that such attention has."""
 
@@ -153,7 +153,7 @@ def shard(
     num_attentions = 0
     for name, module in list(model.named_modules()):
         style = style_of(name)
-        if isinstance(module, StandIn) or module in done:
+        if isinstance(module, MissingModule) or module in done:
             continue
         if style is not None and style not in REPLICATED:
             _cut_linear(sharding, config, name, module, style, model.get_submodule(name.rpartition(".")[0]))
@@ -197,10 +197,10 @@ def _vocabulary(model: PreTrainedModel) -> tuple[nn.Embedding | None, nn.Linear 
     """What turns tokens into hidden states, and these into logits. None: another stage has it."""
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
-    known = isinstance(embedding, (nn.Embedding, StandIn)) and type(head) in (nn.Linear, StandIn)
+    known = isinstance(embedding, (nn.Embedding, MissingModule)) and type(head) in (nn.Linear, MissingModule)
     if not known or getattr(head, "bias", None) is not None:
         raise UnsupportedModel(f"{type(model).__name__}: its vocabulary is no embedding and linear layer")
-    return (*(None if isinstance(module, StandIn) else module for module in (embedding, head)),)  # type: ignore[return-value]
+    return (*(None if isinstance(module, MissingModule) else module for module in (embedding, head)),)  # type: ignore[return-value]
 
 
 def _cut_linear(sharding: Sharding, config: Any, name: str, module: nn.Module, style: str, parent: nn.Module) -> None:

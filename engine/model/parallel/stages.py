@@ -1,13 +1,13 @@
-"""Which layers of a model each stage of a pipeline holds, and what stands in a stage for the layers of others.
+"""Which layers of a model each stage of a pipeline holds, and the placeholders for the layers of other stages.
 
     first stage   embedding, layers
     between       layers
     last stage    layers, final norm, head (of tied ones its own copy)
 
-By transformers' pipeline-parallel plan of the model (`base_model_pp_plan`). What a stage does not hold is taken out of
-the model before anything has memory, and is not read from the files; the other layers keep their places and names,
-since models look up by a layer's number which attention or which angles it has. After vLLM's backend for transformers
-models.
+By transformers' pipeline-parallel plan of the model (`base_model_pp_plan`). Modules that a stage does not hold are
+removed from the model before memory is allocated, and are not read from the files; the other layers keep their places
+and names, since models look up by a layer's number which attention or which angles it has. After vLLM's backend for
+transformers models.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from engine.model.errors import UnsupportedModel
 from engine.model.parallel.plan import own_stages
 
 T = TypeVar("T")
-_STAND_IN_ROWS = 64
+_EMBEDDING_ROWS = 64
 
 
 class Stage(NamedTuple):
@@ -50,7 +50,7 @@ class Stage(NamedTuple):
         return range(first, first + each + (self.number in more))
 
     def groups(self, groups: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-        """Of KV groups of all layers what the stage has, counted in its layers."""
+        """The part of the KV groups of all layers that the stage holds, as indexes of its own layers."""
         held = self.layers(sum(map(len, groups)))
         return tuple(tuple(layer - held.start for layer in group if layer in held) for group in groups)
 
@@ -58,20 +58,20 @@ class Stage(NamedTuple):
 WHOLE = Stage(0, 1)
 
 
-class StandIn(nn.Module):
-    """In the place of a module that another stage holds: passes on what it gets."""
+class MissingModule(nn.Module):
+    """The placeholder of a module that another stage holds (in vLLM: PPMissingLayer): returns its input."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states
 
 
-class AbsentLayer(StandIn):
-    """In the place of a decoder layer."""
+class MissingLayer(MissingModule):
+    """The placeholder of a decoder layer."""
 
 
-class Received(AbsentLayer):
-    """The last layer before those of the stage. hidden: what the stage before has sent, [1, num_tokens, hidden_size];
-    None, as in probes: what comes from the stand-in for the embedding."""
+class ReceivingLayer(MissingLayer):
+    """The last layer before those of the stage. hidden: what the previous stage has sent, [1, num_tokens, hidden_size];
+    None, as in probes: it returns its input, which comes from MissingEmbedding."""
 
     hidden: Tensor | None = None
 
@@ -79,29 +79,29 @@ class Received(AbsentLayer):
         return hidden_states if self.hidden is None else self.hidden
 
 
-class StandInEmbedding(StandIn):
-    """Gives some hidden states for each token, the same for the same token, with which probes work as well."""
+class MissingEmbedding(MissingModule):
+    """Returns random hidden states, equal for equal tokens, which are good enough for probes."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self._rows = torch.randn(_STAND_IN_ROWS, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+        self._rows = torch.randn(_EMBEDDING_ROWS, width, generator=torch.Generator().manual_seed(0)).to(dtype)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """hidden_states: token ids, here."""
         self._rows = self._rows.to(hidden_states.device)  # once: it is no parameter, which a checkpoint would have
-        return self._rows[hidden_states % _STAND_IN_ROWS]
+        return self._rows[hidden_states % _EMBEDDING_ROWS]
 
 
 @dataclass(slots=True)
 class StageWeights:
-    """Which of a checkpoint's tensors a stage has. absent: the modules that it does not hold. renamed: tensors that it
-    has under another name."""
+    """Which tensors of a checkpoint a stage holds. absent: the modules that it does not hold. renamed: tensors that it
+    holds under another name."""
 
     absent: list[str] = field(default_factory=list)
     renamed: dict[str, str] = field(default_factory=dict)
 
     def of(self, stored: Mapping[str, T]) -> dict[str, T]:
-        """Those of the files' tensors, by the names that they have in the model."""
+        """The tensors of the files that the stage holds, by their names in the model."""
         copied = {new: stored[old] for old, new in self.renamed.items() if old in stored and new not in stored}
         absent = tuple(f"{name}." for name in self.absent)
         return {name: tensor for name, tensor in {**stored, **copied}.items() if not name.startswith(absent)}
@@ -125,16 +125,16 @@ def keep_stage(model: PreTrainedModel, stage: Stage) -> StageWeights:
     for index, layer in enumerate(layers):
         if index not in held:
             weights.absent.append(names[layer])
-            layers[index] = Received() if index == held.start - 1 else AbsentLayer()
+            layers[index] = ReceivingLayer() if index == held.start - 1 else MissingLayer()
     if not stage.is_last:
         for module in (head, after):
             weights.absent.append(names[module])
-            model.set_submodule(names[module], StandIn())
+            model.set_submodule(names[module], MissingModule())
     if not stage.is_first:
         weights.absent.append(names[embedding])
         if head.weight is embedding.weight:
             weights.renamed[f"{names[embedding]}.weight"] = f"{names[head]}.weight"
-        model.set_submodule(names[embedding], StandInEmbedding(embedding.embedding_dim, embedding.weight.dtype))
+        model.set_submodule(names[embedding], MissingEmbedding(embedding.embedding_dim, embedding.weight.dtype))
     return weights
 
 
@@ -157,9 +157,9 @@ def _planned(model: PreTrainedModel, num_layers: int) -> tuple[nn.ModuleList, nn
 def num_held_layers(model: PreTrainedModel) -> int:
     """How many decoder layers the model has here."""
     num_layers: int = model.config.get_text_config().num_hidden_layers
-    return num_layers - sum(isinstance(module, AbsentLayer) for module in model.modules())
+    return num_layers - sum(isinstance(module, MissingLayer) for module in model.modules())
 
 
-def received_by(model: nn.Module) -> Received | None:
+def received_by(model: nn.Module) -> ReceivingLayer | None:
     """Where the model takes what the stage before has sent; None in the first stage."""
-    return next((module for module in model.modules() if isinstance(module, Received)), None)
+    return next((module for module in model.modules() if isinstance(module, ReceivingLayer)), None)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from baton.errors import TransferError
-from kv_transfer.native import OnDevice
+from kv_transfer.async_operation import CudaEventOperation
 from kv_transfer.transports.carriers.completion_flags import FLAG_BYTES, NO_FLAG, open_flags
 
 _HANDLE_BYTES = 64
@@ -201,7 +201,7 @@ class CudaFlagWriter:
             self._driver.unregister_host(self._flags.data_ptr())
 
 
-class CudaCopy(OnDevice):
+class CudaCopy(CudaEventOperation):
     """A copy that runs on the device."""
 
     def advance(self) -> None:

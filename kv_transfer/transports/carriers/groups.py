@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import (
 )  # torch.distributed does not declare these as exported
 
 from baton.errors import TransferError
-from kv_transfer.native import Native, Target
+from kv_transfer.async_operation import AsyncOperation, Target
 from kv_transfer.transports.host import LOOPBACK, listen_on
 from kv_transfer.transports.pair.carrier import Note
 
@@ -44,9 +44,9 @@ _SENDER, _RECEIVER = 0, 1
 class Group(Protocol):
     """This process and one other. `send` and `receive` do not block; they may raise anything."""
 
-    def send(self, memory: Tensor) -> Native: ...
+    def send(self, memory: Tensor) -> AsyncOperation: ...
 
-    def receive(self, memory: Tensor) -> Native: ...
+    def receive(self, memory: Tensor) -> AsyncOperation: ...
 
     def abort(self) -> None:
         """End all operations, and the group. May block."""
@@ -106,11 +106,11 @@ class GroupCarrier:
 
 
 class Message:
-    """A message in its lane's queue, as a `Native`."""
+    """A message in its lane's queue, as an `AsyncOperation`."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
-        self.native: Native | None = None
+        self.native: AsyncOperation | None = None
         self.error = ""
 
     def query(self) -> bool:
@@ -212,7 +212,7 @@ class GroupSending:
         self._note = note
         self._store = store
 
-    def send(self, memory: Tensor, num_bytes: int, place: bytes) -> Native:
+    def send(self, memory: Tensor, num_bytes: int, place: bytes) -> AsyncOperation:
         if not self._lane.is_joining:
             prefix = uuid.uuid4().hex
             self._note(json.dumps([self._store.port, prefix]).encode())
@@ -237,13 +237,13 @@ class GroupReceiving:
     def export_slot(self, memory: Tensor) -> bytes:
         return b""
 
-    def begin(self, memory: Tensor, num_bytes: int) -> Native | None:
+    def begin(self, memory: Tensor, num_bytes: int) -> AsyncOperation | None:
         return self._lane.submit(memory[:num_bytes])
 
-    def has_come(self, memory: Tensor, tag: int) -> bool:
+    def has_arrived(self, memory: Tensor, tag: int) -> bool:
         return False
 
-    def hear(self, note: bytes) -> None:
+    def handle_note(self, note: bytes) -> None:
         try:
             port, prefix = json.loads(note)
         except (ValueError, TypeError, RecursionError):

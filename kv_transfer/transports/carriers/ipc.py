@@ -22,7 +22,7 @@ from torch import Tensor
 
 from baton.cluster_secret import ClusterSecret
 from baton.errors import TransferError
-from kv_transfer.native import DONE, Native, Target, no_signal
+from kv_transfer.async_operation import DONE, AsyncOperation, Target, no_signal
 from kv_transfer.staging import Staging
 from kv_transfer.transport import CONNECT_S, MAX_HEADER_BYTES
 from kv_transfer.transports.carriers.completion_flags import (
@@ -84,12 +84,14 @@ class IpcTransport(PairTransport):
     def acquire_remote_slot(self, peer: str, tag: int, num_bytes: int) -> Target | None:
         return self._pair.acquire_remote_slot(peer, tag, num_bytes)
 
-    def push(self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes, storing: Native = DONE) -> None:
+    def push(
+        self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes, storing: AsyncOperation = DONE
+    ) -> None:
         assert len(header) <= MAX_HEADER_BYTES
         self._pair.call(partial(self._pair.push, peer, tag, slot, num_bytes, header, storing))
 
 
-class Copy(Native, Protocol):
+class Copy(AsyncOperation, Protocol):
     """`advance` is called while the copy is under way; `cut` ends it early, if possible."""
 
     def advance(self) -> None: ...
@@ -181,7 +183,7 @@ class IpcSending:
     def has_flags(self) -> bool:
         return any(self._flag_writers.values())
 
-    def send(self, memory: Tensor, num_bytes: int, place: bytes) -> Native:
+    def send(self, memory: Tensor, num_bytes: int, place: bytes) -> AsyncOperation:
         copy = self._memory.copy(memory[:num_bytes], self._slot(place, num_bytes))
         self._copies.append(copy)
         return copy
@@ -253,5 +255,5 @@ class IpcReceiving(OneSidedReceiving):
     def export_slot(self, memory: Tensor) -> bytes:
         return self._carrier.export_slot(memory)
 
-    def has_come(self, memory: Tensor, tag: int) -> bool:
+    def has_arrived(self, memory: Tensor, tag: int) -> bool:
         return self._carrier.is_signalled(memory, tag)

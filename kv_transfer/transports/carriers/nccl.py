@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from baton.errors import TransferError
-from kv_transfer.native import Native, OnDevice
+from kv_transfer.async_operation import AsyncOperation, CudaEventOperation
 from kv_transfer.transports.carriers.groups import GroupCarrier
 from kv_transfer.transports.host import address_of, interface_of, network_interfaces
 
@@ -59,17 +59,17 @@ class NcclGroup:
         self._peer = 1 - rank
         self._stream: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
-    def send(self, memory: Tensor) -> Native:
+    def send(self, memory: Tensor) -> AsyncOperation:
         return self._start(self._group.send, memory)
 
-    def receive(self, memory: Tensor) -> Native:
+    def receive(self, memory: Tensor) -> AsyncOperation:
         return self._start(self._group.recv, memory)
 
     def abort(self) -> None:
         self._group.abort()
         self._group = None
 
-    def _start(self, verb: Any, memory: Tensor) -> Native:
+    def _start(self, verb: Any, memory: Tensor) -> AsyncOperation:
         with torch.cuda.stream(self._stream):  # so as not to wait for the engine's queued work
             work = verb([memory], self._peer, 0)
             work.wait()  # blocks the stream, not this thread
@@ -78,7 +78,7 @@ class NcclGroup:
         return _Event(work, event)
 
 
-class _Event(OnDevice):
+class _Event(CudaEventOperation):
     def __init__(self, work: Any, event: Any) -> None:
         super().__init__(event)
         self._work = work  # keeps the memory alive for NCCL

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from baton.errors import TransferError
 from kv_transfer import NIXL_PACKAGES
-from kv_transfer.native import Native, Target
+from kv_transfer.async_operation import AsyncOperation, Target
 from kv_transfer.transports.host import net_devices
 from kv_transfer.transports.pair.carrier import Note, OneSidedReceiving
 
@@ -104,7 +104,7 @@ class NixlSending:
         self._carrier = carrier
         self._peer = peer
 
-    def send(self, memory: Tensor, num_bytes: int, place: bytes) -> Native:
+    def send(self, memory: Tensor, num_bytes: int, place: bytes) -> AsyncOperation:
         carrier, agent = self._carrier, self._carrier.agent
         carrier.register(memory)
         if len(place) < _PLACE.size:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kv_transfer.native import Native, Target
+from kv_transfer.async_operation import AsyncOperation, Target
 from kv_transfer.transports.pair.carrier import Note, OneSidedReceiving
 
 
@@ -41,15 +41,15 @@ class SimulatedCarrier:
     def close(self) -> None:
         pass
 
-    def passing(self, num_bytes: int) -> Passing:
+    def transfer(self, num_bytes: int) -> TimedOperation:
         """So many bytes, behind all others of this node."""
         begins = max(self._clock(), self._free_from)
         self._free_from = begins + num_bytes / self._bytes_per_s
-        return Passing(self._free_from, self._clock)
+        return TimedOperation(self._free_from, self._clock)
 
 
-class Passing:
-    """A `Native` that is over at a given time."""
+class TimedOperation:
+    """An `AsyncOperation` that is over at a given time."""
 
     error = ""
 
@@ -67,8 +67,8 @@ class SimulatedSending:
     def __init__(self, carrier: SimulatedCarrier) -> None:
         self._carrier = carrier
 
-    def send(self, memory: Any, num_bytes: int, place: bytes) -> Native:
-        return self._carrier.passing(num_bytes)
+    def send(self, memory: Any, num_bytes: int, place: bytes) -> AsyncOperation:
+        return self._carrier.transfer(num_bytes)
 
     def reach(self, place: bytes, num_bytes: int, tag: int) -> Target | None:
         return None

@@ -9,19 +9,19 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from baton.errors import TransferError
-from kv_transfer.native import Native, Target
+from kv_transfer.async_operation import AsyncOperation, Target
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Note = Callable[[bytes], None]
-"""Sends a note to the other end's `Receiving.hear`, ahead of the next message."""
+"""Sends a note to the other end's `Receiving.handle_note`, ahead of the next message."""
 
 
 class Sending(Protocol):
     """The pushing end of one connection."""
 
-    def send(self, memory: Tensor, num_bytes: int, place: bytes) -> Native:
+    def send(self, memory: Tensor, num_bytes: int, place: bytes) -> AsyncOperation:
         """Start to move the first bytes of a slot's memory, [slot_bytes], uint8, to `place`, which the other end
         exported. Raises TransferError: nothing was started."""
 
@@ -43,15 +43,15 @@ class Receiving(Protocol):
         """The place that the other end needs to send into a slot's memory, [slot_bytes], uint8. Raises
         TransferError."""
 
-    def begin(self, memory: Tensor, num_bytes: int) -> Native | None:
+    def begin(self, memory: Tensor, num_bytes: int) -> AsyncOperation | None:
         """The other end sends into the first bytes of that memory, in the order of these calls. None: this end does
         nothing, and the other reports when it is over. Raises TransferError."""
 
-    def has_come(self, memory: Tensor, tag: int) -> bool:
+    def has_arrived(self, memory: Tensor, tag: int) -> bool:
         """Whether the completion flag shows that the message of that tag, which has begun, is all in that memory. False
         proves nothing. Polled."""
 
-    def hear(self, note: bytes) -> None:
+    def handle_note(self, note: bytes) -> None:
         """Handle a note. Raises TransferError for an invalid one."""
 
     def abort(self) -> None:
@@ -63,13 +63,13 @@ class Receiving(Protocol):
 class OneSidedReceiving:
     """All of a `Receiving` except `export_slot`, if the other end does the transfer and reports when it is over."""
 
-    def begin(self, memory: Tensor, num_bytes: int) -> Native | None:
+    def begin(self, memory: Tensor, num_bytes: int) -> AsyncOperation | None:
         return None
 
-    def has_come(self, memory: Tensor, tag: int) -> bool:
+    def has_arrived(self, memory: Tensor, tag: int) -> bool:
         return False
 
-    def hear(self, note: bytes) -> None:
+    def handle_note(self, note: bytes) -> None:
         raise TransferError("a one-sided carrier sends no notes")
 
     def abort(self) -> None:

@@ -18,7 +18,7 @@ from baton.cluster_secret import DATA, NONCE_BYTES, ClusterSecret, Proofs, is_pr
 from kv_transfer.transports.pair.address import PairAddress
 from kv_transfer.transports.pair.channel import Channel, Frame, Kind
 from kv_transfer.transports.pair.ends import Inbound, Link, Outbound
-from kv_transfer.transports.pair.poller import Ends
+from kv_transfer.transports.pair.poller import ChannelPoller
 
 _STRANGERS = 64
 _ID_BYTES = 32
@@ -56,7 +56,7 @@ class Connector:
         self,
         here: PairAddress,
         listener: socket.socket,
-        ends: Ends[End],
+        ends: ChannelPoller[End],
         opened: Callable[[Link, Channel], None],
         failed: Callable[[Link, str], None],
         called: Callable[[str, Channel, str], None],
@@ -80,7 +80,7 @@ class Connector:
                     channel.socket.bind((self._bound, 0))  # the peer may look for a carrier's services at this address
                 if channel.socket.connect_ex((host, link.theirs.port)) not in (0, errno.EINPROGRESS):
                     self._ends.close(dial)
-        self._fail_if_vain(link, _NO_ANSWER)
+        self._fail_if_unreachable(link, _NO_ANSWER)
 
     def give_up(self, link: Link) -> None:
         """Stop dialling it."""
@@ -106,9 +106,9 @@ class Connector:
     def lose(self, end: Dial | PendingPeer, reason: str = _NO_ANSWER) -> None:
         self._ends.close(end)
         if isinstance(end, Dial):
-            self._fail_if_vain(end.link, reason)
+            self._fail_if_unreachable(end.link, reason)
 
-    def hear(self, end: Dial | PendingPeer, frame: Frame) -> None:
+    def handle(self, end: Dial | PendingPeer, frame: Frame) -> None:
         match end, frame.kind:
             case Dial(proofs=None), Kind.WELCOME if len(frame.payload) == len(end.nonce):
                 for other in self._dials(end.link):
@@ -147,6 +147,6 @@ class Connector:
     def _dials(self, link: Link) -> list[Dial]:
         return [dial for dial in self._ends.of(Dial) if dial.link is link]
 
-    def _fail_if_vain(self, link: Link, reason: str) -> None:
+    def _fail_if_unreachable(self, link: Link, reason: str) -> None:
         if link.out is None and not self._dials(link):
             self._failed(link, reason)

@@ -9,7 +9,7 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from kv_transfer.native import DONE, Native, Target
+from kv_transfer.async_operation import DONE, AsyncOperation, Target
 from kv_transfer.transports.pair.address import PairAddress
 from kv_transfer.transports.pair.carrier import Receiving, Sending
 from kv_transfer.transports.pair.channel import Channel
@@ -27,8 +27,8 @@ class Push:
     slot: int
     num_bytes: int
     header: bytes
-    storing: Native = DONE
-    native: Native | None = None
+    storing: AsyncOperation = DONE
+    native: AsyncOperation | None = None
     placed: bool = False
     signals: bool = False
 
@@ -43,7 +43,7 @@ class Expect:
     granted: bool = False
     begun: bool = False
     header: bytes = b""
-    native: Native | None = None
+    native: AsyncOperation | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -58,7 +58,7 @@ class Grant:
     channel: Channel
     placed: bool = False
     announced: bool = False
-    storing: Native | None = None
+    storing: AsyncOperation | None = None
     error: str = ""
 
     def query(self) -> bool:
@@ -72,7 +72,7 @@ class Outbound:
     channel: Channel
     sending: Sending
     grants: dict[int, Grant] = field(default_factory=dict)
-    leaving: list[Native] = field(default_factory=list)
+    leaving: list[AsyncOperation] = field(default_factory=list)
 
     @property
     def is_over(self) -> bool:
@@ -89,7 +89,7 @@ class Inbound:
     said_bye: bool = False
     broke_at: float = 0.0
     over: bool = False
-    leaving: list[Native] = field(default_factory=list)
+    leaving: list[AsyncOperation] = field(default_factory=list)
 
     def end(self) -> None:
         """Nothing more can be received from the peer."""
@@ -122,7 +122,7 @@ class Link:
         return self.theirs.id
 
     @property
-    def under_way(self) -> list[tuple[Push | Expect, Native]]:
+    def under_way(self) -> list[tuple[Push | Expect, AsyncOperation]]:
         """Operations that this end has started."""
         operations: list[Push | Expect] = [*self.pushes.values(), *self.expects.values()]
         return [(operation, operation.native) for operation in operations if operation.native is not None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from functools import partial
 
-from kv_transfer.native import Native, Target
+from kv_transfer.async_operation import AsyncOperation, Target
 from kv_transfer.transports.pair.channel import Kind
 from kv_transfer.transports.pair.ends import Grant
 
@@ -70,7 +70,7 @@ class GrantTable:
             self._cut |= {(peer, tag): grant for tag, grant in placed.items()}
         return placed
 
-    def push_cut(self, peer: str, tag: int, storing: Native) -> bool:
+    def push_cut(self, peer: str, tag: int, storing: AsyncOperation) -> bool:
         """The part of a cut grant is pushed: it is over when `storing` is. False: its link is not gone, or it was not
         placed."""
         with self._changed:

@@ -25,7 +25,7 @@ from kv_transfer.transports.pair.channel import Channel, Frame, Kind
 from kv_transfer.transports.pair.dialling import Connector, Dial, End, PendingPeer
 from kv_transfer.transports.pair.ends import Expect, Inbound, Link, Outbound, Push
 from kv_transfer.transports.pair.messages import Messages
-from kv_transfer.transports.pair.poller import Ends
+from kv_transfer.transports.pair.poller import ChannelPoller
 from kv_transfer.transports.threaded import resolve
 
 _UNCLAIMED = 256
@@ -39,7 +39,7 @@ class Links:
         self,
         here: PairAddress,
         listener: socket.socket,
-        ends: Ends[End],
+        ends: ChannelPoller[End],
         carrier: Carrier,
         messages: Messages,
         emit: Callable[[TransportEvent], None],
@@ -202,15 +202,15 @@ class Links:
         for frame in channel.receive():
             now = self._ends.at(descriptor)  # the previous frame may have replaced or closed the end
             if now is not None and now.channel is channel:
-                self._hear(now, frame)
+                self._handle(now, frame)
         now = self._ends.at(descriptor)
         if channel.lost and now is not None and now.channel is channel:
             self._lose(now)
 
-    def _hear(self, end: End, frame: Frame) -> None:
+    def _handle(self, end: End, frame: Frame) -> None:
         match end, frame.kind:
             case ((Dial() | PendingPeer()), _):
-                self._connector.hear(end, frame)
+                self._connector.handle(end, frame)
             case Outbound(), Kind.GRANT:
                 if link := self._link_of(end):
                     self._or_drop(link, self._messages.take_grant, end, frame)
@@ -222,12 +222,12 @@ class Links:
                 self._part_with(end)
             case Inbound(), Kind.NOTE:
                 try:
-                    end.receiving.hear(frame.payload)
+                    end.receiving.handle_note(frame.payload)
                 except TransferError:
                     end.channel.lost = True
             case Inbound(), Kind.BEGIN | Kind.END | Kind.LONG:
                 if link := self._link_of(end):
-                    self._or_drop(link, self._messages.hear, end, frame)
+                    self._or_drop(link, self._messages.handle, end, frame)
             case _:
                 end.channel.lost = True  # a protocol violation
 

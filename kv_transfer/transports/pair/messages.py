@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from baton.errors import TransferError
-from kv_transfer.native import Native, Target
+from kv_transfer.async_operation import AsyncOperation, Target
 from kv_transfer.slots import Slots
 from kv_transfer.transport import MAX_HEADER_BYTES, Arrived, Failed, Sent, TransportEvent
 from kv_transfer.transports.mailbox import Mailbox
@@ -32,7 +32,7 @@ class Messages:
         self._mailbox = mailbox
         self._emit = emit
         self._grant_table = GrantTable()
-        self._failing: list[tuple[Native, Failed]] = []  # to emit when the stores are over
+        self._failing: list[tuple[AsyncOperation, Failed]] = []  # to emit when the stores are over
         self.moved_at = 0.0
         """When a message last made progress."""
 
@@ -83,7 +83,7 @@ class Messages:
         elif target is not None:
             self._grant_table.put(link.peer, frame.tag, grant)
 
-    def hear(self, link: Link, inward: Inbound, frame: Frame) -> None:
+    def handle(self, link: Link, inward: Inbound, frame: Frame) -> None:
         """BEGIN, END or LONG."""
         expect = link.expects.get(frame.tag)
         if expect is None and frame.kind is Kind.END:
@@ -147,14 +147,14 @@ class Messages:
                 if native.error:
                     raise TransferError(native.error)
                 self._end(link, operation)
-        self._end_what_has_come(link)
+        self._end_arrived(link)
 
     def cut(self, link: Link) -> None:
         """The link ends: report completed operations; the rest leave with its connections, and `fail` reports them."""
         for operation, native in link.under_way:
             if native.query() and not native.error:
                 self._end(link, operation)
-        self._end_what_has_come(link)
+        self._end_arrived(link)
         out, inward = link.out, link.inward
         if out is not None:
             out.leaving = [push.native for push in link.pushes.values() if push.native is not None]
@@ -188,12 +188,12 @@ class Messages:
         for _, failed in self._failing:
             self._emit(failed)
 
-    def _end_what_has_come(self, link: Link) -> None:
+    def _end_arrived(self, link: Link) -> None:
         """End receives whose completion flag is set. Their END may be late, or never come: a peer that died after its
         last store has sent everything."""
         for expect in link.coming:
             assert link.inward is not None
-            if link.inward.receiving.has_come(self._staging.memory(expect.slot), expect.tag):
+            if link.inward.receiving.has_arrived(self._staging.memory(expect.slot), expect.tag):
                 self._end(link, expect)
 
     def _end(self, link: Link, operation: Push | Expect) -> None:
@@ -207,7 +207,7 @@ class Messages:
             del link.expects[operation.tag]
             self._emit(Arrived(link.peer, operation.tag, operation.slot, operation.header))
 
-    def _fail_after(self, storing: Native, failed: Failed) -> None:
+    def _fail_after(self, storing: AsyncOperation, failed: Failed) -> None:
         """Return the slot to the mover once the stores for it are over, for which the leaving connection waits too, or
         when this thread is over."""
         if storing.query() or self._mailbox.is_closed:

@@ -37,7 +37,7 @@ def pause_s(idle_s: float, is_urgent: bool) -> float:
     return _PAUSE_S if idle_s <= _EAGER_S else min(max(idle_s / 10, 1e-3), _REST_S)
 
 
-class Ends(Generic[E]):
+class ChannelPoller(Generic[E]):
     """Owns the channels. Also waits for `others` to become readable."""
 
     def __init__(self, *others: HasFileno) -> None:

@@ -13,8 +13,8 @@ from concurrent.futures import Future
 
 from baton.cluster_secret import ClusterSecret
 from baton.errors import TransferError
+from kv_transfer.async_operation import DONE, AsyncOperation, Target
 from kv_transfer.events import EventQueue
-from kv_transfer.native import DONE, Native, Target
 from kv_transfer.slots import Slots
 from kv_transfer.transports.pair.address import PairAddress
 from kv_transfer.transports.pair.carrier import Carrier
@@ -22,7 +22,7 @@ from kv_transfer.transports.pair.dialling import End
 from kv_transfer.transports.pair.ends import DEATH_S, Expect, Push
 from kv_transfer.transports.pair.links import Links
 from kv_transfer.transports.pair.messages import Messages
-from kv_transfer.transports.pair.poller import Ends, pause_s
+from kv_transfer.transports.pair.poller import ChannelPoller, pause_s
 from kv_transfer.transports.threaded import TransportThread, resolve
 
 _FINISH_S = 1.0
@@ -44,7 +44,7 @@ class PairThread(TransportThread):
         self._carrier = carrier
         self._here = here
         self._listener = listener
-        self._ends: Ends[End] = Ends(self._mailbox, listener)
+        self._ends: ChannelPoller[End] = ChannelPoller(self._mailbox, listener)
         self._ready: list[tuple[int, int]] = []
         self._messages = Messages(staging, self._mailbox, self._emit)
         self._links = Links(here, listener, self._ends, carrier, self._messages, self._emit, secret)
@@ -67,7 +67,9 @@ class PairThread(TransportThread):
     def disconnect(self, peer: str) -> None:
         self._links.disconnect(peer)
 
-    def push(self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes, storing: Native = DONE) -> None:
+    def push(
+        self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes, storing: AsyncOperation = DONE
+    ) -> None:
         push = Push(tag, slot, num_bytes, header, storing)
         if not self._messages.push_cut(peer, push):
             self._links.submit(peer, push)

@@ -9,7 +9,7 @@ import pydantic_core
 
 from baton.sampling import FinishReason
 from router.answer import Delta
-from router.answer_reader import AnswerReading, Parts
+from router.answer_reader import AnswerDelta, AnswerReading
 from router.generation import Generation, Usage
 from router.http.chat_message import has_calls
 from router.http.shapes import timings_of
@@ -40,9 +40,9 @@ class MessageShape:
         counts = {"input_tokens": usage.num_prompt_tokens, "output_tokens": 0}
         return {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": counts}
 
-    def read(self, delta: Delta) -> Parts:
+    def read(self, delta: Delta) -> AnswerDelta:
         if self._reader is None:
-            return Parts("", [Content(delta.text)] if delta.text else [])
+            return AnswerDelta("", [Content(delta.text)] if delta.text else [])
         parts = self._reader.read(delta.text, delta.finish_reason is not None)
         self._has_calls = self._has_calls or has_calls(parts)
         return parts
@@ -77,7 +77,7 @@ def usage_of(usage: Usage) -> dict[str, int]:
     return {**counts, "cache_creation_input_tokens": 0, "cache_read_input_tokens": usage.num_cached_tokens}
 
 
-def _blocks(parts: Parts) -> list[dict[str, Any]]:
+def _blocks(parts: AnswerDelta) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     if parts.reasoning:
         blocks.append({**THINKING, "thinking": parts.reasoning, "signature": SIGNATURE})

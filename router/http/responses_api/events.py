@@ -8,20 +8,20 @@ from typing import Any
 from router.answer import Delta
 from router.http.responses_api.output import Event
 from router.http.responses_api.shape import ResponseShape
-from router.http.responses_api.store import Keeper
+from router.http.responses_api.store import ResponseSaver
 
 _CODES = {"rate_limit_error": "rate_limit_exceeded", "invalid_request_error": "invalid_prompt"}
 """Of a response that failed, by the type of its error; otherwise it is `server_error`."""
 
 
 class ResponseEvents:
-    """One response. `keeper` gets it at its end; None: it is not kept."""
+    """One response. `saver` gets it at its end; None: it is not kept."""
 
     keep_alive = b": keep-alive\n\n"
 
-    def __init__(self, shape: ResponseShape, keeper: Keeper | None) -> None:
+    def __init__(self, shape: ResponseShape, saver: ResponseSaver | None) -> None:
         self._shape = shape
-        self._keeper = keeper
+        self._saver = saver
         self._num_events = 0
 
     def begin(self) -> bytes:
@@ -38,14 +38,14 @@ class ResponseEvents:
     def error(self, body: dict[str, Any]) -> bytes:
         """A failure ends the response, which is not kept."""
         error = body["error"]
-        self._keeper = None
+        self._saver = None
         return self._last(
             self._shape.failed({"code": _CODES.get(error["type"], "server_error"), "message": error["message"]})
         )
 
     def _last(self, response: dict[str, Any]) -> bytes:
-        if self._keeper is not None:
-            self._keeper.keep(_dump(response))
+        if self._saver is not None:
+            self._saver.keep(_dump(response))
         return self._write({"type": f"response.{response['status']}", "response": response})
 
     def _write(self, event: Event) -> bytes:

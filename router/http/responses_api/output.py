@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from router.answer_reader import Parts
+from router.answer_reader import AnswerDelta
 from router.tool_parsers import CallArguments, CallStart, Content, Piece
 
 Event = dict[str, Any]
@@ -116,7 +116,7 @@ class Output:
     def items(self) -> list[dict[str, Any]]:
         return [item.content for item in self._items]
 
-    def read(self, parts: Parts, num_tokens: int, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
+    def read(self, parts: AnswerDelta, num_tokens: int, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
         """`num_tokens` and `logprobs` are of the tokens that brought these parts. They count for what comes first."""
         self._num_pending += num_tokens
         self._logprobs += logprobs

@@ -24,7 +24,7 @@ from router.http.responses_api.events import ResponseEvents
 from router.http.responses_api.pages import page_of
 from router.http.responses_api.schemas import ResponsesRequest
 from router.http.responses_api.shape import ResponseShape
-from router.http.responses_api.store import Keeper, ResponseStore, dump_items
+from router.http.responses_api.store import ResponseSaver, ResponseStore, dump_items
 from router.http.scope import request_id_of
 from router.offload import Offload
 from router.service import Service
@@ -40,14 +40,14 @@ _NOT_STREAMED_AGAIN = "A response that is kept is not streamed again: `stream` i
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A response under way. `keeper` keeps it when it has ended; None: it is not kept."""
+    """A response under way. `saver` keeps it when it has ended; None: it is not kept."""
 
     generation: Generation
     shape: ResponseShape
-    keeper: Keeper | None
+    saver: ResponseSaver | None
 
     def events(self) -> ResponseEvents:
-        return ResponseEvents(self.shape, self.keeper)
+        return ResponseEvents(self.shape, self.saver)
 
 
 class ResponsesRoutes:
@@ -93,7 +93,7 @@ class ResponsesRoutes:
         with _own_names():
             generation, reading = await self._generate.start_chat(state, request_id, model, chat)
         shape = ResponseShape(body, model, generation, reading, stored)
-        return Started(generation, shape, Keeper(store, state.owner, shape.id, items) if store else None)
+        return Started(generation, shape, ResponseSaver(store, state.owner, shape.id, items) if store else None)
 
     async def retrieve(self, request: Request, response_id: str) -> Response:
         if request.query_params.get("stream", "false") not in ("false", "0"):
@@ -147,8 +147,8 @@ class _WholeResponse(WholeResponse):
 
     async def _answer(self, deltas: dict[int, list[Delta]]) -> Response:
         response = await super()._answer(deltas)
-        if self._started.keeper is not None:
-            self._started.keeper.keep(bytes(response.body))
+        if self._started.saver is not None:
+            self._started.saver.keep(bytes(response.body))
         return response
 
     def _whole(self, deltas: dict[int, list[Delta]]) -> dict[str, Any]:

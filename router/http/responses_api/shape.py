@@ -9,7 +9,7 @@ from typing import Any
 
 from baton.sampling import FinishReason
 from router.answer import Delta
-from router.answer_reader import AnswerReading, Parts
+from router.answer_reader import AnswerDelta, AnswerReading
 from router.generation import Generation, Usage
 from router.http.logprobs import ChatLogprobs
 from router.http.responses_api.output import Event, Output
@@ -101,9 +101,9 @@ class ResponseShape:
     def _status(self) -> str:
         return "incomplete" if self._reason is FinishReason.LENGTH else "completed"
 
-    def _parts(self, delta: Delta) -> Parts:
+    def _parts(self, delta: Delta) -> AnswerDelta:
         if self._reader is None:
-            return Parts("", [Content(delta.text)] if delta.text else [])
+            return AnswerDelta("", [Content(delta.text)] if delta.text else [])
         return self._reader.read(delta.text, delta.finish_reason is not None)
 
 

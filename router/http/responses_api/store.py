@@ -90,8 +90,8 @@ class ResponseStore:
 
 
 @dataclass(frozen=True, slots=True)
-class Keeper:
-    """Keeps one response, once it has ended. `input`: see StoredResponse."""
+class ResponseSaver:
+    """Stores one response, once it has ended. `input`: see StoredResponse."""
 
     store: ResponseStore
     owner: bytes

@@ -10,7 +10,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class Remembered(Generic[K, V]):
+class ExpiringDict(Generic[K, V]):
     """A dict whose entries expire, each within a second after its own time.
 
     Each key is filed once, by the second in which it expires. So an entry costs its place in the dict and a pointer,

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Native(Protocol):
-    """An operation under way. Its memory may be read or written until `query` returns True."""
+class AsyncOperation(Protocol):
+    """An operation that runs in the background. Its memory may be read or written until `query` returns True."""
 
     @property
     def error(self) -> str:
@@ -21,7 +21,7 @@ class Native(Protocol):
 
 
 class Done:
-    """A `Native` that is already over."""
+    """An `AsyncOperation` that is already over."""
 
     error = ""
 
@@ -29,11 +29,11 @@ class Done:
         return True
 
 
-DONE: Native = Done()
+DONE: AsyncOperation = Done()
 
 
-class OnDevice:
-    """A `Native` that is over once a CUDA event has passed."""
+class CudaEventOperation:
+    """An `AsyncOperation` that is over once a CUDA event has passed."""
 
     def __init__(self, event: Any) -> None:
         self._event = event
