@@ -190,14 +190,14 @@ class KvReceiver(KvMover):
     def poll(self) -> list[ReceiverEvent]:
         """Events since the last call. On a GPU the current stream waits for the copies of parts that have landed."""
         self._is_called = True  # the engine is polling already
-        events = self.transport.poll()
+        transport_events = self.transport.poll()
         with self._lock:
             if self._failure is not None:
                 raise self._failure
-            self._take_in(events)
+            self._take_in(transport_events)
             self._await_copies()
-            told, self._events, self._is_called = self._events, [], False
-        return told
+            events, self._events, self._is_called = self._events, [], False
+        return events
 
     def warm_up(self) -> None:
         self._copies.warm_up(self._usual_rows(), gathers=False)

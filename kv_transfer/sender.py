@@ -109,8 +109,8 @@ class KvSender(KvMover):
         rows = self._rows_of(what, sent)
         num_rows = len(ids := rows.of(blocks, groups))
         if num_rows * rows.sent_bytes > self.part_blocks * self.block_bytes or num_rows > self._copies.most_pieces:
-            told = f"{num_rows} x {rows.sent_bytes} bytes"
-            raise TransferError(f"a part of {told}, where {self.part_blocks} blocks at most fit")
+            size = f"{num_rows} x {rows.sent_bytes} bytes"
+            raise TransferError(f"a part of {size}, where {self.part_blocks} blocks at most fit")
         header = PartHeader(lease, part, len(blocks), what, num_rows, rows.sent_bytes, sent.digest, checked)
         if (out := self._take(peer, header)) is None:
             return False

@@ -126,5 +126,5 @@ def _digest(key: str) -> bytes:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    told = path.stat()
-    return (told.st_mtime_ns, told.st_size, told.st_ino)
+    stat = path.stat()
+    return (stat.st_mtime_ns, stat.st_size, stat.st_ino)

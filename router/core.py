@@ -103,7 +103,7 @@ class RouterCore:
         self._recovery.node_lost(incarnation, reason, what, stopped, now, doomed)
 
     def node_load(self, incarnation: str, load: Load, now: float) -> None:
-        self.pool.told(incarnation, load)
+        self.pool.update_load(incarnation, load)
         if self._attempts.num_waiting:
             self._place_waiting(now)
         self._empty_if_leaving(incarnation, now)

@@ -23,7 +23,7 @@ class HeldEvents:
     def release(self, state: RequestState, sample: SampleState, now: float) -> None:
         if not sample.held:
             return
-        if not state.told:
+        if not state.client_has_token:
             state.has_first_token(sample, self._holds, now)
         for event in sample.held:
             self._outbox.to_client(state.request.request_id, event)

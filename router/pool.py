@@ -305,7 +305,7 @@ class Pool:
             node.num_promised -= num_blocks
             node.num_settling += num_blocks
 
-    def told(self, incarnation: str, load: Load) -> None:
+    def update_load(self, incarnation: str, load: Load) -> None:
         """A node's load. What it counts beyond the prompts that it has of this router waits for others."""
         if node := self._nodes.get(incarnation):
             node.load = load

@@ -104,14 +104,14 @@ class RequestTimings:
     prefill_node: str = ""
     decode_node: str = ""
 
-    def handed_off(self, told: HandedOff) -> None:
-        self.prefill_s, self.gather_s, self.wire_s = told.prefill_s, told.gather_s, told.wire_s
+    def handed_off(self, message: HandedOff) -> None:
+        self.prefill_s, self.gather_s, self.wire_s = message.prefill_s, message.gather_s, message.wire_s
 
-    def adopted(self, told: Adopted) -> None:
-        self.commit_s, self.transfer_s, self.scatter_s = told.commit_s, told.transfer_s, told.scatter_s
-        self.step_wait_s, self.handoff_s = told.step_wait_s, told.handoff_s
-        self.num_decode_cached_tokens = told.num_cached_tokens
-        self.transfer_bytes = told.transfer_bytes
+    def adopted(self, message: Adopted) -> None:
+        self.commit_s, self.transfer_s, self.scatter_s = message.commit_s, message.transfer_s, message.scatter_s
+        self.step_wait_s, self.handoff_s = message.step_wait_s, message.handoff_s
+        self.num_decode_cached_tokens = message.num_cached_tokens
+        self.transfer_bytes = message.transfer_bytes
 
 
 class TokensOut(NamedTuple):
@@ -264,7 +264,7 @@ class RequestState:
     avoid: set[str] = field(default_factory=set)  # nodes that failed it
     blamed: set[str] = field(default_factory=set)  # those of them that a peer took for lost
     lost: dict[str, str] = field(default_factory=dict)  # nodes that were lost while they ran it, and how
-    told: bool = False  # its client has a token
+    client_has_token: bool = False
     num_scored: int = 0  # tokens of the prompt whose logprobs its client has
     version: ModelVersion | None = None  # that of its nodes, from its first placement on
     record: RequestRecord = field(init=False)
@@ -378,7 +378,7 @@ class RequestState:
     def has_first_token(self, sample: SampleState, was_held: bool, now: float) -> None:
         """Its client gets the first token, of that sample; `was_held`: until the decode node went on with it, if it was
         to."""
-        self.told = True
+        self.client_has_token = True
         self.timings.first_token_s = now - self.arrived
         running = [a.record for a in self.attempts.values() if a.sample(sample.index) is sample]
         self.record.first = running[-1] if running else self.record.last

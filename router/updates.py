@@ -134,7 +134,7 @@ class Updates:
             or sample.held
             or attempt.end_waits
             or not attempt.prefilled
-            or not state.told
+            or not state.client_has_token
             or state.lacks_prompt_logprobs
         ):
             return False

@@ -115,7 +115,7 @@ class MemoryHub:
         if self._transports.pop(transport.address, None) is None:
             return
         for peer in list(transport.links):
-            self._cut(transport, peer, reason, told=False)
+            self._cut(transport, peer, reason, requested=False)
 
     def _add(self, kind: str, operation: _Operation) -> None:
         other = "receive" if kind == "push" else "push"
@@ -140,19 +140,19 @@ class MemoryHub:
             receive.owner._emit(Arrived(receive.peer, receive.tag, receive.slot, push.header))
         push.owner._emit(Sent(push.peer, push.tag, push.slot))
 
-    def _cut(self, transport: MemoryTransport, peer: str, reason: str, told: bool) -> None:
-        """Close the connection at both ends. `told`: this end requested it and gets no PeerDisconnected; the other end
+    def _cut(self, transport: MemoryTransport, peer: str, reason: str, requested: bool) -> None:
+        """Close the connection at both ends. `requested`: by this end, which gets no PeerDisconnected; the other end
         always gets one."""
         address = transport.links.pop(peer, None)
         if address is None:
             return
         self._fail_all(transport, peer, reason)
-        if not told:
+        if not requested:
             transport._emit(PeerDisconnected(peer, reason))
         other = self._transports.get(address)
         for theirs in [p for p, a in other.links.items() if a == transport.address] if other else []:
             assert other is not None
-            self._cut(other, theirs, reason, told=False)
+            self._cut(other, theirs, reason, requested=False)
 
     def _fail_all(self, transport: MemoryTransport, peer: str, reason: str) -> None:
         for operations in self._waiting.values():
@@ -218,12 +218,12 @@ class MemoryTransport(EventSource):
 
     def disconnect(self, peer: str) -> None:
         with self.hub._turn():
-            self.hub._cut(self, peer, "disconnected", told=True)
+            self.hub._cut(self, peer, "disconnected", requested=True)
 
     def close(self) -> None:
         with self.hub._turn():
             for peer in list(self.links):
-                self.hub._cut(self, peer, "closed", told=True)
+                self.hub._cut(self, peer, "closed", requested=True)
             self.hub._leave(self, "closed")
 
     def _start(self, kind: str, operation: _Operation) -> None:

@@ -85,8 +85,8 @@ class TransportThread:
         """Handle what has happened, then wait for more."""
         raise NotImplementedError
 
-    def _shut(self, reason: str, told: bool) -> None:
-        """End all links. `told`: this end requested it, so no PeerDisconnected."""
+    def _shut(self, reason: str, requested: bool) -> None:
+        """End all links. `requested`: by this end, so no PeerDisconnected."""
         raise NotImplementedError
 
     def _over(self) -> None:
@@ -103,7 +103,7 @@ class TransportThread:
             self._started.set_exception(error if known else TransferError(f"{self._kind} cannot start: {error}"))
             return
         self._started.set_result(opened)
-        reason, told = "closed", True
+        reason, requested = "closed", True
         try:
             while not self._stopping:
                 self._turn()
@@ -111,9 +111,9 @@ class TransportThread:
             log.critical("transport thread failed kind=%s", self._kind, exc_info=error)
             self._events.fail(error)
             self._emitted = True
-            reason, told = f"the {self._kind} thread failed: {error}", False
+            reason, requested = f"the {self._kind} thread failed: {error}", False
         try:
-            self._shut(reason, told)
+            self._shut(reason, requested)
         finally:
             self._mailbox.close()
             self._over()

@@ -38,9 +38,9 @@ def _pool_bytes(
 ) -> tuple[int, str]:
     """Bytes of the pool, and the flag that would enlarge it. On a CPU at most what the node could ever fill.
     logits_bytes: of a row."""
-    told = settings.kv_cache_memory_bytes
-    if told is not None:
-        return told, f"--kv-cache-memory-bytes ({told})"
+    requested = settings.kv_cache_memory_bytes
+    if requested is not None:
+        return requested, f"--kv-cache-memory-bytes ({requested})"
     if memory is not None:
         share = settings.gpu_memory_utilization
         graphs_bytes = graph_bytes(settings, limits, logits_bytes) if settings.captures_graphs else 0

@@ -43,8 +43,8 @@ class Snapshot:
 
     async def now(self) -> JSONResponse:
         """Nodes as this process sees them, which all do alike; the work is that of all processes."""
-        told = await self.ask(QUESTION)
-        works = [work for work in told.values() if work is not None]
+        by_worker = await self.ask(QUESTION)
+        works = [work for work in by_worker.values() if work is not None]
         pools = self._dispatcher.pools()
         readiness = self._cluster.readiness()
         report = dataclasses.asdict(report_nodes(self._cluster, self._dispatcher))
@@ -58,7 +58,7 @@ class Snapshot:
             "has_admin": self._has_admin,
             "models": self._model_names(),
             "bottleneck": bottleneck(pools["prefill"], pools["decode"]),
-            "num_workers": len(told),
+            "num_workers": len(by_worker),
             "num_workers_answered": len(works),
             "nodes": sorted(nodes, key=_order),
             **report,

@@ -102,8 +102,8 @@ def parse(stated: Any) -> frozenset[Member]:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    told = path.stat()
-    return told.st_mtime_ns, told.st_size, told.st_ino, told.st_dev
+    stat = path.stat()
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino, stat.st_dev
 
 
 def _unreadable(path: Path, error: OSError) -> str:

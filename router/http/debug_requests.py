@@ -49,8 +49,8 @@ class DebugRequests:
     async def recent(self, request: Request) -> JSONResponse:
         """Those that run and the last that have ended, by their receipt, the newest first: `?limit=` of them."""
         limit = _limit(request.query_params.get("limit"))
-        told = await self.ask(f"requests {limit}")
-        found = [one for of_worker in told.values() for one in of_worker or ()]
+        by_worker = await self.ask(f"requests {limit}")
+        found = [one for of_worker in by_worker.values() for one in of_worker or ()]
         found.sort(key=lambda one: one["received_at"], reverse=True)
         return JSONResponse({"requests": found[:limit]})
 
@@ -58,8 +58,8 @@ class DebugRequests:
         """All prompts of the request, by the id that its client knows, or one by its own."""
         found: list[dict[str, Any]] = []
         if _ID.fullmatch(request_id):
-            told = await self.ask(f"timelines {request_id}")
-            found = [one for of_worker in told.values() for one in of_worker or ()]
+            by_worker = await self.ask(f"timelines {request_id}")
+            found = [one for of_worker in by_worker.values() for one in of_worker or ()]
         if not found:
             raise HTTPException(404, f"No request {request_id[:160]!r} is among those remembered.")
         return JSONResponse({"requests": found})

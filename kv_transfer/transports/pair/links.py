@@ -109,7 +109,7 @@ class Links:
 
     def disconnect(self, peer: str) -> None:
         if link := self._links.get(peer):
-            self._drop(link, "disconnected", told=True)
+            self._drop(link, "disconnected", requested=True)
 
     def submit(self, peer: str, operation: Push | Expect) -> None:
         if (link := self._links.get(peer)) is None:
@@ -117,10 +117,10 @@ class Links:
             return
         self._or_drop(link, self._messages.submit, operation)
 
-    def leave(self, reason: str, told: bool) -> None:
-        """End all links; operations under way keep their connections. `told`: this end requested it."""
+    def leave(self, reason: str, requested: bool) -> None:
+        """End all links; operations under way keep their connections. `requested`: by this end."""
         for link in list(self._links.values()):
-            self._drop(link, reason, told)
+            self._drop(link, reason, requested)
         while self._unclaimed:
             self._leave(self._unclaimed.popitem()[1])
 
@@ -135,7 +135,7 @@ class Links:
             self._attach(link, inward)
 
     def _give_up(self, link: Link, reason: str) -> None:
-        self._drop(link, reason, told=True)
+        self._drop(link, reason, requested=True)
 
     def _open(self, link: Link, channel: Channel) -> None:
         """The peer was reached: pushes use this connection."""
@@ -144,7 +144,7 @@ class Links:
             sending = self._carrier.sending(link.remote, memory, lambda note: channel.send(Kind.NOTE, payload=note))
         except TransferError as error:
             channel.send(Kind.BYE)
-            self._drop(link, error.message, told=True)
+            self._drop(link, error.message, requested=True)
             return
         link.out = Outbound(channel, sending)
         self._ends.put(link.out)
@@ -160,7 +160,7 @@ class Links:
             self._attend(link.inward)  # its end of stream may have arrived already
         if (link := self._link_to(remote)) is not None and link.inward is not None:
             if any(expect.granted for expect in link.expects.values()):
-                self._drop(link, "the peer connected anew", told=False)
+                self._drop(link, "the peer connected anew", requested=False)
             else:
                 self._leave(link.inward)
         link = self._link_to(remote)
@@ -216,7 +216,7 @@ class Links:
                     self._or_drop(link, self._messages.take_grant, end, frame)
             case Inbound(), Kind.STRAY:
                 if link := self._link_of(end):
-                    self._drop(link, "the peer is gone", told=False)
+                    self._drop(link, "the peer is gone", requested=False)
             case Inbound(), Kind.BYE:
                 end.said_bye = True
                 self._part_with(end)
@@ -243,7 +243,7 @@ class Links:
         if (link := self._link_of(end)) and link.inward is not None:
             self._attend(link.inward)  # what the peer sent and completed before it died counts
         if link := self._link_of(end):
-            self._drop(link, "the peer is gone", told=False)
+            self._drop(link, "the peer is gone", requested=False)
 
     # ---- left ----
 
@@ -258,7 +258,7 @@ class Links:
                 self._leave(inward)
             return
         if any(e.begun or (e.granted and not inward.said_bye) for e in link.expects.values()):
-            self._drop(link, "the peer is gone", told=False)
+            self._drop(link, "the peer is gone", requested=False)
             return
         link.inward = None
         for expect in link.expects.values():
@@ -270,10 +270,10 @@ class Links:
         try:
             act(link, *args)
         except TransferError as error:
-            self._drop(link, error.message, told=False)
+            self._drop(link, error.message, requested=False)
 
-    def _drop(self, link: Link, reason: str, told: bool) -> None:
-        """End all operations with the peer. `told`: this end requested it, so no PeerDisconnected."""
+    def _drop(self, link: Link, reason: str, requested: bool) -> None:
+        """End all operations with the peer. `requested`: by this end, so no PeerDisconnected."""
         if self._links.get(link.peer) is not link:
             return
         del self._links[link.peer]
@@ -286,7 +286,7 @@ class Links:
         connecting = bool(link.waiting)
         for up in link.waiting:
             resolve(up, TransferError(f"{link.peer} cannot be reached: {reason}"))
-        if not told and not connecting:
+        if not requested and not connecting:
             self._emit(PeerDisconnected(link.peer, reason))
 
     def _leave(self, end: Outbound | Inbound) -> None:

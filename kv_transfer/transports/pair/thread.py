@@ -113,9 +113,9 @@ class PairThread(TransportThread):
             time.sleep(pause)  # epoll counts in milliseconds
         return ready
 
-    def _shut(self, reason: str, told: bool) -> None:
+    def _shut(self, reason: str, requested: bool) -> None:
         self._stopping = True
-        self._links.leave(reason, told)
+        self._links.leave(reason, requested)
         deadline = time.monotonic() + max(_FINISH_S, DEATH_S)
         while self._links.is_leaving and time.monotonic() < deadline:
             self._turn(deadline)

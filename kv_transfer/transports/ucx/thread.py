@@ -131,7 +131,7 @@ class UcxThread(TransportThread):
 
     def disconnect(self, peer: str) -> None:
         if link := self._links.get(peer):
-            self._drop(link, "disconnected", told=True)
+            self._drop(link, "disconnected", requested=True)
 
     def push(self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes) -> None:
         self._submit(peer, tag, slot, num_bytes, bytes((len(header),)) + header)
@@ -171,7 +171,7 @@ class UcxThread(TransportThread):
         for link in list(self._links.values()):
             self._collect(link)
             if link.lost:
-                self._drop(link, "the peer is gone", told=False)
+                self._drop(link, "the peer is gone", requested=False)
         self._close_parked()
         if self._hearing.completed:
             self._listen()
@@ -197,7 +197,7 @@ class UcxThread(TransportThread):
         """Report completed operations."""
         if link.waiting and link.hello.completed:
             if reason := _error(link.hello):
-                self._drop(link, reason, told=True)
+                self._drop(link, reason, requested=True)
                 return
             self._tell_path(link)
             for up in link.waiting:
@@ -235,14 +235,14 @@ class UcxThread(TransportThread):
                 operation.requests.append(verb(buffer, ucx.UCXXTag(its_tag)))
         except ucx.UCXError as error:
             operation.error = str(error)
-            self._drop(link, operation.error, told=False)  # the peer may have received half of it
+            self._drop(link, operation.error, requested=False)  # the peer may have received half of it
 
     def _fail(self, peer: str, operation: Operation, reason: str) -> None:
         self._staging.renew(operation.slot, lambda: operation.is_over)
         self._emit(Failed(peer, operation.tag, operation.slot, reason))
 
-    def _drop(self, link: Link, reason: str, told: bool) -> None:
-        """End all operations with the peer. `told`: this end requested it, so no PeerDisconnected."""
+    def _drop(self, link: Link, reason: str, requested: bool) -> None:
+        """End all operations with the peer. `requested`: by this end, so no PeerDisconnected."""
         if self._links.pop(link.peer, None) is not link:
             return
         self._collect(link)  # completed operations are reported as such
@@ -255,7 +255,7 @@ class UcxThread(TransportThread):
         connecting = bool(link.waiting)
         for up in link.waiting:
             resolve(up, TransferError(f"{link.peer} cannot be reached: {reason}"))
-        if not told and not connecting:
+        if not requested and not connecting:
             self._emit(PeerDisconnected(link.peer, reason))
 
     def _close_parked(self) -> None:
@@ -265,9 +265,9 @@ class UcxThread(TransportThread):
 
     # ---- the end ----
 
-    def _shut(self, reason: str, told: bool) -> None:
+    def _shut(self, reason: str, requested: bool) -> None:
         for link in list(self._links.values()):
-            self._drop(link, reason, told)
+            self._drop(link, reason, requested)
         self._worker.cancel_inflight_requests()
         deadline = time.monotonic() + _FINISH_S
         while self._parked and (left := deadline - time.monotonic()) > 0:
