@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 
 class Runs(NamedTuple):
-    """Elements that lie in equal runs at equal distances: `num_runs` of `length`, each beginning `pitch` elements after
-    the one before, the first at `first`."""
+    """Elements in `num_runs` runs of `length` elements. The first run begins at `first`, each further one `pitch`
+    elements after the one before."""
 
     first: int
     length: int
@@ -17,8 +17,9 @@ class Runs(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Indices [first, end) of dimension `dim` of a tensor of the shape `whole`; if the dimension consists of several
-    equal `sections` (gate and up in one tensor), these indices of each. What is beyond dimension 0 is zero."""
+    """Indices [first, end) along dimension `dim` of a tensor with the shape `whole`. If the dimension consists of
+    several equal `sections` (gate and up in one tensor), the indices count within each section. Indices beyond the end
+    of dimension 0 stand for zeros."""
 
     dim: int
     first: int
@@ -33,7 +34,7 @@ class Cut(NamedTuple):
         return (*self.whole[: self.dim], part, *self.whole[self.dim + 1 :])
 
     def runs(self) -> Runs:
-        """Where its elements are in the whole, in their order."""
+        """Where the part's elements are in the whole tensor, in order."""
         section = self.whole[self.dim] // self.sections
         inner = math.prod(self.whole[self.dim + 1 :])
         first, end = (min(index, section) for index in (self.first, self.end))

@@ -41,7 +41,7 @@ class DataParallel:
         self._num_tokens_across_dp: list[int] = []
         self._steps = False
         self.exchange_s = 0.0
-        """On a CPU, for how long rows were gathered and results summed."""
+        """Total time of gathers and sums on a CPU."""
 
     def agree_on_step(self, num_tokens: int, needs: Sequence[int]) -> StepAgreement:
         """Agree on a step with the other nodes; if no node has tokens, there is no step. num_tokens: of this node.
@@ -53,13 +53,13 @@ class DataParallel:
         return StepAgreement(gathered[:, 0].tolist(), stepping[:, 1:].amax(0).tolist())
 
     def begin(self, num_tokens_across_dp: Sequence[int]) -> None:
-        """Set how many tokens each node has in the steps from now on. Until the first call, as while a model loads,
-        each `gather` exchanges these numbers itself."""
+        """Set how many tokens each node has in the steps from now on. Before the first call, for example while a model
+        loads, each `gather` exchanges these numbers itself."""
         self._steps, self._num_tokens_across_dp = True, list(num_tokens_across_dp)
 
     def gather(self, x: Tensor) -> Tensor:
-        """The rows of all nodes, in their order. x: this node's, [..., num_tokens, width], with leading dimensions
-        of 1."""
+        """The rows of all nodes, in the order of the nodes. x: this node's rows, [..., num_tokens, width], with leading
+        dimensions of 1."""
         if self.num_nodes == 1:
             return x
         began = time.perf_counter()
@@ -81,8 +81,8 @@ class DataParallel:
         return rows.view(*x.shape[:-2], *rows.shape)
 
     def sum_own(self, x: Tensor) -> Tensor:
-        """This node's rows of the sum over all ranks. x: a part of it, of the rows that `gather` gave; may be
-        overwritten."""
+        """This node's rows of the sum over all ranks. x: this rank's partial results for the rows that `gather`
+        returned; may be overwritten."""
         began = time.perf_counter()
         total = self.everyone.all_reduce(x)
         self.exchange_s += time.perf_counter() - began

@@ -1,9 +1,9 @@
-"""Expert parallel load balancing: rank 0 counts which experts tokens choose, and decides which of them change places.
+"""Expert parallel load balancing: rank 0 counts which experts tokens choose, and decides which experts move.
 
-    every step_interval steps   the load of the last window_size steps, as the router chose
-    at each step from then on   one layer: a better placement, if there is one; its weights move before the step
+    every step_interval steps   read the load of the last window_size steps, as the router chose
+    at each step from then on   find a better placement for one layer; if there is one, move its weights before the step
 
-A layer's placement is swapped together with its weights, so layers may be of different rebalances at any time.
+A layer's placement changes together with its weights, so two layers may be in different rebalances at any time.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from engine.model.parallel.expert_slots import ExpertSlots
 log = logging.getLogger(__name__)
 
 Counts = npt.NDArray[np.int64]
-"""[num_layers, num_experts]: tokens that chose each expert."""
+"""[num_layers, num_experts]: how many tokens chose each expert."""
 
 
 class Change(NamedTuple):
-    """A layer's slots are to hold these experts. num_slots: how many of them get another one."""
+    """A layer's new placement. num_slots: how many slots get another expert."""
 
     layer: int
     placement: Placement
@@ -34,8 +34,9 @@ class Change(NamedTuple):
 
 
 class LoadWindow:
-    """What a total that grows has gained in the last `window` steps, at every `interval`-th. Keeps the total as it was
-    when the windows that are open began. total: reads it, for which a GPU's steps must be over."""
+    """How much a growing total has gained over the last `window` steps, read at every `interval`-th step. Keeps the
+    total as it was at the beginning of each open window. total: reads the total; on a GPU, that waits for the launched
+    steps."""
 
     def __init__(self, total: Callable[[], Counts], window: int, interval: int) -> None:
         self._total, self._window, self._interval = total, window, interval
@@ -43,7 +44,8 @@ class LoadWindow:
         self._num_steps = 0
 
     def step(self) -> Counts | None:
-        """After each step; what the window has, if it ends with this one. It is shorter at first."""
+        """Count one step. Returns the window's gain if a window ends with this step. The first window may be shorter
+        than `window`."""
         self._num_steps += 1
         if (self._num_steps + self._window) % self._interval == 0:
             self._began.append(self._total())
@@ -53,8 +55,8 @@ class LoadWindow:
 
 
 class BalanceLog:
-    """Logs every `interval` steps how balanced the ranks were since the line before: the mean of their tokens, over the
-    most that one of them had; 1 is best. On a GPU it waits for the steps that were launched."""
+    """Logs every `interval` steps how balanced the ranks were since the last line: the mean over the maximum of their
+    token counts; 1 is best. On a GPU, that waits for the launched steps."""
 
     def __init__(self, slots: Sequence[ExpertSlots], interval: int) -> None:
         self._slots, self._interval = slots, interval
@@ -62,7 +64,7 @@ class BalanceLog:
         self._last = np.zeros(slots[0].num_ranks if slots else 1, np.int64)
 
     def step(self) -> None:
-        """Before each step."""
+        """Count one step; call it before each."""
         self._num_steps += 1
         if self._num_steps % self._interval:
             return
@@ -73,9 +75,9 @@ class BalanceLog:
 
 
 class Eplb:
-    """The decisions of rank 0, whose `slots` these are, of all layers. total: reads how many tokens have chosen each
-    expert. log_every: see `BalanceLog`; 0: nothing is logged. The thread that computes only; `num_rebalances` on
-    any."""
+    """Decides on rank 0 when experts move. slots: rank 0's, of all layers. total: reads how many tokens have chosen
+    each expert. log_every: the interval of `BalanceLog`; 0: no log. Only the thread that computes may call this; any
+    thread may read `num_rebalances`."""
 
     def __init__(
         self,
@@ -91,11 +93,11 @@ class Eplb:
         self._left: deque[tuple[int, npt.NDArray[np.int64]]] = deque()
         self._changes: list[tuple[Change, float]] = []
         self.num_rebalances = 0
-        """How often experts have changed places, in one layer or more."""
+        """How many rebalances have moved experts, in one layer or more."""
 
     def before_step(self) -> Change | None:
-        """What must change before the step, which the caller does at once, if anything. A rebalance ends before the
-        next one begins."""
+        """The change to make before the step, if any; the caller makes it at once. A rebalance ends before the next one
+        begins."""
         if self._balance_log is not None:
             self._balance_log.step()
         due = self._window.step()
@@ -115,7 +117,7 @@ class Eplb:
         return Change(layer, found, num_slots) if num_slots else None
 
     def changed(self, change: Change, seconds: float) -> None:
-        """It is done, and took so long, in which no step was computed."""
+        """Record that the change is made. seconds: how long it took; no step was computed meanwhile."""
         self.num_rebalances += not self._changes
         self._changes.append((change, seconds))
         if not self._left:

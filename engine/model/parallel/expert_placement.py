@@ -1,10 +1,10 @@
 """Which expert is in which slot of a layer, so that ranks with whole experts are equally busy. Plain numbers.
 
-A layer has as many **slots** on each rank, and each slot holds one expert: rank r has slots [r * n, (r + 1) * n). With
-more slots than experts some experts are there several times: they are **replicas**, which share the tokens that chose
-the expert. After DeepSeek's EPLB (https://github.com/deepseek-ai/EPLB): first replicas for those with the highest load
-for each replica, then replicas to ranks, the heaviest first to the rank with the least. Its groups of experts, for
-ranks on several hosts, are left out.
+A layer has equally many **slots** on each rank, and each slot holds one expert: rank r has slots [r * n, (r + 1) * n).
+With more slots than experts, some experts have several **replicas**, which share the tokens that chose the expert.
+After DeepSeek's EPLB (https://github.com/deepseek-ai/EPLB): first replicate the experts with the highest load per
+replica, then pack the replicas onto ranks, the heaviest first, each on the rank with the least load. EPLB's groups of
+experts, for ranks on several hosts, are left out.
 """
 
 from __future__ import annotations
@@ -16,36 +16,37 @@ import numpy as np
 import numpy.typing as npt
 
 Placement = npt.NDArray[np.int32]
-"""[num_slots]: the expert in each."""
+"""[num_slots]: the expert in each slot."""
 Load = npt.NDArray[np.int64]
-"""[num_experts]: how many tokens chose each."""
+"""[num_experts]: how many tokens chose each expert."""
 
 MIN_GAIN = 0.05
-"""By how much of its load the busiest rank must have less before experts are worth moving."""
+"""Experts move only if the busiest rank's load falls by at least this share."""
 
 
 def first_expert(num_experts: int, num_slots: int, num_ranks: int, rank: int) -> int:
-    """Where the experts that the rank reads begin: one for each of its slots, side by side in the checkpoint. With
-    redundant slots those of neighbours overlap. num_experts <= num_slots <= num_experts * num_ranks."""
+    """The first expert that the rank reads from the checkpoint. It reads consecutive experts, one for each of its
+    slots; with redundant slots, the ranges of neighbouring ranks overlap. Requires num_experts <= num_slots <=
+    num_experts * num_ranks."""
     return rank * (num_experts - num_slots // num_ranks) // max(1, num_ranks - 1)
 
 
 def first_placement(num_experts: int, num_slots: int, num_ranks: int) -> Placement:
-    """What ranks have when they have read their weights."""
+    """The placement right after the ranks have read their weights."""
     firsts = [first_expert(num_experts, num_slots, num_ranks, rank) for rank in range(num_ranks)]
     return np.concatenate([np.arange(first, first + num_slots // num_ranks, dtype=np.int32) for first in firsts])
 
 
 def rank_loads(placement: Placement, load: Load, num_ranks: int) -> npt.NDArray[np.float64]:
-    """[num_ranks]: the tokens that each computes, if replicas share theirs equally."""
+    """[num_ranks]: the tokens that each rank computes if replicas share their expert's tokens equally."""
     shared = load / np.bincount(placement, minlength=len(load))
     loads: npt.NDArray[np.float64] = shared[placement].reshape(num_ranks, -1).sum(axis=1)
     return loads
 
 
 def balanced(load: Load, num_slots: int, num_ranks: int) -> Placement:
-    """The best placement known for that load: the busiest rank has never more to do than with experts divided evenly in
-    their order, where that can be. The same for the same arguments."""
+    """The best placement known for that load. If the experts can be divided evenly in order, the busiest rank never has
+    more to do than with that placement. Deterministic."""
     counts = num_replicas(load, num_slots, num_ranks)
     found = [_packed(load, counts, num_ranks, spread=spread) for spread in (True, False)]
     found += _even(len(load), num_slots, num_ranks)
@@ -53,8 +54,8 @@ def balanced(load: Load, num_slots: int, num_ranks: int) -> Placement:
 
 
 def rebalanced(current: Placement, load: Load, num_ranks: int) -> Placement:
-    """What to have in place of `current`: the same, unless the busiest rank's load falls by MIN_GAIN. Then as many
-    slots as possible keep what they have."""
+    """The placement to use instead of `current`. It is `current` itself unless the busiest rank's load falls by
+    MIN_GAIN; otherwise, as many slots as possible keep their expert."""
     better = balanced(load, len(current), num_ranks)
     if _busiest(better, load, num_ranks) > (1 - MIN_GAIN) * _busiest(current, load, num_ranks) or not load.any():
         return current
@@ -62,8 +63,8 @@ def rebalanced(current: Placement, load: Load, num_ranks: int) -> Placement:
 
 
 def num_replicas(load: Load, num_slots: int, num_ranks: int) -> npt.NDArray[np.int64]:
-    """[num_experts]: one of each, and one more at a time of the expert with the highest load for each replica; of none
-    more than there are ranks."""
+    """[num_experts]: how many replicas each expert has. Each starts with one; the rest go, one at a time, to the expert
+    with the highest load per replica. No expert has more replicas than there are ranks."""
     counts = np.ones(len(load), np.int64)
     for _ in range(num_slots - len(load)):
         counts[np.where(counts < num_ranks, load / counts, -1.0).argmax()] += 1
@@ -71,8 +72,9 @@ def num_replicas(load: Load, num_slots: int, num_ranks: int) -> npt.NDArray[np.i
 
 
 def _packed(load: Load, counts: npt.NDArray[np.int64], num_ranks: int, *, spread: bool) -> Placement:
-    """The heaviest first, each to the rank with the least load of those with a free slot. spread: if possible, one that
-    does not have the expert, so that more ranks share its load; but two replicas may be what a rank has room for."""
+    """Pack the replicas onto ranks: the heaviest first, each on the rank with the least load among those with a free
+    slot. spread: prefer a rank that does not have the expert yet, so that more ranks share its load; two replicas may
+    still end on one rank if only that one has room."""
     size = int(counts.sum()) // num_ranks
     held: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0.0] * num_ranks
@@ -86,8 +88,8 @@ def _packed(load: Load, counts: npt.NDArray[np.int64], num_ranks: int, *, spread
 
 
 def _even(num_experts: int, num_slots: int, num_ranks: int) -> list[Placement]:
-    """Equally many experts for each rank, in their order, which repeats them in redundant slots: that changes no rank's
-    load. Nothing, if they cannot be divided so."""
+    """Equally many experts on each rank, in order. Redundant slots repeat the rank's own experts, which changes no
+    rank's load. Empty if the experts cannot be divided evenly."""
     if num_experts % num_ranks:
         return []
     rows = np.arange(num_experts, dtype=np.int32).reshape(num_ranks, -1)
@@ -99,8 +101,8 @@ def _busiest(placement: Placement, load: Load, num_ranks: int) -> float:
 
 
 def _with_few_moves(new: Placement, current: Placement, num_ranks: int) -> Placement:
-    """`new` with ranks and slots renumbered, which changes nothing, so that little must move: each rank gets the part
-    of which it has most."""
+    """`new` with ranks and slots renumbered so that few experts move: each rank gets the part of which it already holds
+    the most. Renumbering does not change the balance."""
     parts = new.reshape(num_ranks, -1).tolist()
     own = current.reshape(num_ranks, -1).tolist()
     common = [
@@ -117,7 +119,7 @@ def _with_few_moves(new: Placement, current: Placement, num_ranks: int) -> Place
 
 
 def _in_place(part: list[int], has: list[int]) -> list[int]:
-    """The experts of `part`, those that a slot of the rank has already in that slot."""
+    """The experts of `part`, ordered so that an expert which the rank already holds stays in its slot."""
     left = Counter(part)
     kept: list[int | None] = []
     for expert in has:
@@ -129,15 +131,15 @@ def _in_place(part: list[int], has: list[int]) -> list[int]:
 
 
 class Move(NamedTuple):
-    """The slot `target` gets what `source` had before all moves."""
+    """Slot `target` gets the expert that slot `source` had before all moves."""
 
     source: int
     target: int
 
 
 def moves(current: Placement, new: Placement, num_ranks: int) -> list[Move]:
-    """What makes `new` of `current`, in the order of targets: from a slot of the same rank if one has the expert, else
-    from ranks that have it in turn."""
+    """The moves that turn `current` into `new`, ordered by target. The source is a slot of the same rank if one has the
+    expert; else the slots that have it take turns."""
     size = len(current) // num_ranks
     found = []
     for target in np.flatnonzero(current != new).tolist():

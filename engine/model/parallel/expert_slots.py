@@ -18,14 +18,15 @@ _SLOTS = "baton_expert_slots"
 
 
 class ExpertSlots:
-    """One layer's, on one rank of `group`; all ranks make the same calls. See `engine.model.parallel.expert_placement`.
+    """The slots of one layer on one rank of `group`; all ranks make the same calls. See
+    `engine.model.parallel.expert_placement`.
 
-    placement: of all ranks' slots. The module's parameters have a row for each of the rank's own slots. They and all
-    other tensors keep their memory, which CUDA graphs know.
+    placement: the experts in all ranks' slots. The module's parameters have a row for each of this rank's slots. All
+    tensors keep their addresses, because CUDA graphs refer to them.
     """
 
     def __init__(self, layer: int, module: nn.Module, group: RankGroup, num_experts: int) -> None:
-        """layer: counted over layers with experts. The parameters are as they were read (`first_placement`)."""
+        """layer: counted over layers with experts. The parameters are still in the order of `first_placement`."""
         rows = sorted(module.named_parameters(recurse=False))
         self._rows = [parameter.detach() for _, parameter in rows]
         self._layer, self._group, self.num_experts = layer, group, num_experts
@@ -34,7 +35,7 @@ class ExpertSlots:
         most, device = self._size * group.size - num_experts + 1, self._rows[0].device
         self._rank_tokens = torch.zeros(group.size, dtype=torch.int64, device=device)
         self.row_slot_mapping_of: Callable[[Tensor], Tensor | None] = lambda x: None
-        """Of rows x: see `engine.model.attention.row_slot_mapping_of`."""
+        """Maps rows x to their slot mapping: see `engine.model.attention.row_slot_mapping_of`."""
         self._slots = torch.zeros(num_experts, most, dtype=torch.int64, device=device)
         self._counts = torch.zeros(num_experts, dtype=torch.int64, device=device)
         self._place(first_placement(num_experts, self._size * group.size, group.size))
@@ -45,17 +46,18 @@ class ExpertSlots:
 
     @torch.inference_mode()
     def rearrange(self, placement: Placement) -> None:
-        """Let the slots hold these experts from now on. Takes as long as the ranks need to exchange the weights of
-        those that move; a rank holds those that it gets twice meanwhile. Raises RuntimeError when a rank is lost."""
+        """Move experts so that the slots hold this placement. Returns when the ranks have exchanged the weights that
+        move; meanwhile, a rank holds the weights that it receives a second time. Raises RuntimeError when a rank is
+        lost."""
         size, rank = self._size, self._group.rank
         sends, taken = [], []
-        # All ranks go through the moves in one order, since a first send to another rank waits for it to receive.
+        # All ranks make the moves in the same order, since the first send to a rank waits until that rank receives.
         for source, target in moves(self.placement, placement, self.num_ranks):
             if target // size == rank:
                 taken.append((target % size, self._take(source)))
             elif source // size == rank:
                 sends += [self._group.send(rows[source % size], target // size) for rows in self._rows]
-        for wait in sends:  # until then the rows must not change
+        for wait in sends:  # the rows must not change before they are sent
             wait()
         for own, values in taken:
             for rows, value in zip(self._rows, values, strict=True):
@@ -63,7 +65,7 @@ class ExpertSlots:
         self._place(placement)
 
     def _take(self, slot: int) -> list[Tensor]:
-        """The parameters of a slot, which its rank sends if it is another."""
+        """The parameters of a slot; if the slot is another rank's, that rank sends them."""
         rank, own = divmod(slot, self._size)
         if rank == self._group.rank:
             return [rows[own].clone() for rows in self._rows]
@@ -82,13 +84,14 @@ class ExpertSlots:
         self._counts.copy_(torch.from_numpy(counts))
 
     def rank_totals(self) -> npt.NDArray[np.int64]:
-        """[num_ranks]: how many choices each rank was to compute since the start. On any thread; on a GPU it waits for
-        the steps that were launched."""
+        """[num_ranks]: how many choices fell to each rank since the start. Any thread may call this; on a GPU, it waits
+        for the launched steps."""
         return self._rank_tokens.numpy(force=True).copy()
 
     def choose(self, ids: Tensor) -> Tensor:
-        """For experts that tokens chose, [num_tokens, top_k], the slots that compute them, of all ranks, the same on
-        all ranks: an expert's replicas take turns, each layer beginning with another one."""
+        """The slots, counted over all ranks, that compute the chosen experts; the same on all ranks. An expert's
+        replicas take turns, and each layer begins with another replica. ids: [num_tokens, top_k], the experts that
+        tokens chose."""
         ids = ids.long()
         chosen = ids.flatten()
         order = chosen.argsort(stable=True)
@@ -100,8 +103,8 @@ class ExpertSlots:
     def own_choices(
         self, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A forward pre-hook: ids of experts become the rank's slots, counted from 0; choices of other ranks' slots
-        become `_size`, no expert."""
+        """A forward pre-hook: turns ids of experts into this rank's slots, counted from 0. Choices that fall on other
+        ranks' slots become `_size`, which is no expert."""
         x, ids, weights = bound(self._names, given, named)
         slots = self.choose(ids)
         ranks = (slots // self._size).flatten()
@@ -112,7 +115,7 @@ class ExpertSlots:
 
 
 def real_choices(ids: Tensor, row_slot_mapping: Tensor | None) -> Tensor:
-    """For what rows chose, [num_rows, top_k]: 1, and 0 where a row is padding, by its slot."""
+    """[num_rows, top_k], like `ids`: 1 for each choice, but 0 for those of padding rows (slot 0)."""
     return (
         torch.ones_like(ids)
         if row_slot_mapping is None
@@ -121,8 +124,8 @@ def real_choices(ids: Tensor, row_slot_mapping: Tensor | None) -> Tensor:
 
 
 def connect_slots(layer: int, module: nn.Module, group: RankGroup, num_redundant: int) -> None:
-    """Have experts with their weights, of which the rank has read `first_placement`'s, compute the choices that fall on
-    the rank's slots. num_redundant: slots of all ranks beyond one for each expert."""
+    """Make a module of experts compute the choices that fall on this rank's slots. The rank must have read the weights
+    of its experts in `first_placement`. num_redundant: how many more slots than experts all ranks have together."""
     of = weights_of(module)
     assert of is not None
     attach(module, of)
@@ -133,10 +136,10 @@ def connect_slots(layer: int, module: nn.Module, group: RankGroup, num_redundant
 
 
 def slots_of(module: nn.Module) -> ExpertSlots | None:
-    """None: the module's experts do not change places."""
+    """The module's slots; None if its experts do not move."""
     return module.__dict__.get(_SLOTS)
 
 
 def expert_slots(model: nn.Module) -> list[ExpertSlots]:
-    """Of all layers, in their order."""
+    """The slots of all layers, in order."""
     return [slots for module in model.modules() if (slots := slots_of(module)) is not None]

@@ -1,10 +1,10 @@
-"""Routed experts divided among ranks: each rank has a part of every expert, or some experts as a whole.
+"""Routed experts divided among ranks: each rank holds a part of every expert, or some experts as a whole.
 
-    a part of every expert       rows of gate and up, columns of down: a rank's results are parts of a sum
-    whole experts (`whole`)      a rank computes the tokens that chose its own; other choices add nothing
+    a part of every expert       rows of gate and up, columns of down: a rank's results are partial sums
+    whole experts (`whole`)      a rank computes the choices of its own experts; other choices add nothing
 
-The router is on every rank. The block of a layer's router, experts and shared experts is summed once, at its end. After
-vLLM's `--enable-expert-parallel`.
+Every rank holds the whole router. A layer's router, experts and shared experts form one block, whose results are
+all-reduced once, at its end. After vLLM's `--enable-expert-parallel`.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def expert_cuts(
     num_redundant: int | None = None,
     block: int = 1,
 ) -> dict[str, Cut]:
-    """What a rank has of the module's parameters, by their names; others are whole. name: of the module. num_redundant:
-    of whole experts that change places, see `connect_slots`. block: see `Quantization.expert_block`. Raises
-    UnsupportedModel."""
+    """The part that a rank holds of each of the module's parameters, by name; parameters that are not listed are whole.
+    name: the module's. num_redundant: for whole experts that may move, see `connect_slots`. block: see
+    `Quantization.expert_block`. Raises UnsupportedModel."""
     reason, of = why_not(module), weights_of(module)
     shapes = {own: tuple(parameter.shape) for own, parameter in module.named_parameters(recurse=False)}
     if reason is None and (unknown := sorted(shapes.keys() - {*NAMES, *_BIASES})):
@@ -89,7 +89,7 @@ def _equal_part(number: int, rank: int, size: int, name: str, what: str) -> tupl
 
 
 def _slots(name: str, num_experts: int, num_redundant: int, rank: int, size: int) -> tuple[int, int]:
-    """The experts that the rank has in its slots at first."""
+    """The range of experts that the rank's slots hold at first."""
     what = f"experts and {num_redundant} redundant ones"
     own = (num_experts + num_redundant) // size
     if own * size != num_experts + num_redundant:
@@ -101,7 +101,7 @@ def _slots(name: str, num_experts: int, num_redundant: int, rank: int, size: int
 
 
 def connect_experts(module: nn.Module, group: RankGroup, *, whole: bool) -> None:
-    """Have experts with their weights compute what the rank has of them."""
+    """Make a module of experts, with its weights loaded, compute this rank's part."""
     of = weights_of(module)
     assert of is not None
     attach(module, of)
@@ -109,13 +109,14 @@ def connect_experts(module: nn.Module, group: RankGroup, *, whole: bool) -> None
         module.num_experts = of.num_experts  # type: ignore[assignment] # as transformers' forward reads it
         module.register_forward_pre_hook(_own_choices(module, group.rank, of.num_experts), with_kwargs=True)
     elif of.down_bias is not None and group.rank:
-        of.down_bias.zero_()  # the sum has it once
+        of.down_bias.zero_()  # only rank 0 adds it to the sum
 
 
 def _own_choices(
     module: nn.Module, rank: int, num_experts: int
 ) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Numbers the rank's own experts from 0, and turns choices of others into choices of none."""
+    """A forward pre-hook that numbers this rank's experts from 0, and turns choices of other ranks' experts into
+    `num_experts`, which is no expert."""
     names = argument_names(module)
 
     def own(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -128,8 +129,8 @@ def _own_choices(
 
 def sum_block(name: str, block: nn.Module, parts: Sequence[nn.Module], x: Tensor, ranks: DataParallel) -> None:
     """Patch the block's forward: gather the rows of all nodes, compute this rank's share, and all-reduce once at the
-    end instead of after each of `parts`. x: [1, num_tokens, hidden_size], to compare; the same on all ranks.
-    Raises UnsupportedModel for a block that does more with the results than to add them up."""
+    end instead of after each of `parts`. x: [1, num_tokens, hidden_size], an input on which to compare the two; the
+    same on all ranks. Raises UnsupportedModel for a block that does more with the parts' results than add them up."""
     inner: Callable[..., Any] = block.forward
 
     def forward(x: Tensor) -> Any:
@@ -154,7 +155,7 @@ def _sums_rounded(dtype: torch.dtype) -> Tolerance:
 
 
 def _each_summed(inner: Callable[..., Any], x: Tensor, parts: Sequence[nn.Module], group: RankGroup) -> Tensor:
-    """The block's result with a sum after each part."""
+    """The block's result with an all-reduce after each part."""
     own = [part.forward for part in parts]
 
     def summed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:

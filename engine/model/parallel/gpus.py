@@ -1,10 +1,11 @@
-"""Ranks with a GPU each: sums of few tokens through memory that all ranks of a stage map, if they are on one host; all
-else over NCCL.
+"""Ranks with a GPU each: all-reduces of few tokens go through memory that all ranks of a stage map, if they are on one
+host; all other collectives go over NCCL.
 
-Sums that a norm follows are made by one kernel with it (`baton_kernels.all_reduce_rms_norm`), through memory of its
-own. Those of many tokens go over NCCL in pieces, each while the next one is computed. The other sums, such as that of
-the embedding, are torch's. Of 4096 bf16 values a row, two H100s sum 1 / 128 / 1024 rows over NCCL in 17 / 25 / 55 us;
-in one shot, each reading all parts, in 9 / 17 / 63; in two shots, each summing a part of the rows, in 9 / 15 / 42.
+One kernel computes a sum together with the norm that follows it (`baton_kernels.all_reduce_rms_norm`), through its own
+shared memory. Sums of many tokens go over NCCL in pieces, each while the next one is computed. torch's symmetric memory
+computes the other sums, such as that of the embedding. With rows of 4096 bf16 values, two H100s sum 1 / 128 / 1024 rows
+in 17 / 25 / 55 us over NCCL; in 9 / 17 / 63 us in one shot, where each GPU reads all parts; and in 9 / 15 / 42 us in
+two shots, where each GPU sums a part of the rows.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ log = logging.getLogger(__name__)
 
 ONE_SHOT_BYTES = 256 * 1024
 TWO_SHOT_BYTES = 8 * 1024 * 1024
-"""The largest sums that take one shot, and two."""
+"""The largest sums that use one shot, and two shots."""
 MOST_PIECES = 4
 PIECE_ROWS = 2048
-"""The pieces in which larger sums are made with their products, and the fewest rows of one: in two pieces of 1024, a
-prompt of 2048 tokens takes no less time."""
+"""Larger sums overlap with their products in at most so many pieces of at least so many rows. Two pieces of 1024 rows
+would not make a prompt of 2048 tokens faster."""
 _SHARED_DTYPES = (torch.bfloat16, torch.float32)
 _ALIGNMENT = 16
 _TIMEOUT = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
@@ -43,7 +44,7 @@ _PAIR_CTAS = 4
 
 
 class Pair(Protocol):
-    """Two ranks, of which the first sends to the second, one tensor after the other."""
+    """Two ranks, of which the first sends tensors to the second, in order."""
 
     def send(self, x: Tensor) -> Callable[[], None]:
         """See RankGroup."""
@@ -53,8 +54,9 @@ class Pair(Protocol):
 
 
 class NcclPair:
-    """A communicator of its own for each direction: it has one stream, on which what waits for the other end would hold
-    up what goes the other way. They meet at `store`; joining waits for the other."""
+    """An NCCL communicator for one direction between two ranks. Each direction has its own: a communicator has one
+    stream, on which a wait for the other end would hold up transfers in the other direction. The two ranks meet at
+    `store`; the constructor waits for the other rank."""
 
     def __init__(self, store: Store, rank: int, device: torch.device) -> None:
         os.environ["TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"] = "0"  # serialization is intended
@@ -64,14 +66,15 @@ class NcclPair:
         self._group.eager_connect_single_device(device)
 
     def send(self, x: Tensor) -> Callable[[], None]:
-        """Begins when the current stream has come here, and runs beside what is queued on it afterwards. The wait is
-        that of the stream which is current then, for whose work x can be given anew."""
+        """Start to send x once the current stream has reached this point; work queued on that stream later runs
+        meanwhile. The returned call makes the stream that is current then wait, so that its later work may overwrite
+        x."""
         x = x.contiguous()
         work = self._group.send([x], _RECEIVER, 0)
 
         def wait() -> None:
             work.wait()
-            x.data_ptr()  # kept until here: NCCL reads it meanwhile
+            x.data_ptr()  # keeps x alive until here: NCCL reads it meanwhile
 
         return wait
 
@@ -80,13 +83,13 @@ class NcclPair:
 
 
 MakePair = Callable[[Store, int, torch.device], Pair]
-"""Joins the pair that meets at that store, as its rank 0 or 1."""
+"""Joins the pair that meets at the given store, as its rank 0 or 1."""
 
 
 class GpuRanks:
-    """All ranks of a node. Implements RankGroup; its sums and gathers are of tensors of the CPU, over `host`: those of
-    GPUs are made by the ranks that have parts of the same layers, see `part`. device: the rank's, current on this
-    thread. Tensors there go from one rank to another over a pair, which these two make when they first need it."""
+    """All ranks of a node. Implements RankGroup. Its collectives take CPU tensors only and go over `host`; collectives
+    of GPU tensors belong to the ranks that hold parts of the same layers, see `part`. device: the rank's GPU, current
+    on this thread. GPU tensors go from one rank to another over a `Pair`, which the two ranks make at its first use."""
 
     peers: PeerMemory | None = None
 
@@ -137,9 +140,9 @@ class GpuRanks:
 
 
 class GpuPeers(GpuRanks):
-    """Ranks that have parts of the same layers, with consecutive GPUs. One process can be in one such group. kept_sms:
-    where kernels of pairs may wait, to and from other stages, while these ranks sum. Joining waits for all of them;
-    raises RuntimeError."""
+    """Ranks that hold parts of the same layers, on consecutive GPUs. A process can be in only one such group. kept_sms:
+    SMs that all-reduces leave free for the kernels of pairs to and from other stages. The constructor waits for all
+    ranks; raises RuntimeError."""
 
     def __init__(self, host: RankGroup, device: torch.device, kept_sms: int = 0) -> None:
         assert isinstance(host, GlooRanks)
@@ -155,7 +158,7 @@ class GpuPeers(GpuRanks):
         )
         self._name = dist.group.WORLD.group_name  # type: ignore[union-attr]
         self._shared: dict[torch.dtype, Tensor] = {}
-        """For each dtype, the memory that all ranks map; none where GPUs cannot map each other's."""
+        """For each dtype, the memory that all ranks map; empty if the GPUs cannot map each other's memory."""
         if self._can_share(device):
             self._shared = {dtype: self._share(TWO_SHOT_BYTES, dtype, device)[0] for dtype in _SHARED_DTYPES}
             self._buffer, self.peers = self._make_peers(device, kept_sms)
@@ -180,7 +183,7 @@ class GpuPeers(GpuRanks):
         return x
 
     def start_all_reduce(self, x: Tensor) -> Callable[[], None]:
-        work: Any = dist.all_reduce(x, async_op=True)  # on a stream of NCCL's, after what this one does so far
+        work: Any = dist.all_reduce(x, async_op=True)  # on NCCL's stream, after what is queued on the current one
 
         def wait() -> None:
             work.wait()
@@ -211,7 +214,7 @@ class GpuPeers(GpuRanks):
 
     def _can_share(self, device: torch.device) -> bool:
         """Whether all GPUs can map each other's memory."""
-        num_gpus, first = torch.cuda.device_count(), device.index - self.rank  # ranks of a host have consecutive GPUs
+        num_gpus, first = torch.cuda.device_count(), device.index - self.rank  # a host's ranks use consecutive GPUs
         if self.minimum(first) != -self.minimum(-first):
             log.info("the ranks of a stage are on several hosts: all sums go over NCCL")
             return False
@@ -223,14 +226,15 @@ class GpuPeers(GpuRanks):
         return True
 
     def _share(self, num_bytes: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[int]]:
-        """This rank's memory, and where it maps that of each rank."""
+        """This rank's memory, and the addresses at which it maps the memory of each rank."""
         memory = symmetric_memory.empty(num_bytes // dtype.itemsize, dtype=dtype, device=device)
         handle: Any = symmetric_memory.rendezvous(memory, self._name)
-        start = memory.data_ptr() - handle.buffer_ptrs[self.rank]  # the same in all ranks' allocations
+        start = memory.data_ptr() - handle.buffer_ptrs[self.rank]  # this offset is the same on all ranks
         return memory, [address + start for address in handle.buffer_ptrs]
 
     def _make_peers(self, device: torch.device, kept_sms: int) -> tuple[Tensor, PeerMemory]:
-        """With the buffer, to be kept as long. Returns when all ranks' buffers are empty."""
+        """This rank's buffer, which must live as long as the PeerMemory, and the PeerMemory. Returns when the buffers
+        of all ranks are empty."""
         buffer, addresses = self._share(PeerMemory.num_bytes(self.size), torch.uint8, device)
         buffer.fill_(0xFF)
         turns = torch.zeros(NUM_PROGRAMS, dtype=torch.int32, device=device)
@@ -240,8 +244,8 @@ class GpuPeers(GpuRanks):
 
 
 def nccl_options() -> Any:
-    """Of a communicator. NCCL's own stream goes first: what is ready takes the next multiprocessors that a product
-    gives up."""
+    """Options of a communicator. NCCL's stream has high priority: a kernel that is ready gets the next SMs that a
+    matmul gives up."""
     nccl: Any = dist
     options = nccl.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True

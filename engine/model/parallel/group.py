@@ -1,4 +1,4 @@
-"""The ranks of a node, as each of them sees the others: sums, gathers, broadcasts, tensors from one to another."""
+"""Collectives among the ranks of a node: all-reduce, all-gather, broadcast, send and receive."""
 
 from __future__ import annotations
 
@@ -21,58 +21,59 @@ from torch._C._distributed_c10d import (
 from baton_kernels.all_reduce_rms_norm import PeerMemory
 
 COLLECTIVE_TIMEOUT_S = 600.0
-"""The bound for a rank that waits for another; that one died or hangs is noticed much earlier (`node.ranks.ranks`)."""
+"""How long a rank waits for another at most. `node.ranks.ranks` notices a rank that died or hangs much earlier."""
 _CONNECT_TIMEOUT_S = 15.0
-"""The bound for connecting ranks that are all there, which takes milliseconds. gloo holds Python's lock meanwhile, so
-that nobody in this process could end the wait for one that is not there."""
+"""How long connecting may take once all ranks are there; it takes milliseconds. gloo holds the GIL meanwhile, so no
+other thread could end a wait for a missing rank."""
 LOOPBACK = "127.0.0.1"
 _TAG = 0
 """The tag of all messages from one rank to another: they arrive in the order in which they were sent."""
 
 
 class RankGroup(Protocol):
-    """All ranks must call the same methods in the same order, with tensors of the same shape; `send` and `receive`, in
-    pairs, only the two that take part. On a GPU the work is queued on the current stream. Raises RuntimeError when a
-    rank is lost. device: of the tensors that are sent."""
+    """All ranks must call the same methods in the same order, with tensors of the same shape; only `send` and `receive`
+    are called just by the two ranks that take part. On a GPU, the work is queued on the current stream. Raises
+    RuntimeError when a rank is lost. device: where the tensors to send and receive are."""
 
     rank: int
     size: int
     device: torch.device
     peers: PeerMemory | None
-    """Through which `all_reduce_rms_norm` sums; None: with `all_reduce`."""
+    """The memory through which `all_reduce_rms_norm` sums; None: it uses `all_reduce`."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks; may overwrite x."""
+        """The sum of x over all ranks; may overwrite x."""
 
     def start_all_reduce(self, x: Tensor) -> Callable[[], None]:
-        """Start to overwrite x, which is contiguous, with the sum. It has it after the call that is returned, on a GPU
-        for what that call's stream does next; other work goes on meanwhile."""
+        """Start to overwrite x, which must be contiguous, with its sum over all ranks; other work goes on meanwhile.
+        After the returned call, x holds the sum; on a GPU, for work that is queued later on the stream of that
+        call."""
 
     def num_pieces(self, num_rows: int, row_bytes: int) -> int:
-        """In how many pieces to compute and sum such parts, so that one is summed while the next is computed."""
+        """Into how many pieces to split the rows, so that one piece is summed while the next is computed."""
 
     def norms_sum(self, num_rows: int, row_bytes: int) -> bool:
-        """Whether a norm right after such a sum makes it, with `all_reduce_rms_norm`, rather than whoever computes the
-        parts. The same on all ranks."""
+        """Whether the norm right after such a sum computes the sum, with `all_reduce_rms_norm`, instead of the module
+        that computes the partial results. The same on all ranks."""
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """The tensors of all ranks side by side: [..., n] to [..., size * n]."""
+        """The tensors of all ranks, concatenated along the last dimension: [..., n] to [..., size * n]."""
 
     def broadcast(self, x: Tensor) -> None:
-        """Overwrite x with that of rank 0."""
+        """Overwrite x with rank 0's."""
 
     def minimum(self, number: int) -> int:
-        """The smallest of all ranks' numbers."""
+        """The smallest number of all ranks."""
 
     def send(self, x: Tensor, to: int) -> Callable[[], None]:
-        """Start to send x, which must not change before the call that is returned has waited for its end; on a GPU
-        that call has the current stream wait."""
+        """Start to send x to rank `to`. The returned call waits for the end of the send, before which x must not
+        change; on a GPU, it makes the current stream wait."""
 
     def receive(self, x: Tensor, of: int) -> None:
         """Overwrite x with the next tensor that rank `of` sends to this one."""
 
     def part(self, first: int, size: int) -> RankGroup:
-        """The group of ranks [first, first + size), of which this must be one; only these need to call."""
+        """The group of ranks [first, first + size), which must include this rank; only these ranks need to call."""
 
 
 class OneRank:
@@ -118,8 +119,8 @@ ONE_RANK = OneRank()
 
 
 class GlooRanks:
-    """Ranks on CPUs. They meet at `store`. host: this rank's address, at which the others reach it. Joining waits for
-    all of them; raises RuntimeError."""
+    """Ranks on CPUs, connected by gloo. They meet at `store`. host: the address at which the others reach this rank.
+    The constructor waits for all ranks; raises RuntimeError."""
 
     peers: PeerMemory | None = None
 
@@ -146,12 +147,12 @@ class GlooRanks:
 
         def wait() -> None:
             work.wait()
-            x.data_ptr()  # kept until here: gloo writes to it meanwhile
+            x.data_ptr()  # keeps x alive until here: gloo writes to it meanwhile
 
         return wait
 
     def num_pieces(self, num_rows: int, row_bytes: int) -> int:
-        return 1  # sums take the cores that products need
+        return 1  # a sum would take cores from the next product
 
     def norms_sum(self, num_rows: int, row_bytes: int) -> bool:
         return True
@@ -169,9 +170,9 @@ class GlooRanks:
         self._group.broadcast([x], options).wait()
 
     def minimum(self, number: int) -> int:
-        told = torch.tensor([number], dtype=torch.int64)
-        self._reduce(told, ReduceOp.MIN).wait()
-        return int(told)
+        smallest = torch.tensor([number], dtype=torch.int64)
+        self._reduce(smallest, ReduceOp.MIN).wait()
+        return int(smallest)
 
     def send(self, x: Tensor, to: int) -> Callable[[], None]:
         x = x.contiguous()
@@ -179,7 +180,7 @@ class GlooRanks:
 
         def wait() -> None:
             work.wait(self._timeout)
-            x.data_ptr()  # kept until here: gloo reads it meanwhile
+            x.data_ptr()  # keeps x alive until here: gloo reads it meanwhile
 
         return wait
 

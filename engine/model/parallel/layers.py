@@ -1,4 +1,5 @@
-"""The layers of a divided model that need the other ranks: sums of parts, and the vocabulary."""
+"""The layers of a divided model that communicate with other ranks: row-parallel layers, norms over all heads, and the
+vocabulary."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ from engine.model.parallel.stages import MissingModule
 from engine.model.tolerance import Tolerance
 
 TILE_ROWS = 128
-"""The rows that a tile of a large product has."""
+"""The rows of a tile in a large matmul."""
 
 
 @torch.no_grad()
 def connect(model: PreTrainedModel, sharding: Sharding, group: RankGroup, experts: DataParallel) -> None:
-    """Have the layers of a model with its weights, each with its linear method, work with the other ranks' parts.
-    group: of the node. experts: the ranks that divide blocks of experts."""
+    """Connect a model's layers to the parts on the other ranks. Weights are loaded and linear methods attached before.
+    group: the ranks that divide the layers. experts: the ranks that divide blocks of experts."""
     within = sharding.modules_of_blocks
     summed: dict[str, list[nn.Module]] = {name: [] for name in sharding.blocks}
     for layer, (name, module) in enumerate(sharding.experts.items()):
@@ -37,7 +38,7 @@ def connect(model: PreTrainedModel, sharding: Sharding, group: RankGroup, expert
     for module in sharding.row_parallel:
         ranks = experts.everyone if module in within else group
         if module.bias is not None and ranks.rank:
-            module.bias.zero_()  # the sum has it once
+            module.bias.zero_()  # only rank 0 adds it to the sum
         if module in within:
             summed[within[module]].append(module)
         else:
@@ -56,7 +57,7 @@ def connect(model: PreTrainedModel, sharding: Sharding, group: RankGroup, expert
 
 
 class _Collective(LinearMethod):
-    """A part of a linear layer on each rank. `own`: this rank's."""
+    """A linear layer of which each rank holds a part. own: this rank's part."""
 
     def __init__(self, own: LinearMethod, group: RankGroup) -> None:
         self._own, self._group = own, group
@@ -94,12 +95,12 @@ class _Collective(LinearMethod):
 
 
 class RowParallelLinear(_Collective):
-    """Each rank multiplies its part of the inputs; the results are summed: many rows in pieces, one while the next is
-    computed."""
+    """Each rank multiplies its part of the inputs, and the results are all-reduced. Many rows are split into pieces:
+    one is summed while the next is computed."""
 
     @property
     def group(self) -> RankGroup:
-        """The ranks that have the other parts."""
+        """The ranks that hold the parts, with this one."""
         return self._group
 
     def make_product(self) -> Product:
@@ -123,7 +124,7 @@ class RowParallelLinear(_Collective):
         return summed
 
     def make_product_for_norm(self) -> Product:
-        """The rank's part alone, where a norm that gets it sums it (`RankGroup.norms_sum`); else the sum."""
+        """This rank's partial result if the next norm sums it (`RankGroup.norms_sum`); else the sum."""
         product, summed, group = self._own.make_product(), self.make_product(), self._group
         in_features, out_features = self.in_features, self.out_features
 
@@ -139,7 +140,7 @@ class RowParallelLinear(_Collective):
 
 
 class VocabParallelHead(_Collective):
-    """Each rank has the logits of its part of the vocabulary; all get all of them."""
+    """Each rank computes the logits of its part of the vocabulary; an all-gather gives every rank all logits."""
 
     def __init__(self, own: LinearMethod, group: RankGroup, vocab_size: int) -> None:
         super().__init__(own, group)
@@ -150,7 +151,7 @@ class VocabParallelHead(_Collective):
 
 
 class NormOverRanks(nn.Module):
-    """A norm over the heads of all ranks, of which each gets its own. x: the rank's."""
+    """A norm over the heads of all ranks. Takes this rank's heads x, and returns them normed."""
 
     def __init__(self, wide: WideNorm, group: RankGroup) -> None:
         super().__init__()
@@ -159,13 +160,13 @@ class NormOverRanks(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         ranks = self._group.all_gather(x).view(*x.shape[:-1], self._group.size, -1)
-        copies = ranks.shape[-2] * ranks.shape[-1] // self.norm.weight.shape[0]  # ranks that have the same KV heads
+        copies = ranks.shape[-2] * ranks.shape[-1] // self.norm.weight.shape[0]  # so many ranks have the same KV heads
         normed: Tensor = self.norm(ranks[..., ::copies, :].flatten(-2))
         return normed[..., self._first : self._end]
 
 
 def _pieces(x: Tensor, out: Tensor, number: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The rows of both in pieces of equal size but the last: whole tiles of the products."""
+    """The rows of both tensors, split into pieces of whole tiles; only the last piece may be smaller."""
     num_rows = -(-x.shape[0] // (number * TILE_ROWS)) * TILE_ROWS
     return zip(torch.split(x, num_rows), torch.split(out, num_rows), strict=True)
 
@@ -183,7 +184,8 @@ def _method(module: nn.Module) -> LinearMethod:
 
 
 def _connect_embedding(module: nn.Module, group: RankGroup) -> None:
-    """Each rank looks up the tokens of its part of the vocabulary. Works for subclasses that scale the result."""
+    """Make each rank look up the tokens of its part of the vocabulary, and all-reduce the results. Works for subclasses
+    that scale the result."""
     look_up: Any = module.forward
     weight: Any = module.weight
     first, rows = group.rank * weight.shape[0], weight.shape[0]

@@ -14,8 +14,9 @@ from engine.model.parallel.group import ONE_RANK, GlooRanks, RankGroup
 
 
 class NcclRanks(GpuRanks):
-    """Implements RankGroup, as GpuRanks does, but for tensors of GPUs, too. Nodes do not map each other's memory: they
-    may see other GPUs, or be on other hosts. Joining waits for all of them; raises RuntimeError."""
+    """Implements RankGroup like GpuRanks, but its collectives also take GPU tensors. Nodes do not map each other's
+    memory: they may see different GPUs, or be on different hosts. The constructor waits for all ranks; raises
+    RuntimeError."""
 
     def __init__(self, host: GlooRanks, device: torch.device) -> None:
         super().__init__(host, device)

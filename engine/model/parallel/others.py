@@ -62,7 +62,7 @@ class Kind(IntEnum):
 
 
 class RemoteRanks:
-    """Ranks that `serve` what `send` sends: a kind and an array, in order, to all of them."""
+    """Implements OtherRanks for ranks that run `serve`. send: sends a kind and an array to all of them, in order."""
 
     def __init__(self, send: Callable[[int, Int32Array], None]) -> None:
         self._send = send
@@ -83,12 +83,12 @@ class RemoteRanks:
         self._send(Kind.CAPTURE, np.array([most_prompt_tokens, *decode_sizes], np.int32))
 
     def close(self) -> None:
-        """Have them end."""
+        """Make the other ranks leave `serve`."""
         self._send(Kind.CLOSE, np.zeros(0, np.int32))
 
 
 def serve(rank: RankModel, receive: Callable[[], tuple[int, Int32Array]]) -> None:
-    """Do what the rank that decides sends, until it closes."""
+    """Make the calls that rank 0 sends, until it sends CLOSE. receive: waits for the next kind and array."""
     while True:
         kind, array = receive()
         match Kind(kind):

@@ -40,7 +40,8 @@ class RankPart(NamedTuple):
         return self.cuts_weights or self.stage.size > 1
 
     def require_possible(self, model: PreTrainedModel) -> None:
-        """model: all of it, without weights. Raises UnsupportedModel if it has no experts to give to ranks."""
+        """Check that the model can be divided so. model: the whole model, without weights. Raises UnsupportedModel if
+        `whole_experts` is set and the model has no experts of a known form."""
         if self.whole_experts and not expert_modules(model):
             model_type = model.config.get_text_config().model_type
             raise UnsupportedModel(

@@ -1,11 +1,11 @@
-"""The stages of a node's model, as each rank sees them, and what travels between them.
+"""The pipeline stages of a node's model, and what travels between them.
 
     rank = stage * size of a stage + number in the stage, as in Megatron-LM and vLLM
 
-    stage 0 --hidden states--> stage 1 --hidden states--> ... last stage --logits that are wanted--> rank 0
+    stage 0 --hidden states--> stage 1 --hidden states--> ... last stage --wanted logits--> rank 0
 
-Hidden states go from each rank to the one of the same number in the next stage. Sends do not wait for the other end, so
-a stage goes on with the next step while what it has sent is on its way.
+Each rank sends its hidden states to the rank with the same number in the next stage. A send does not wait for the other
+end, so a stage starts the next step while its tensors are still on their way.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from engine.model.parallel.stages import Stage
 
 
 class Pipeline:
-    """One rank's place: its `stage`, and `peers`, the ranks of that stage, among which its layers are divided.
-    everyone: all ranks of the node, which must all call this. One thread sends; another may receive. On GPUs all of it
-    is queued on the current stream."""
+    """One rank's place in the pipeline: its `stage`, and `peers`, the ranks that divide the stage's layers. everyone:
+    all ranks of the node; all must make this call. One thread sends; another may receive. On GPUs, all transfers are
+    queued on the current stream."""
 
     def __init__(self, everyone: RankGroup, num_stages: int) -> None:
         assert everyone.size % num_stages == 0
@@ -44,7 +44,7 @@ class Pipeline:
         self._send(hidden, self.everyone.rank + self._stage_size)
 
     def receive_hidden(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> Tensor:
-        """Wait for those of the stage before: [num_tokens, hidden_size]."""
+        """Wait for the previous stage's hidden states: [num_tokens, hidden_size]."""
         hidden = torch.empty(num_tokens, hidden_size, dtype=dtype, device=self.everyone.device)
         self.everyone.receive(hidden, self.everyone.rank - self._stage_size)
         return hidden
@@ -56,26 +56,26 @@ class Pipeline:
             self._send(logits.float() if logits.numel() else logits.new_zeros(1, dtype=torch.float32), 0)
 
     def receive_logits(self, num_rows: int, vocab_size: int) -> Tensor:
-        """On rank 0, wait for those of the last stage: [num_rows, vocab_size], fp32."""
+        """On rank 0, wait for the last stage's logits: [num_rows, vocab_size], fp32."""
         logits = torch.empty((num_rows, vocab_size) if num_rows else (1,), device=self.everyone.device)
         self.everyone.receive(logits, self.everyone.size - self._stage_size)
         return logits if num_rows else logits.new_empty(0, vocab_size)
 
     def follow_rank_0(self) -> None:
-        """Have what is queued from now on come after what rank 0 has queued, as hidden states do by themselves."""
+        """Order all work queued from now on after the work that rank 0 has queued, as receiving hidden states would."""
         if not self.stage.is_first:
             self.receive_hidden(1, 1, torch.float32)
         if not self.stage.is_last:
             self.send_hidden(torch.zeros(1, 1, device=self.everyone.device))
 
     def _send(self, x: Tensor, to: int) -> None:
-        while len(self._on_the_way) >= self.stage.size:  # hidden states of a step that has retired, or scored logits
+        while len(self._on_the_way) >= self.stage.size:  # the oldest are of a retired step, or are scored logits
             self._on_the_way.popleft()()
         self._on_the_way.append(self.everyone.send(x, to))
 
     def _connect(self) -> None:
-        """Send along all the ways, which makes them. So NCCL has its memory for them before a step's is measured: that
-        lowers what is free, and does not count in the node's share of the GPU."""
+        """Send something over every connection, which makes it. NCCL then has its memory before the memory of a step is
+        measured: that memory lowers what is free, and does not count towards the node's share of the GPU."""
         self.follow_rank_0()
         if self.stage.is_last:
             self.send_logits(torch.zeros(0, device=self.everyone.device))
@@ -83,15 +83,15 @@ class Pipeline:
             self.receive_logits(0, 0)
 
     def kv_of_all(self, own: tuple[LayerKv, ...]) -> tuple[LayerKv, ...]:
-        """What the layers of all stages keep; own: those of this one. All ranks must call. Raises UnsupportedModel if
-        stages differ in more than how far back their layers look."""
+        """The KV of the layers of all stages. own: of this stage's layers. All ranks must call. Raises UnsupportedModel
+        if the stages' KV differs in more than the sliding window."""
         if self.stage.size == 1:
             return own
         alike = dataclasses.replace(own[0], sliding_window=None)
         form = zlib.crc32(repr(alike).encode())
         if self.everyone.minimum(form) != -self.everyone.minimum(-form):
             raise UnsupportedModel("the KV of different pipeline stages differs in shape")
-        told = self.everyone.rank == self.stage.number * self._stage_size  # by one rank of each stage
+        told = self.everyone.rank == self.stage.number * self._stage_size  # one rank of each stage adds to the sums
         num_layers = torch.zeros(self.stage.size, dtype=torch.int64)
         num_layers[self.stage.number] = len(own) * told
         num_layers = self.everyone.all_reduce(num_layers)

@@ -13,7 +13,7 @@ from engine.model.errors import UnsupportedModel
 
 REPLICATED = ("replicated_with_grad_allreduce",)
 HEADS = "heads"
-"""Of a parameter with an entry for each attention head; ours."""
+"""Our own style, for a parameter with an entry for each attention head."""
 _ATTENTION = {
     **{f"model.layers.*.self_attn.{part}_proj": "colwise" for part in "qkv"},
     "model.layers.*.self_attn.o_proj": "rowwise",
@@ -27,7 +27,7 @@ _OWN: Mapping[str, Mapping[str, str]] = {
     "granitemoe": _ATTENTION,
     "qwen2_moe": _SHARED_EXPERT,
 }
-"""By `model_type`: what transformers' plans leave out."""
+"""By `model_type`: what transformers' plans lack."""
 _STAGED = ("granitemoe", "olmoe")
 _STAGES: Mapping[str, Any] = {
     "embed_tokens": (["input_ids"], ["inputs_embeds"]),
@@ -37,13 +37,14 @@ _STAGES: Mapping[str, Any] = {
 
 
 def own_stages(model_type: str) -> Mapping[str, Any]:
-    """A plan in the form of transformers' pipeline-parallel plans, for models that have none; empty: there is none."""
+    """Our pipeline-parallel plan, in transformers' form, for a model type that has none there; empty: neither has
+    one."""
     return _STAGES if model_type in _STAGED else {}
 
 
 def styles(model: PreTrainedModel) -> Callable[[str], str | None]:
-    """The style for the name of a module or parameter; None: it is whole on every rank. Raises UnsupportedModel for a
-    model without a plan."""
+    """A function that maps the name of a module or parameter to its tensor-parallel style; None: it is whole on every
+    rank. Raises UnsupportedModel for a model without a plan."""
     stated: dict[str, str] = getattr(model, "_tp_plan", None) or {}
     plan = {**stated, **_OWN.get(model.config.get_text_config().model_type, {})}
     if not any(style in ("colwise", "rowwise") for style in plan.values()):

@@ -1,4 +1,4 @@
-"""Quantization of a weight whose rows are divided among ranks: the scale of a row is that of all its columns."""
+"""Quantization of a weight whose columns are divided among ranks: a row's scale depends on all its columns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.model.parallel.group import RankGroup
 
 
 def quantize_columns(rows: Tensor, values: torch.dtype, group: RankGroup) -> tuple[Tensor, Tensor]:
-    """As `quantize_rows`, of rows whose other columns are on the other ranks of the group; all of them must call."""
+    """Like `quantize_rows`, for rows whose other columns are on the other ranks of the group; all of them must call."""
     if group.size == 1:
         return quantize_rows(rows, values)
     largest = rows.float().abs().amax(1, keepdim=True)

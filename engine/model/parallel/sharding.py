@@ -1,13 +1,13 @@
-"""Which part of a model each rank holds, by transformers' tensor-parallel plan of the model.
+"""Which part of a model each rank holds, following transformers' tensor-parallel plan of the model.
 
     q, k, v, gate, up    some of the outputs (whole heads); a KV head is on several ranks if there are fewer than ranks
-    o, down              some of the inputs: each rank's product is a part of the sum
-    experts              a part of each, or some of them (`engine.model.parallel.experts`)
+    o, down              some of the inputs: each rank's product is a partial sum
+    experts              a part of each expert, or some experts (`engine.model.parallel.experts`)
     embedding, head      some of the vocabulary
     the rest             whole, on every rank
 
-Plans: `engine.model.parallel.plan`; the head, the embedding and experts are always divided. The sums and gathers are in
-`engine.model.parallel.layers`.
+The plans come from `engine.model.parallel.plan`; the head, the embedding and experts are always divided. The
+collectives are in `engine.model.parallel.layers`.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ _NORMED = {"q_proj": "q_norm", "k_proj": "k_norm"}
 _OVER_HEADS = {"colwise_gather_output": "colwise", "rowwise_split_input": "rowwise"}
 """Attention that norms q and k over all heads: its layers besides the norms."""
 _WIDE_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", *_NORMED.values()}
-"""All the modules that such attention has."""
+"""All modules of such attention."""
 
 
 class WideNorm(NamedTuple):
-    """A norm over all heads, of which the rank has elements [first, end): an attribute of an attention module."""
+    """A norm over all heads, the attribute `name` of an attention module. The rank holds elements [first, end) of what
+    it norms."""
 
     attention: nn.Module
     name: str
@@ -50,7 +51,7 @@ class WideNorm(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Among ranks that divide something."""
+    """A rank's number among the ranks that divide something, and their number."""
 
     rank: int
     size: int
@@ -58,10 +59,13 @@ class Place(NamedTuple):
 
 @dataclass(slots=True)
 class Sharding:
-    """One rank's part. place: in its node. block_place: among the ranks that divide blocks of experts, which may be
-    those of several nodes. whole_experts: of experts, too; num_redundant_experts: if these change places. cuts: by the
-    id of each parameter that is a part of a stored tensor. row_parallel: modules whose results are parts of a sum.
-    experts, and the blocks that they are in: modules by name."""
+    """Which part of the model one rank holds.
+
+    place: the rank's, among those of its stage. block_place: its place among the ranks that divide blocks of experts,
+    possibly of several nodes. whole_experts, num_redundant_experts: see `RankPart`. cuts: by the id of each parameter
+    that is a part of a stored tensor. row_parallel: modules whose results are partial sums. experts, blocks: modules of
+    experts, and the blocks that they are in, by name.
+    """
 
     place: Place
     block_place: Place
@@ -76,7 +80,8 @@ class Sharding:
     _parts: dict[tuple[nn.Module, str], nn.Parameter] = field(default_factory=dict)
 
     def columns(self, node: RankGroup, blocks: RankGroup) -> dict[nn.Module, RankGroup]:
-        """The modules that have some of the columns of a weight, and which of the two groups has the others."""
+        """The modules that hold some columns of a weight, each with the group whose ranks hold the others: `node` or
+        `blocks`."""
         experts = () if self.whole_experts else self.experts.values()
         within = self.modules_of_blocks
         return {module: blocks if module in within else node for module in (*self.row_parallel, *experts)}
@@ -87,21 +92,21 @@ class Sharding:
         return {module: name for name, block in self.blocks.items() for module in block.modules()}
 
     def place_of(self, name: str) -> Place:
-        """Among the ranks that divide the module of that name."""
+        """This rank's place among the ranks that divide the module of that name."""
         return self.block_place if any(name.startswith(f"{block}.") for block in self.blocks) else self.place
 
     def cut_of(self, parameter: Tensor) -> Cut | None:
         return self.cuts.get(id(parameter))
 
     def add(self, module: nn.Module, name: str, parameter: nn.Parameter, cut: Cut) -> None:
-        """The module's parameter of that name is this part of the stored one."""
+        """Give the module this parameter under that name, and record which part of the stored tensor it is."""
         setattr(module, name, parameter)
         self.cuts[id(parameter)] = cut
         self._parts[module, name] = parameter  # kept, so that no other object gets its id
 
     def follow(self, model: nn.Module, stored: Mapping[str, Shape], quantization: Quantization) -> None:
-        """Once quantized layers and experts have other parameters in place of a weight, cut these as it was. stored:
-        the shapes of the files' tensors. Raises UnsupportedModel for one that cannot be cut at the same place."""
+        """Where quantization has replaced a weight by other parameters, cut these as the weight was cut. stored: the
+        shapes of the files' tensors. Raises UnsupportedModel for a tensor that cannot be cut at the same place."""
         names = {module: name for name, module in model.named_modules()}
         experts = set(self.experts.values())
         for (module, weight), former in self._parts.items():
@@ -132,10 +137,10 @@ def shard(
     num_redundant_experts: int | None = None,
     expert_block: Callable[[str], int] = lambda name: 1,
 ) -> Sharding:
-    """Shrink the parameters of a model without weights, or of a stage of it, to the rank's part. block_place: see
-    Sharding; None: `place`. whole_experts: `--enable-expert-parallel`; num_redundant_experts: not None with
-    `--enable-eplb`. expert_block: see Quantization. Raises UnsupportedModel, by name, for a model that cannot be
-    divided so."""
+    """Shrink the parameters of a model (or of one of its stages), before it has weights, to the rank's part.
+    block_place: see Sharding; None: `place`. whole_experts: `--enable-expert-parallel`; num_redundant_experts: not None
+    with `--enable-eplb`. expert_block: see Quantization. Raises UnsupportedModel, which names the module, for a model
+    that cannot be divided so."""
     config = model.config.get_text_config()
     kv = kv_slice(config, *place)
     sharding = Sharding(place, block_place or place, kv, whole_experts, num_redundant_experts)
@@ -180,7 +185,7 @@ def _cut_experts(sharding: Sharding, model: PreTrainedModel, expert_block: Calla
 
 
 def kv_slice(config: Any, rank: int, size: int, stage: Stage = WHOLE) -> KvSlice:
-    """The KV that the stage's rank holds. Raises UnsupportedModel for heads that cannot be divided."""
+    """The KV that a rank of the stage holds. Raises UnsupportedModel for heads that cannot be divided."""
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     if heads % size:
@@ -194,7 +199,7 @@ def kv_slice(config: Any, rank: int, size: int, stage: Stage = WHOLE) -> KvSlice
 
 
 def _vocabulary(model: PreTrainedModel) -> tuple[nn.Embedding | None, nn.Linear | None]:
-    """What turns tokens into hidden states, and these into logits. None: another stage has it."""
+    """The embedding and the head; None for one that another stage holds."""
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     known = isinstance(embedding, (nn.Embedding, MissingModule)) and type(head) in (nn.Linear, MissingModule)
@@ -238,7 +243,8 @@ def _require_wide(name: str, norm: nn.Module, width: int) -> None:
 
 
 def _cut_vocabulary(sharding: Sharding, module: nn.Embedding | nn.Linear, vocab_size: int) -> nn.Parameter:
-    """The part of the weight. Rows beyond the vocabulary, which make all ranks' parts equal in size, are zero."""
+    """Cut the weight, and return the rank's part. Rows of zeros beyond the vocabulary make the parts of all ranks equal
+    in size."""
     first, end = _even(vocab_size, sharding.place)
     if isinstance(module, nn.Embedding):
         module.num_embeddings, module.padding_idx = end - first, None
@@ -256,13 +262,15 @@ def _shrink(sharding: Sharding, module: nn.Module, name: str, cut: Cut) -> nn.Pa
 
 
 def _by_rows(module: nn.Module, cut: Cut) -> int:
-    """The dimension of the cut in what replaces a weight: that has outputs as rows, as experts need not have."""
+    """The cut's dimension in the parameter that replaces the weight: it has outputs as rows, even where the experts'
+    weights are transposed."""
     return 3 - cut.dim if is_transposed(module) and cut.dim else cut.dim
 
 
 def _in_proportion(name: str, cut: Cut, dim: int, whole: tuple[int, ...], part: tuple[int, ...]) -> Cut:
-    """The part, of such a shape, of a tensor of which each entry along `dim` stands for equally many of the weight's
-    along its cut."""
+    """The cut of a tensor whose entries along `dim` each stand for equally many entries of the weight along its own
+    cut. whole, part: the tensor's shape in the files and on this rank. Raises UnsupportedModel if the cut does not fall
+    between entries."""
     sections = cut.sections if dim == 1 else 1  # gate and up follow each other in dimension 1, whatever runs there
     num_entries = whole[dim] // sections if len(whole) > dim else 1
     per_entry, rest = divmod(cut.whole[cut.dim] // cut.sections, num_entries)
@@ -280,7 +288,7 @@ def _in_proportion(name: str, cut: Cut, dim: int, whole: tuple[int, ...], part: 
 
 
 def _even(number: int, place: Place) -> tuple[int, int]:
-    """Equal parts that together are at least `number`."""
+    """The rank's range when `number` is divided into equal parts, rounded up."""
     part = -(-number // place.size)
     return place.rank * part, (place.rank + 1) * part
 

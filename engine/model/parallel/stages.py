@@ -2,7 +2,7 @@
 
     first stage   embedding, layers
     between       layers
-    last stage    layers, final norm, head (of tied ones its own copy)
+    last stage    layers, final norm, head (a copy of its own if tied)
 
 By transformers' pipeline-parallel plan of the model (`base_model_pp_plan`). Modules that a stage does not hold are
 removed from the model before memory is allocated, and are not read from the files; the other layers keep their places
@@ -28,7 +28,7 @@ _EMBEDDING_ROWS = 64
 
 
 class Stage(NamedTuple):
-    """Number `number`, from 0, of `size` stages."""
+    """Stage `number`, counted from 0, of `size` stages."""
 
     number: int
     size: int
@@ -42,10 +42,10 @@ class Stage(NamedTuple):
         return self.number == self.size - 1
 
     def layers(self, num_layers: int) -> range:
-        """The decoder layers of the stage: all stages have equally many; the ones left over go one each to stages, from
-        the last but one backwards, because the last has the head (as in vLLM)."""
+        """The decoder layers of the stage. All stages have equally many; left-over layers go one each to the stages
+        from the last but one backwards, because the last stage has the head (as in vLLM)."""
         each, left = divmod(num_layers, self.size)
-        more = range(self.size - 1 - left, self.size - 1)  # the stages with one more
+        more = range(self.size - 1 - left, self.size - 1)  # the stages with one more layer
         first = self.number * each + sum(stage < self.number for stage in more)
         return range(first, first + each + (self.number in more))
 
@@ -108,15 +108,15 @@ class StageWeights:
 
 
 def keep_stage(model: PreTrainedModel, stage: Stage) -> StageWeights:
-    """Take out of a model without weights what the stage does not hold. Raises UnsupportedModel, by name, for a model
-    that cannot be divided so."""
+    """Replace the modules that the stage does not hold by stand-ins, before the model has weights. Raises
+    UnsupportedModel, which names the model, if it cannot be divided into stages."""
     weights = StageWeights()
     if stage.size == 1:
         return weights
     num_layers = model.config.get_text_config().num_hidden_layers
     if num_layers < stage.size:
-        told = f"{num_layers} layers cannot be divided among {stage.size} pipeline stages"
-        raise UnsupportedModel(f"{model.config.model_type}: {told}")
+        reason = f"{num_layers} layers cannot be divided among {stage.size} pipeline stages"
+        raise UnsupportedModel(f"{model.config.model_type}: {reason}")
     layers, after = _planned(model, num_layers)
     names = {module: name for name, module in model.named_modules()}
     embedding: Any = model.get_input_embeddings()
@@ -139,7 +139,7 @@ def keep_stage(model: PreTrainedModel, stage: Stage) -> StageWeights:
 
 
 def _planned(model: PreTrainedModel, num_layers: int) -> tuple[nn.ModuleList, nn.Module]:
-    """The decoder layers, and the norm after them, by the plan."""
+    """The decoder layers, and the norm after them, according to the plan."""
     config = model.config.get_text_config()
     plan: Mapping[str, Any] = getattr(config, "base_model_pp_plan", None) or own_stages(config.model_type)
     parts = [getattr(model.base_model, name, None) for name in plan]
@@ -155,7 +155,7 @@ def _planned(model: PreTrainedModel, num_layers: int) -> tuple[nn.ModuleList, nn
 
 
 def num_held_layers(model: PreTrainedModel) -> int:
-    """How many decoder layers the model has here."""
+    """How many decoder layers this stage of the model holds."""
     num_layers: int = model.config.get_text_config().num_hidden_layers
     return num_layers - sum(isinstance(module, MissingLayer) for module in model.modules())
 
