@@ -1,8 +1,9 @@
 """How published checkpoints store quantized weights, and `--quantization`, which quantizes while a model loads.
 
-A format names the tensors that its files have for a layer, and turns them into a `QuantizedWeight`; from there on all
-formats are one. On a CPU a layer gets the weight's values in fp32, so that a model computes exactly what its weights
-stand for; on a GPU, `QuantizedLinear` keeps them quantized.
+A format names the tensors that its files contain for a layer, and turns them into a `QuantizedWeight`; from there on
+all formats are alike. On a GPU, `QuantizedLinear` keeps the weight quantized. On a CPU, a layer gets the dequantized
+weight, which in fp32 is exactly what the files stand for; in bf16, int8 and 4-bit weights may stay packed as well
+(`install`).
 """
 
 from __future__ import annotations
@@ -29,29 +30,30 @@ QUANTIZATIONS: dict[str, Callable[[Mapping[str, Any], Mapping[str, StoredTensor]
     "gptq": Gptq,
     "mxfp4": Mxfp4,
 }
-"""By the `quant_method` of config.json's `quantization_config`; each is made from that and the tensors of the files
-(none: random weights)."""
+"""By the `quant_method` of config.json's `quantization_config`. Each is made from that configuration and the files'
+tensors; without tensors, weights are random."""
 
 _MODELOPT = "modelopt"
-"""NVIDIA's TensorRT Model Optimizer, whose FP8 is stored as in `fp8`."""
+"""NVIDIA's TensorRT Model Optimizer, which stores FP8 like `fp8`."""
 _BITSANDBYTES = "bitsandbytes"
 """transformers knows it by two names, which end in the number of bits."""
 _OF_QUANTIZED = (".qweight", ".qzeros", ".weight_packed", ".weight_scale", ".weight_scale_inv", "_blocks")
 _CODES = frozenset({"F8_E4M3", "F8_E5M2", "I8", "U8"})
 
 STORED = (Awq, CompressedTensors, Fp8, Gptq, Mxfp4)
-"""What `QUANTIZATIONS` makes."""
+"""The classes of `QUANTIZATIONS`."""
 
 ONLINE: dict[str, Callable[[], Quantization]] = {"fp8": OnlineFp8, "int8": OnlineInt8}
-"""What `--quantization` can make of a checkpoint that is not quantized."""
+"""The values of `--quantization`, for a checkpoint that is not quantized."""
 
 
 def choose_quantization(
     config: Any, stored: Mapping[str, StoredTensor], requested: str | None = None
 ) -> Quantization | None:
-    """The quantization of a checkpoint with this configuration (transformers' own); None: one that is not here.
+    """The quantization of a checkpoint with this configuration; None: a method that only transformers implements.
 
-    stored: its files' tensors. requested: `--quantization`. Raises UnsupportedModel, naming what cannot be run.
+    config: transformers' own. stored: the files' tensors. requested: `--quantization`. Raises UnsupportedModel, naming
+    what cannot be run.
     """
     stated = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
     if stated is None:
@@ -78,7 +80,7 @@ def choose_quantization(
 
 
 def is_leftover(name: str) -> bool:
-    """Whether a tensor of that name belongs to a quantized weight, so that a model is wrong that has no use for it."""
+    """Whether a tensor of that name belongs to a quantized weight, so that a model which does not use it is wrong."""
     return name.endswith(_OF_QUANTIZED)
 
 

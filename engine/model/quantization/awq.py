@@ -1,5 +1,5 @@
-"""AWQ: 4 bits with a scale and a zero per group (Lin et al., "AWQ: Activation-aware Weight Quantization", 2023), as
-AutoAWQ's GEMM version stores them."""
+"""AWQ: 4 bits with a scale and a zero point per group (Lin et al., "AWQ: Activation-aware Weight Quantization", 2023),
+as AutoAWQ's GEMM version stores them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from engine.model.quantization.packed_experts import packed_experts
 from engine.model.quantization.stored import QuantizedLayers, replace_weight, stored_parameters, unpack_words
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which output feature each 4 bits of a word belong to, from the lowest."""
+"""The output feature of each 4 bits of a word, from the lowest bits on."""
 
 
 class Awq(WithStoredExperts):

@@ -1,7 +1,7 @@
-"""compressed-tensors, the format of vLLM's LLM Compressor: fp8, int8 and 4-bit weights by groups of layers.
+"""compressed-tensors, the format of vLLM's LLM Compressor: fp8, int8 and 4-bit weights, chosen per group of layers.
 
-config.json's `quantization_config` has `config_groups`, each with its targets and the scheme of their weights:
-https://github.com/vllm-project/compressed-tensors.
+config.json's `quantization_config` has `config_groups`, each with the layers that it targets and the scheme of their
+weights: https://github.com/vllm-project/compressed-tensors.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _STRATEGIES = ("tensor", "channel", "group", "block")
 
 @dataclass(frozen=True, slots=True)
 class _Scheme:
-    """How a layer's weight is stored. packed: 4-bit (or 8-bit) codes in words of 32 bits. group: columns with one
-    scale, rows: rows with one; 0: all."""
+    """How a layer's weight is stored. packed: 4-bit (or 8-bit) codes in words of 32 bits. group: how many columns share
+    a scale; rows: how many rows do; 0: all."""
 
     type: str
     bits: int
@@ -71,9 +71,10 @@ class _Scheme:
 
 
 class CompressedTensors(WithStoredExperts):
-    """weight: float8_e4m3fn or int8, [out_features, in_features]; or weight_packed, int32, [out_features, in_features *
-    bits / 32], codes from the lowest bits on, each the value plus half of their number, and weight_shape. weight_scale:
-    [1], [out_features, 1], or by groups or blocks. weight_zero_point: of asymmetric weights, packed along the rows."""
+    """weight: float8_e4m3fn or int8, [out_features, in_features]; or weight_shape, and weight_packed, int32,
+    [out_features, in_features * bits / 32], whose codes begin at the lowest bits; a code is the value plus half the
+    number of codes. weight_scale: [1], [out_features, 1], or one per group or block. weight_zero_point: for asymmetric
+    weights, packed along the rows."""
 
     def __init__(self, stated: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> None:
         """Raises UnsupportedModel."""
@@ -153,7 +154,7 @@ class CompressedTensors(WithStoredExperts):
             return _plain(scheme, tensors), None
         packed, scale, rows = tensors["weight_packed"], tensors["weight_scale"], tensors["weight_packed"].shape[0]
         codes = unpack_words(packed, scheme.bits, 1)
-        if _SHAPE in tensors:  # of a rank, which has some of the rows or columns, that of all ranks together
+        if _SHAPE in tensors:  # the shape of the whole weight, of which a rank may hold some rows or columns
             shape = tensors[_SHAPE].tolist()
             unused = codes.shape[1] - shape[1] // others.size
             if shape[0] % rows or not 0 <= unused < 32 // scheme.bits:
@@ -177,7 +178,7 @@ class CompressedTensors(WithStoredExperts):
         return QuantizedWeight((codes.int() - 128).to(torch.int8), scale, centred, scheme.group), order
 
     def experts(self, name: str) -> StoredExperts | None:
-        """None: they are stored in a way of their own, too."""
+        """See WithStoredExperts. None also for fp8 whose blocks are not square."""
         found = first_scale(name, self._stored, (_SCALE,)) if self._stored else f"{name}.0.gate_proj{_SCALE}"
         scheme = None if found is None else self._scheme(layer := found.removesuffix(_SCALE))
         if scheme is None:
@@ -189,7 +190,8 @@ class CompressedTensors(WithStoredExperts):
         return Fp8Experts(_SCALE[1:], scheme.group, not scheme.group and not scheme.per_tensor)
 
     def _scheme(self, name: str) -> _Scheme | None:
-        """Of the group that names the layer; else whose pattern it fits; else that is for its class."""
+        """The scheme of the group that names the layer; else of the group whose pattern matches it; else of the group
+        for its class."""
         if any(_matches(name, self._ignored, kind) for kind in _KINDS):
             return None
         found = (scheme for kind in _KINDS for targets, scheme in self._groups if _matches(name, targets, kind))
@@ -197,7 +199,7 @@ class CompressedTensors(WithStoredExperts):
 
 
 def _plain(scheme: _Scheme, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-    """Of codes that are not in words."""
+    """The weight from codes that are not packed into words."""
     codes, scale = tensors["weight"], tensors["weight_scale"]
     zero = None if scheme.symmetric else tensors["weight_zero_point"]
     if scheme.per_tensor:
@@ -211,7 +213,7 @@ _PATTERN = "re:"
 
 
 def _matches(name: str, targets: Iterable[str], kind: str) -> bool:
-    """Whether one of the targets of that kind is the module's: its name, a pattern after `re:`, or its class."""
+    """Whether one of the targets of that kind matches the module: its name, a pattern after `re:`, or its class."""
     if kind == "pattern":
         patterns = (target.removeprefix(_PATTERN) for target in targets if target.startswith(_PATTERN))
         return any(re.match(pattern, name) for pattern in patterns)

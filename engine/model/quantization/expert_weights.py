@@ -1,4 +1,4 @@
-"""Weights of experts in 8 and 4 bits: quantized while they load, or kept as they are stored."""
+"""Expert weights in 8 and 4 bits: quantized while they load, or kept as the files store them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from engine.model.parallel.group import ONE_RANK, RankGroup
 from engine.model.parallel.scales import quantize_columns
 
 Codes = tuple[Tensor, Tensor]
-"""A weight in 8 or 4 bits, with its scales, as in `ExpertWeights`."""
+"""A weight in 8 or 4 bits and its scales, as in `ExpertWeights`."""
 _QUANTIZED = "baton_experts_in_8_bits"
 
 
 @torch.no_grad()
 def quantize_fp8(module: nn.Module, others: RankGroup = ONE_RANK) -> bool:
-    """Store the weights in float8_e4m3fn with a scale for each of an expert's outputs, and let `experts` compute the
-    module; once. On a CPU they get the values that these stand for, in their own type. others: the ranks that have the
-    other columns of down. False: nothing can compute it."""
+    """Store the weights in float8_e4m3fn with a scale per output of each expert, and make `experts` compute the module.
+    On a CPU, the weights instead get the quantized values in their own dtype. Idempotent. others: the ranks that hold
+    the other columns of down. Returns False if `experts` cannot compute the module."""
     if _QUANTIZED in module.__dict__:
         return True
     of = weights_of(module)
@@ -46,7 +46,8 @@ def quantize_fp8(module: nn.Module, others: RankGroup = ONE_RANK) -> bool:
 
 @torch.no_grad()
 def keep_quantized(module: nn.Module, gate_up: Codes, down: Codes, dtype: torch.dtype) -> str | None:
-    """Let the module's weights be these, and `experts` compute it; else why it cannot. dtype: of activations."""
+    """Give the module these quantized weights, and make `experts` compute it. Returns None, or the reason why that
+    cannot be done. dtype: of activations."""
     of = with_gate(module, ExpertWeights(gate_up[0], down[0], gate_up_scale=gate_up[1], down_scale=down[1]))
     if isinstance(of, str):
         return of
@@ -63,19 +64,19 @@ def keep_quantized(module: nn.Module, gate_up: Codes, down: Codes, dtype: torch.
 
 @torch.no_grad()
 def store_values(module: nn.Module, gate_up: Codes, down: Codes, dtype: torch.dtype) -> None:
-    """Give the module what these stand for, in `dtype`, as its class has it; by rows, whichever these are."""
+    """Give the module the dequantized weights in `dtype`, transposed if its class has them so."""
     for name, (codes, scale) in zip(NAMES, (gate_up, down), strict=True):
         columns = codes.shape[2] * (2 if codes.dtype == torch.uint8 else 1)
         whole = torch.empty((*codes.shape[:2], columns), dtype=dtype, device=codes.device)
-        for expert in range(len(codes)):  # in fp32, one at a time
+        for expert in range(len(codes)):  # one at a time: dequantizing takes memory in fp32
             whole[expert] = values(codes[expert], scale[expert], dtype)
         stored = whole.transpose(1, 2) if is_transposed(module) else whole
         setattr(module, name, nn.Parameter(stored, requires_grad=False))
 
 
 def _quantized(weight: Tensor, group: RankGroup) -> tuple[Tensor, Tensor]:
-    """[num_experts, rows, columns] in fp8, and [num_experts, rows]; one expert after another, as each takes three
-    copies in fp32."""
+    """Values, [num_experts, rows, columns] in fp8, and scales, [num_experts, rows]. Quantizes one expert at a time,
+    since each takes three copies in fp32."""
     values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scale = torch.empty(weight.shape[:2], dtype=torch.float32, device=weight.device)
     for expert in range(weight.shape[0]):

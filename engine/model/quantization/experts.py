@@ -1,4 +1,4 @@
-"""Experts that files hold one by one, quantized: put together as transformers' modules have them."""
+"""Quantized experts that files store one by one, stacked as transformers' modules have them."""
 
 from __future__ import annotations
 
@@ -24,51 +24,50 @@ from engine.model.quantization.expert_weights import Codes, keep_quantized, stor
 log = logging.getLogger(__name__)
 
 JOINED = {NAMES[0]: 2, NAMES[1]: 1}
-"""Of how many stored tensors an expert's weight consists."""
+"""How many stored weights are joined into one weight of an expert: gate and up, and down."""
 
 
 def first_scale(name: str, stored: Iterable[str], suffixes: Iterable[str]) -> str | None:
-    """A stored scale of the module's experts, which are stored one by one; None: there is none. Files may call the
-    block in which experts are by another name than the model does."""
+    """The name of a stored scale of the module's experts, which files store one by one; None: there is none. Files may
+    use another name for the experts' block than the model does."""
     layer = name.rpartition(".")[0].rpartition(".")[0]
     own = re.compile(rf"{re.escape(layer)}\.\w+\.experts\.\d+\.\w+(?:{'|'.join(map(re.escape, suffixes))})")
     return next((one for one in stored if one.startswith(layer) and own.fullmatch(one)), None)
 
 
 class StoredExperts(ABC):
-    """How files hold the experts of a module."""
+    """How files store the experts of a module."""
 
     @abstractmethod
     def create(self, name: str, module: nn.Module, hint: str = "") -> None:
-        """Give the module the parameters that the files have for it, as `Quantization.create_expert_weights`: their
-        names are a weight's, then what the stored tensors' names end with. Those of gate, then those of up follow each
-        other in dimension 1. hint: for an error, where the sizes are those of a rank's part. Raises
-        UnsupportedModel."""
+        """Like `Quantization.create_expert_weights`. A parameter's name is the weight's, followed by the suffix of the
+        stored tensors' names; gate and up are concatenated in dimension 1. hint: added to errors, to say that sizes
+        are those of a rank's part. Raises UnsupportedModel."""
 
     @abstractmethod
     def parameter_shape(self, parameter: str, weight: tuple[int, ...]) -> tuple[int, ...]:
-        """Of such a parameter, by its name, for a weight of that shape."""
+        """The shape of the parameter of that name, for a weight of the shape `weight`."""
 
     @abstractmethod
     def process(self, name: str, module: nn.Module, dtype: torch.dtype, others: RankGroup) -> None:
-        """As `Quantization.process_experts`. others: the ranks that have the other columns of down."""
+        """Like `Quantization.process_experts`. others: the ranks that hold the other columns of down."""
 
     def stored_dim(self, kind: str, dim: int) -> int | None:
-        """As `Quantization.stored_dim`, for a parameter whose name has that end."""
+        """Like `Quantization.stored_dim`, for the parameter with that suffix."""
         return dim
 
     @property
     @abstractmethod
     def features_per_block(self) -> int:
-        """As `Quantization.expert_block`."""
+        """See `Quantization.expert_block`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Experts(StoredExperts):
-    """scale: the end of the names of scales, after the layer's. block: rows and columns with one scale; 0: by_rows says
-    whether each row has one, or all of a stored weight.
+    """scale: the suffix of scales' names, after the layer's. block: how many rows and columns share a scale; 0: there
+    is one per row (`by_rows`), or one per stored weight.
 
-    Until they are processed, a module has its weights in float8_e4m3fn, and with their names and `scale` the scales:
+    Until `process`, a module has its weights in float8_e4m3fn, and scales named after the weights and `scale`:
     [num_experts, rows / block, columns / block], [num_experts, rows, 1], or [num_experts, 1 or 2].
     """
 
@@ -106,7 +105,7 @@ class Fp8Experts(StoredExperts):
 
     def process(self, name: str, module: nn.Module, dtype: torch.dtype, others: RankGroup) -> None:
         if not hasattr(module, f"{NAMES[0]}_{self.scale}"):
-            return  # it was processed before
+            return  # already processed
         gate_up, down = (self.take(module, weight) for weight in NAMES)
         reason = keep_quantized(module, gate_up, down, dtype) if gate_up[0].is_cuda else ""
         if reason:
@@ -119,7 +118,8 @@ class Fp8Experts(StoredExperts):
         return self.block or 1
 
     def take(self, module: nn.Module, weight: str) -> Codes:
-        """The codes of the weight of that name, and its scales as `ExpertWeights` has them, which leave the module."""
+        """The codes of the weight of that name, and its scales as in `ExpertWeights`. Removes the scales from the
+        module."""
         codes, scale = (getattr(module, own).detach() for own in (weight, f"{weight}_{self.scale}"))
         delattr(module, f"{weight}_{self.scale}")
         if self.by_rows:
@@ -132,7 +132,7 @@ class Fp8Experts(StoredExperts):
 def fp8_experts(
     name: str, stored: Mapping[str, StoredTensor], suffixes: Iterable[str], block: int
 ) -> Fp8Experts | None:
-    """As the files hold the module's experts; None: not in fp8."""
+    """How the files store the module's experts in fp8; None: they do not."""
     found = first_scale(name, stored, suffixes)
     if found is None:
         return None
@@ -141,17 +141,17 @@ def fp8_experts(
 
 
 class WithStoredExperts(Quantization):
-    """A format of linear layers in which experts may be stored, too, one by one."""
+    """A format of linear layers that may also store experts, one by one."""
 
     _columns: Mapping[nn.Module, RankGroup] = {}
 
     @abstractmethod
     def experts(self, name: str) -> StoredExperts | None:
-        """As the format has the module of that name; None: not quantized."""
+        """How the files store the experts of the module of that name; None: not in this format."""
 
     @cached_property
     def _experts(self) -> Callable[[str], StoredExperts | None]:
-        """As `experts`, which looks through the names of all tensors, once per module."""
+        """`experts`, cached per module, because it searches the names of all tensors."""
         return cache(self.experts)
 
     def divide(self, columns: Mapping[nn.Module, RankGroup]) -> None:

@@ -1,5 +1,5 @@
-"""FP8 (e4m3) weights with a scale per tensor, or per block of 128 x 128 (DeepSeek-V3), as transformers' and vLLM's
-`fp8` have them."""
+"""FP8 (e4m3) weights with a scale per tensor, or per block of 128 x 128 (DeepSeek-V3): `fp8` in transformers and
+vLLM."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class Fp8(WithStoredExperts):
 
     @property
     def can_divide(self) -> bool:
-        """With a scale per tensor, or where blocks end at the ends of the ranks' parts."""
+        """Scales per tensor can always be divided. Blocks can if they end where the ranks' parts do, which
+        `create_weights` checks."""
         scales = [tensor for name, tensor in self._stored.items() if name.endswith(_SCALES)]
         return bool(self._block) or all(math.prod(scale.shape) == 1 for scale in scales)
 

@@ -1,5 +1,5 @@
-"""GPTQ: 4 or 8 bits with a scale and a zero per group (Frantar et al., "GPTQ: Accurate Post-Training Quantization",
-2022), as AutoGPTQ and GPTQModel store them."""
+"""GPTQ: 4 or 8 bits with a scale and a zero point per group (Frantar et al., "GPTQ: Accurate Post-Training
+Quantization", 2022), as AutoGPTQ and GPTQModel store them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from engine.model.quantization.stored import (
 )
 
 _LEFT_OUT = "-:"
-"""How a rule begins that says which layers are not quantized; files show which."""
+"""The prefix of rules that exclude layers from quantization; the files' tensors show which layers are."""
 _ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}
-"""By `checkpoint_format`: what to add to a stored zero."""
+"""By `checkpoint_format`: what to add to a stored zero point."""
 
 
 class Gptq(WithStoredExperts):
@@ -62,7 +62,7 @@ class Gptq(WithStoredExperts):
             return
         rows = module.out_features
         replace_weight(module, **self.tensors(name, rows, module.in_features))
-        if module.bias is None and f"{name}.bias" in self._stored:  # AutoGPTQ writes zeros for layers without
+        if module.bias is None and f"{name}.bias" in self._stored:  # AutoGPTQ writes zeros for layers without a bias
             module.bias = nn.Parameter(torch.empty(rows, dtype=torch.float16), requires_grad=False)
 
     def process_weights_after_loading(self, name: str, module: nn.Linear, dtype: torch.dtype) -> LinearMethod:
@@ -101,7 +101,7 @@ class Gptq(WithStoredExperts):
         scale = tensors["scales"].t().contiguous()
         group = codes.shape[1] // scale.shape[1]
         columns = None
-        if "g_idx" in tensors and self._group > 0:  # one group's columns are in order
+        if "g_idx" in tensors and self._group > 0:  # with a single group, columns are in order
             columns = columns_by_group(name, tensors["g_idx"], group, others)
         if columns is not None:
             codes = codes.index_select(1, columns)

@@ -39,8 +39,8 @@ _ROUNDED_INPUTS = Tolerance(product=0.08, logits=0.5)
 
 
 class QuantizedLinear(LinearMethod):
-    """bias: [out_features]. columns: the order of x's columns in the weight, [in_features], int64; None: their own
-    (GPTQ with `desc_act` sorts columns by group)."""
+    """Multiplies by a quantized weight. bias: [out_features]. columns: for each column of the weight, the column of x
+    that it multiplies, [in_features], int64 (GPTQ with `desc_act` sorts columns by group); None: the same order."""
 
     def __init__(
         self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype, columns: Tensor | None = None
@@ -54,7 +54,7 @@ class QuantizedLinear(LinearMethod):
 
     @property
     def tolerance(self) -> Tolerance:
-        """Weights of 8 bits may be multiplied by inputs of 8 bits."""
+        """Looser for 8-bit weights, since the inputs may be quantized to 8 bits as well."""
         return rounding(self.dtype) if self.weight.four_bits else _ROUNDED_INPUTS
 
     def reference(self, x: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class QuantizedLinear(LinearMethod):
         return [plain]
 
     def make_gated_product(self, activation: Activation) -> Product:
-        """The activation is part of the kernel for few rows."""
+        """The kernel for few rows applies the activation."""
         if not self.weight.values.is_cuda:
             return super().make_gated_product(activation)
         self._activation = activation
@@ -105,21 +105,21 @@ class QuantizedLinear(LinearMethod):
         return gated
 
     def make_mlp(self, activation: Activation, down: LinearMethod) -> Product | None:
-        """With many rows, the activation and the quantization of its results are one kernel."""
+        """With many rows, one kernel applies the activation and quantizes its results."""
         if not isinstance(down, QuantizedLinear) or not self._joins(down):
             return None
         weight, bias = down.weight, down.bias
         return self._mlp(activation, down, lambda gate_up: activated_linear(gate_up, activation, weight, bias))
 
     def make_mlp_for_norm(self, activation: Activation, down: LinearMethod) -> Product | None:
-        """The norm multiplies the results of many rows by their scales."""
+        """With many rows, the norm multiplies the results by their scales."""
         if not isinstance(down, QuantizedLinear) or not self._joins(down) or down.bias is not None:
             return None
         weight = down.weight
         if self.dtype != torch.bfloat16 or weight.values.dtype != torch.float8_e4m3fn:
             return None
         if weight.out_features % 16 or weight.in_features % 16:
-            return None  # cuBLAS cannot
+            return None  # cuBLAS supports only multiples of 16
         one = torch.ones((), dtype=torch.float32, device=weight.values.device)
         return self._mlp(activation, down, lambda gate_up: unscaled_activated_linear(gate_up, activation, weight, one))
 
@@ -127,7 +127,7 @@ class QuantizedLinear(LinearMethod):
         return self.weight.values.is_cuda and self.weight.by_rows and down.weight.by_rows
 
     def _mlp(self, activation: Activation, down: QuantizedLinear, many_rows: Product) -> Product:
-        """many_rows: of what gate and up give for many rows of x."""
+        """many_rows: computes the result for many rows of x from the product of gate and up."""
         weight, bias = down.weight, down.bias
         gate_up, gated = self.make_product(), self.make_gated_product(activation)
 
@@ -140,7 +140,7 @@ class QuantizedLinear(LinearMethod):
 
     @classmethod
     def can_concatenate(cls, parts: Sequence[Self]) -> bool:
-        """Blocks of rows with one scale must not cross a seam."""
+        """A block of rows with one scale must not cross the boundary between two parts."""
         first = parts[0]
         return len({part._form for part in parts}) == 1 and all(
             part.weight.out_features % part.weight.scale_rows == 0 and _same(part.columns, first.columns)
@@ -194,7 +194,8 @@ class LinearOfFourBits(UnquantizedLinear):
 def install(
     module: nn.Linear, weight: QuantizedWeight, dtype: torch.dtype, columns: Tensor | None = None
 ) -> LinearMethod:
-    """The method for the module, whose stored parameters give way to the weight's tensors; the bias stays.
+    """Replace the module's stored parameters, other than the bias, by the weight's tensors, and return the method that
+    computes the module. A CPU keeps the weight quantized only where that is faster; else it gets the values.
 
     dtype: of x and the results. columns: see `QuantizedLinear`.
     """
@@ -221,7 +222,7 @@ def _form_of(weight: QuantizedWeight) -> tuple[object, ...]:
 
 
 def _concatenated(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Of one form, one below the other."""
+    """Weights of one form, concatenated along the outputs."""
     zeros = [weight.zero for weight in weights if weight.zero is not None]
     return QuantizedWeight(
         concatenate_tensors([weight.values for weight in weights]),
@@ -233,8 +234,8 @@ def _concatenated(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def stays_quantized(values: torch.dtype, dtype: torch.dtype) -> bool:
-    """Whether a CPU multiplies weights of these values, with a scale per row, as they are. In fp32 it never does: there
-    a model computes exactly what its weights stand for."""
+    """Whether a CPU multiplies by weights of the dtype `values`, with a scale per row, without dequantizing them. In
+    fp32 it never does: there a model computes exactly what its weights stand for."""
     return values == torch.int8 and dtype != torch.float32 and can_pack_int8()
 
 

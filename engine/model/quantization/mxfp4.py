@@ -21,7 +21,7 @@ from engine.model.quantization.expert_weights import keep_quantized, store_value
 log = logging.getLogger(__name__)
 
 _SIZES = {"bits": 4, "num_bits": 4, "group_size": GROUP, "block_size": GROUP}
-"""What a configuration may state, and must then be; the format has no other."""
+"""The only values that a configuration may state; the format has no others."""
 
 
 class Mxfp4(Quantization):
@@ -87,8 +87,7 @@ class Mxfp4(Quantization):
         return name not in self._unquantized
 
     def _check(self, name: str, tensor: torch.Tensor) -> None:
-        """Raises UnsupportedModel for files that have other blocks than the format's. tensor: what this rank has of
-        them."""
+        """Raises UnsupportedModel for files with other blocks than the format's. tensor: this rank's part of them."""
         found = self._stored.get(name)
         if found is None:
             return

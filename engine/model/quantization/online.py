@@ -1,4 +1,4 @@
-"""Weights of 16 bits, quantized with a scale per row while they load: no calibration, no files."""
+"""16-bit weights, quantized with a scale per row while they load: no calibration, no converted checkpoint."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from engine.model.quantization.linear import install, stays_quantized
 log = logging.getLogger(__name__)
 
 _UNQUANTIZED = ("lm_head", "embed_out", "gate", "router", "shared_expert_gate")
-"""The last parts of names: what turns into logits, of tokens or experts, is small and decides between near values."""
+"""Last parts of the names of layers that stay as they are: they compute logits, of tokens or experts. They are small,
+and decide between close values."""
 
 
 _HEADS = ("lm_head", "embed_out")
 _ROWS = 16384
-"""Quantized at a time, which takes three copies of them in fp32."""
+"""How many rows to quantize at a time, which takes three copies of them in fp32."""
 
 
 class _Online(Quantization):
@@ -36,7 +37,7 @@ class _Online(Quantization):
         self._columns = columns
 
     def create_weights(self, name: str, module: nn.Linear) -> None:
-        """Nothing to do: the files have what nn.Linear has."""
+        """Nothing to do: the files have nn.Linear's parameters."""
 
     def process_weights_after_loading(self, name: str, module: nn.Linear, dtype: torch.dtype) -> LinearMethod:
         if self._leaves(name.rpartition(".")[2], module, dtype):
@@ -47,7 +48,7 @@ class _Online(Quantization):
         return install(module, QuantizedWeight(values, scale), dtype)
 
     def _leaves(self, part: str, module: nn.Linear, dtype: torch.dtype) -> bool:
-        """Whether the module stays as it is. part: the last part of its name."""
+        """Whether the module stays unquantized. part: the last part of its name."""
         return part in _UNQUANTIZED
 
 
@@ -57,7 +58,7 @@ class OnlineFp8(_Online):
     values = torch.float8_e4m3fn
 
     def process_experts(self, name: str, module: nn.Module, dtype: torch.dtype) -> bool:
-        """With a scale per output feature of each expert."""
+        """Quantizes experts with a scale per output feature of each expert."""
         quantized = quantize_fp8(module, self._columns.get(module, ONE_RANK))
         if not quantized:
             log.warning("not quantized: %s", name)
@@ -65,8 +66,8 @@ class OnlineFp8(_Online):
 
 
 class OnlineInt8(_Online):
-    """Where a CPU multiplies 8 bits, also the layer that makes logits: of a model for a CPU it is a large part (Qwen2.5
-    0.5B: 43% of the bytes of a step, if it alone has 16 bits)."""
+    """Where a CPU multiplies int8, the head is quantized, too: it is a large part of a model for a CPU (Qwen2.5 0.5B:
+    43% of the bytes of a step, if the head alone has 16 bits)."""
 
     values = torch.int8
 

@@ -1,5 +1,5 @@
-"""Experts whose weights files hold one by one as a format holds linear layers: in words of several codes (AWQ, GPTQ,
-compressed-tensors), or as int8."""
+"""Experts that files store one by one, each like the format's linear layers: packed into words of several codes (AWQ,
+GPTQ, compressed-tensors), or as int8."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ from engine.model.quantization.experts import JOINED, StoredExperts, first_scale
 log = logging.getLogger(__name__)
 
 WORD = 8
-"""The most codes in one."""
+"""The most codes in a word."""
 _CODES = "weight"
-"""The kind whose tensors have the name of the weight itself."""
+"""The suffix of tensors that have the name of the weight itself."""
 _KINDS = ("qweight", "weight_packed", "weight_scale")
-"""Of which a module has one until it is processed."""
+"""A module has a parameter with one of these suffixes until it is processed."""
 
 
 class PackedForm(Protocol):
-    """A format, as it has linear layers. name: of one, as files have it."""
+    """How a format stores linear layers. name: a layer's, in the files."""
 
     def tensors(self, name: str, rows: int, columns: int) -> dict[str, Tensor]:
-        """What files hold for a layer of that size, in untouched memory, by the ends of their names. Raises
-        UnsupportedModel."""
+        """The tensors that files contain for a layer of that size, in untouched memory, by the suffixes of their names.
+        Raises UnsupportedModel."""
 
     def weight(
         self, name: str, tensors: Mapping[str, Tensor], others: RankGroup = ONE_RANK
     ) -> tuple[QuantizedWeight, Tensor | None]:
-        """The weight; and which columns its columns are, None: they are in order. others: the ranks that have the
-        other columns. Raises UnsupportedModel."""
+        """The weight, and the order of its columns (see `QuantizedLinear`); None: they are in order. others: the ranks
+        that hold the other columns. Raises UnsupportedModel."""
 
     def stored_dim(self, parameter: str, dim: int) -> int | None:
         """See `Quantization.stored_dim`."""
 
     def group(self, name: str) -> int:
-        """Columns with one scale; 0: all of them."""
+        """How many columns share a scale; 0: all of them."""
 
 
 def packed_experts(
     form: PackedForm, name: str, stored: Mapping[str, StoredTensor], words: str, is_quantized: bool
 ) -> PackedExperts | None:
-    """As the files hold the experts of the module of that name. words: what the names of their codes end with.
-    is_quantized: without files, whether they are."""
+    """How the files store the experts of the module of that name; None: not in this form. words: the suffix of the
+    codes' names. is_quantized: whether the experts are quantized if there are no files."""
     if not stored:
         return PackedExperts(form, name) if is_quantized else None
     found = first_scale(name, stored, (words,))
@@ -65,10 +65,10 @@ def packed_experts(
 
 @dataclass(frozen=True, slots=True)
 class PackedExperts(StoredExperts):
-    """layer: one of an expert's linear layers; the others have such tensors, too.
+    """layer: the name of one of an expert's linear layers, in the files; the others are stored alike.
 
-    Until they are processed, a module has in place of each weight, behind its name, the tensors of `form`, those of all
-    experts one after the other in dimension 0.
+    Until `process`, a module has the tensors of `form` in place of each weight, named after it, with all experts
+    stacked in dimension 0.
     """
 
     form: PackedForm
@@ -85,7 +85,7 @@ class PackedExperts(StoredExperts):
                 tensors = self.form.tensors(self.layer, rows // num_joined, columns)
             except UnsupportedModel as error:
                 raise UnsupportedModel(f"{name}.{weight}: {error}{hint}") from error
-            tensors.pop("weight_shape", None)  # the words say it, since they are full
+            tensors.pop("weight_shape", None)  # follows from the words, since all of them are full
             delattr(module, weight)
             for kind, tensor in tensors.items():
                 shape = _joined_shape(num_experts, num_joined, tensor)
@@ -108,10 +108,10 @@ class PackedExperts(StoredExperts):
         return math.lcm(self.form.group(self.layer) or 1, WORD)
 
     def process(self, name: str, module: nn.Module, dtype: torch.dtype, others: RankGroup) -> None:
-        """On a GPU 4 bits are kept, else the module gets the values."""
+        """A GPU keeps 4-bit weights; otherwise the module gets the dequantized values."""
         gate_up, down = (_taken(module, weight) for weight in NAMES)
         if not gate_up:
-            return  # it was processed before
+            return  # already processed
         stored = self._weights(gate_up, ONE_RANK), self._weights(down, others)
         if stays_packed(next(iter(gate_up.values())).device):
             reason = _why_not_packed([one for experts in stored for one in chain(*experts)])
@@ -125,7 +125,7 @@ class PackedExperts(StoredExperts):
             module.register_parameter(weight, nn.Parameter(torch.stack(values), requires_grad=False))
 
     def _weights(self, parts: Mapping[str, Tensor], others: RankGroup) -> list[list[_Stored]]:
-        """Of each expert those that are joined. parts: [num_experts, num_joined, ...] each."""
+        """For each expert, the stored weights to join. parts: [num_experts, num_joined, ...] each."""
         num_experts, num_joined = next(iter(parts.values())).shape[:2]
 
         def one(*place: int) -> _Stored:
@@ -136,20 +136,20 @@ class PackedExperts(StoredExperts):
 
 
 def _joined_shape(num_experts: int, num_joined: int, tensor: Tensor) -> tuple[int, ...]:
-    """Of such tensors of all experts; a number is as one of one entry."""
+    """The shape of such tensors of all experts together. A scalar counts as a tensor of one entry."""
     first, *others = tensor.shape or (1,)
     return num_experts, num_joined * first, *others
 
 
 class _Stored(NamedTuple):
-    """A linear layer of an expert. order: which columns the weight's are; None: they are in order."""
+    """The weight of one of an expert's linear layers. order: of its columns; None: they are in order."""
 
     weight: QuantizedWeight
     order: Tensor | None
 
 
 def stays_packed(device: torch.device) -> bool:
-    """Whether 4 bits are kept there."""
+    """Whether that device keeps 4-bit weights."""
     return device.type == "cuda"
 
 
@@ -164,7 +164,7 @@ def _why_not_packed(layers: Iterable[_Stored]) -> str | None:
 
 
 def _codes(experts: list[list[_Stored]]) -> Codes:
-    """As `ExpertWeights` has 4-bit integers."""
+    """The experts' 4-bit integers and scales in the form of `ExpertWeights`."""
     codes, scales = list[Tensor](), list[Tensor]()
     for parts in experts:
         weights = [one.weight for one in parts]
@@ -180,7 +180,8 @@ def _values(one: _Stored, dtype: torch.dtype) -> Tensor:
 
 
 def _taken(module: nn.Module, weight: str) -> dict[str, Tensor]:
-    """What the module has in place of the weight, by kind, [num_experts, num_joined, ...]; it leaves the module."""
+    """Remove the parameters that stand for the weight from the module, and return them by suffix, each as [num_experts,
+    num_joined, ...]."""
     num_joined = JOINED[weight]
     found = {own: p.detach() for own, p in module.named_parameters(recurse=False) if own.startswith(weight)}
     if not any(own.endswith(_KINDS) for own in found):

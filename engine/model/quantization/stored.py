@@ -1,4 +1,4 @@
-"""What files hold for a quantized layer: parameters in place of `weight`, and codes packed into words of 32 bits."""
+"""What files contain for a quantized layer: parameters in place of `weight`, and codes packed into words of 32 bits."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _UNUSED = (
     ".kv_scale",
     ".input_zero_point",
 )
-"""Scales that calibration found for activations and KV caches: ours are found per token, while serving."""
+"""Calibrated scales of activations and KV caches, which are not needed: ours are computed per token while serving."""
 
 
 _SHAPE = ".weight_shape"
 
 
 def is_unused(name: str) -> bool:
-    """Whether the tensor is one that no layer needs. Words of experts are full, so their shapes say it all."""
+    """Whether no layer needs the tensor. Experts do not need `weight_shape`: their words are full."""
     return name.endswith(_UNUSED) or (".experts." in name and name.endswith(_SHAPE))
 
 
 def replace_weight(module: nn.Linear, **parameters: Tensor) -> None:
-    """Give the module these parameters, on the CPU in untouched memory, for its weight."""
+    """Replace the module's weight by these parameters, which are on the CPU in untouched memory."""
     del module.weight
     for name, tensor in parameters.items():
         setattr(module, name, nn.Parameter(tensor, requires_grad=False))
@@ -48,13 +48,13 @@ def stored_parameter(module: nn.Linear, name: str) -> Tensor:
 
 
 def stored_parameters(module: nn.Linear) -> dict[str, Tensor]:
-    """All that `replace_weight` made, by name; and the bias."""
+    """All parameters that `replace_weight` made, and the bias, by name."""
     return {name: parameter.detach() for name, parameter in module.named_parameters(recurse=False)}
 
 
 def unpack_words(words: Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None) -> Tensor:
-    """Codes of `bits` bits, uint8, from int32 words along `dim`, which becomes `32 / bits` times as long. The lowest
-    bits are the first code's; or, with `order`, those of code `order[0]` of each word, and so on."""
+    """Unpack int32 words along `dim`, which becomes `32 / bits` times as long, into codes of `bits` bits, uint8. The
+    lowest bits are the first code of a word; with `order`, they are its code `order[0]`, and so on."""
     num_codes = 32 // bits
     shifts = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32)
     last = words.movedim(dim, -1)
@@ -67,11 +67,11 @@ def unpack_words(words: Tensor, bits: int, dim: int, order: tuple[int, ...] | No
 
 
 def columns_by_group(name: str, groups: Tensor, group: int, others: RankGroup) -> Tensor | None:
-    """The order in which a weight's columns of each group of so many are adjacent, given the group of each; None: their
-    own. others: the ranks that have the other columns. Raises UnsupportedModel."""
+    """The order that makes the columns of each group adjacent; None: they are already. groups: the group of each
+    column. group: how many columns each has. others: the ranks that hold the other columns. Raises UnsupportedModel."""
     groups = groups.long()
     num, first = groups.numel() // group, int(groups[0])
-    before = range(others.rank * (num - 1), others.rank * (num + 1) + 1)  # other ranks may have a group more, or less
+    before = range(others.rank * (num - 1), others.rank * (num + 1) + 1)  # other ranks may have one group more or less
     if first in before and torch.equal(groups, torch.arange(groups.numel(), device=groups.device) // group + first):
         return None
     if others.size > 1:
@@ -82,8 +82,8 @@ def columns_by_group(name: str, groups: Tensor, group: int, others: RankGroup) -
 
 
 def scale_shape(name: str, stored: Mapping[str, StoredTensor], num_rows: int) -> tuple[int, ...]:
-    """As the files have it, of a scale per tensor or per row: one number or [num_rows], with or without more dimensions
-    of 1. Raises UnsupportedModel."""
+    """The stored shape of a scale per tensor or per row: one number or [num_rows], with or without more dimensions
+    of 1. Raises UnsupportedModel for any other."""
     shape = stored[name].shape if name in stored else ()
     if math.prod(shape) not in (1, num_rows):
         raise UnsupportedModel(f"{name} is {shape}: neither one scale nor one for each of {num_rows} rows")
@@ -91,19 +91,19 @@ def scale_shape(name: str, stored: Mapping[str, StoredTensor], num_rows: int) ->
 
 
 def require_whole_blocks(name: str, rows: int, block: int, scale: StoredTensor | None) -> None:
-    """Raises UnsupportedModel where the files' blocks of rows do not end with this rank's rows of the layer."""
+    """Raises UnsupportedModel if the files' blocks of rows do not end where this rank's rows of the layer do."""
     if scale is not None and rows % block and scale.shape[0] != -(-rows // block):
         raise UnsupportedModel(f"{name}: fp8 blocks of {block} do not end where its {rows} rows on each rank do")
 
 
 def per_row(scale: Tensor, num_rows: int) -> Tensor:
-    """[num_rows, 1] of a scale per tensor or per row."""
+    """A scale per tensor or per row as [num_rows, 1]."""
     return scale.float().reshape(-1, 1).expand(num_rows, 1).contiguous()
 
 
 class QuantizedLayers:
-    """The layers that files hold quantized: those with a tensor of such a name; without files, all but the last one and
-    the listed ones."""
+    """The names of quantized layers: those for which the files have a tensor with one of these suffixes. Without files:
+    all but lm_head and those listed in `unquantized`."""
 
     def __init__(
         self, stored: Mapping[str, StoredTensor], suffixes: str | tuple[str, ...], unquantized: Sequence[str] | None
@@ -120,14 +120,14 @@ class QuantizedLayers:
 
 
 _DUMMY_SCALE, _DUMMY_GROUP_SCALE = 2e-4, 0.004
-"""Of weights of 8 bits, and of 4."""
+"""The scales of random 8-bit and 4-bit weights."""
 _DUMMY_EXPONENT = 118
-"""Of scales in MXFP4: random codes then have a standard deviation of 0.006. With four times that a model of
+"""The scale of random MXFP4 weights: they then have a standard deviation of 0.006. With four times that, a model of
 24 layers and a hidden size of 2,880 amplifies rounding so much that no two ways to compute it agree."""
 
 
 def fill_experts_with_dummies(module: nn.Module) -> bool:
-    """As `fill_with_dummies`, for a module of experts in MXFP4, fp8, int8 or words of several codes."""
+    """Like `fill_with_dummies`, for a module of experts in MXFP4, fp8, int8 or words of several codes."""
     parameters = dict(module.named_parameters(recurse=False))
     packed = any(parameter.dtype == torch.int32 for parameter in parameters.values())
     in_bytes = any(name.endswith("_blocks") or _is_byte(own) for name, own in parameters.items())
@@ -166,8 +166,8 @@ def _fill_fp8(parameter: Tensor) -> None:
 
 
 def fill_with_dummies(module: nn.Linear) -> bool:
-    """Random values for the parameters of any format, for weights about as large as a real model's. False: the module's
-    weight is not quantized."""
+    """Fill the parameters of any format with random values, so that weights are about as large as a real model's.
+    Returns False if the module's weight is not quantized."""
     parameters = dict(module.named_parameters(recurse=False))
     weight = parameters.get("weight")
     if weight is not None and weight.dtype not in (torch.float8_e4m3fn, torch.int8):
