@@ -1,8 +1,9 @@
 """Hugging Face models over paged KV blocks: the only place where torch and transformers meet the engine.
 
-`load` finds a checkpoint, reads its files and loads its weights, `linear_method` chooses what computes linear layers,
-`attention` puts paged attention under the unchanged model class and refuses models that this would break, `fast`
-replaces modules by fused ones, `kv_pool` holds the blocks' memory, `runner` computes batches.
+`load` finds a checkpoint, reads its files and loads its weights. `linear_method` chooses what computes linear layers.
+`attention` puts paged attention under the unchanged model class, and refuses models that this would break. `fast`
+replaces modules by fused ones. `parallel` divides a model among ranks, and `quantization` reads quantized weights.
+`kv_pool` holds the memory of blocks, and `runner` computes batches.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 def _hide_sklearn() -> None:
     """Hide scikit-learn from transformers: some versions import it, and SciPy, for assisted generation, which no node
-    uses. That is 1.7 s of a start of 14 (H200's host, transformers 5.17)."""
+    uses. The import takes 1.7 of the 14 s of a start (H200's host, transformers 5.17)."""
     modules: dict[str, Any] = sys.modules
     if "sklearn" in modules:
         return
@@ -23,15 +24,15 @@ def _hide_sklearn() -> None:
     try:
         from transformers.utils.import_utils import is_sklearn_available
 
-        is_sklearn_available()  # which caches its result
+        is_sklearn_available()  # caches its result
     finally:
         del modules["sklearn"]
 
 
 def _import_models() -> None:
-    """Import `transformers.models` without its search of the 2,500 files of all models for what they export:
-    transformers has just made the same search, and caches the result. That is 0.4 s of a start, and a second where
-    opening a file is slow (H200's host)."""
+    """Import `transformers.models` without its search of all models' 2,500 files for their exports: transformers has
+    just made the same search, and caches the result. This saves 0.4 s of a start, or a second where opening a file is
+    slow (H200's host)."""
     import transformers
     from transformers.utils import import_utils
 

@@ -83,8 +83,8 @@ AttentionInterface.register(IMPLEMENTATION, forward)
 
 @dataclass(slots=True)
 class Angles:
-    """The step's cos and sin, [num_tokens, rotary_dim] each, as `rope_kv_write` takes them; made from `source` by the
-    first layer that gets it, and used by all that follow."""
+    """The step's cos and sin, [num_tokens, rotary_dim] each, as `rope_kv_write` takes them. The first layer that gets
+    `source` computes them; all later layers use them."""
 
     source: Tensor | None = None
     cos: Tensor | None = None
@@ -93,7 +93,7 @@ class Angles:
 
 @dataclass(frozen=True, slots=True)
 class FusedRotary:
-    """For a layer that passes on its query and key unrotated: the KV write rotates them. See `rope_kv_write`."""
+    """For a layer that passes on query and key unrotated: the KV write rotates them. See `rope_kv_write`."""
 
     angles: Angles
     interleaved: bool
@@ -112,9 +112,9 @@ class FusedRotary:
 
 @dataclass(slots=True)
 class StepContext:
-    """The batch that the model is computing, as layers of one KV group see it; set before each forward.
-    row_slot_mapping: of the rows that experts compute, those of all data parallel nodes; None: none of them is
-    padding."""
+    """The batch that the model is computing, as the layers of one KV group see it; set before each forward.
+    row_slot_mapping: the slot mapping of the rows that experts compute, which are those of all data parallel nodes;
+    None: no row is padding."""
 
     batch: PagedBatch | None = None
     slot_mapping: Tensor | None = None
@@ -182,15 +182,15 @@ def attach(layers: list[nn.Module], pool: KvPool) -> list[StepContext]:
 
 
 def row_slot_mapping_of(layer: nn.Module, x: Tensor) -> Tensor | None:
-    """Of the step that is computed on a GPU: [rows] int64, 0 for rows that are padding. None on a CPU, and for x,
-    [rows, width], that has other rows than the step. layer: an attention module."""
+    """The current step's `StepContext.row_slot_mapping`, [rows] int64, 0 for padding rows. None on a CPU, and if x,
+    [rows, width], has another number of rows. layer: an attention module."""
     site = layer.__dict__.get(_SITE)
     slots = site.step.row_slot_mapping if isinstance(site, LayerSite) and x.is_cuda else None
     return slots if slots is not None and slots.shape[0] == x.shape[0] else None
 
 
 def bind(module: nn.Module, site: AttentionSite | None) -> None:
-    """Set what handles the module's attention calls; None: nothing does."""
+    """Set the site that handles the module's attention calls; None: nothing handles them."""
     if site is None:
         module.__dict__.pop(_SITE, None)
     else:
@@ -203,14 +203,14 @@ def bind(module: nn.Module, site: AttentionSite | None) -> None:
 @dataclass(frozen=True, slots=True)
 class Probe:
     """What a first forward showed: the attention modules in the order in which they run, and the KV that each keeps.
-    groups: of these layers, see KvPool; empty: one."""
+    groups: the KV groups of these layers, see KvPool; empty: one group."""
 
     layers: list[nn.Module]
     kv: tuple[LayerKv, ...]
     groups: tuple[tuple[int, ...], ...] = ()
 
     def block_bytes(self, block_size: int) -> int:
-        """Of a block in this rank's pool."""
+        """The size of a block in this rank's pool."""
         num_layers = max(map(len, self.groups), default=len(self.kv))
         return num_layers * self.kv[0].num_kv_heads * self.kv[0].head_bytes(block_size)
 
@@ -230,7 +230,7 @@ class _ProbeSite:
 
 
 def attend_within(call: AttentionCall) -> Tensor:
-    """Among the tokens of the call, which are one prompt: [num_tokens, num_heads, head_dim]."""
+    """Attention among the tokens of the call, which form one prompt: [num_tokens, num_heads, head_dim]."""
     q, k, v = (x.transpose(0, 1)[None] for x in (call.query, call.key, call.value))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale, enable_gqa=True)
     return out[0].transpose(0, 1)

@@ -6,22 +6,23 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 ANY_TOKEN = -1
-"""Stands for the token before, where it does not matter."""
+"""Stands for any preceding token."""
 
 Forbidden = list[tuple[int, int]]
-"""(token, the token before): the first is forbidden after the second, or after any with `ANY_TOKEN`."""
+"""(token, previous token) pairs: the token is forbidden after the previous one, or after every token if that is
+`ANY_TOKEN`."""
 
 
 class BadWords:
-    """Of one request: sequences of tokens which its output must not contain.
+    """The token sequences that one request's output must not contain.
 
-    A step may be launched before the host knows the last token of the output. Then it is known for which last tokens a
-    word would be completed, and the device compares. All words are found by a few look-ups, however many there are.
+    A step may be launched before the host knows the last token of the output. The host then knows after which last
+    tokens a word would be complete, and the device compares. A few look-ups find all words, however many there are.
     """
 
     def __init__(self, words: Iterable[tuple[int, ...]]) -> None:
-        self._after: dict[tuple[int, ...], Forbidden] = {}  # by all tokens of a word but its last
-        self._around: dict[tuple[int, ...], Forbidden] = {}  # by all but its last two
+        self._after: dict[tuple[int, ...], Forbidden] = {}  # by all tokens of a word but the last
+        self._around: dict[tuple[int, ...], Forbidden] = {}  # by all tokens of a word but the last two
         for word in dict.fromkeys(words):
             *before, last = word
             self._after.setdefault(tuple(before), []).append((last, ANY_TOKEN))
@@ -31,7 +32,8 @@ class BadWords:
         self._lengths_around = sorted({len(key) for key in self._around})
 
     def forbidden(self, tokens: Seq[int], start: int, num_unknown: int) -> Forbidden:
-        """What must not follow the output `tokens[start:]`, of which one more token, the last, may be unknown here."""
+        """The tokens that must not follow the output `tokens[start:]`. num_unknown: 1 if the output has one more token,
+        which the host does not know yet."""
         assert num_unknown in (0, 1)
         if not num_unknown:
             return self._found(self._after, self._lengths_after, tokens, start)

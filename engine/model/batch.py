@@ -1,4 +1,4 @@
-"""A step as the model takes it: from chunks of sequences to flat tensors on the device."""
+"""The model's inputs for a step: from chunks of sequences to flat tensors on the device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from engine.token_matcher import TokenMatcher
 
 Int32Array = NDArray[np.int32]
 _ON_DEVICE = -1
-"""Stands for a token that the host does not know, because a launched step samples it."""
+"""Stands for a token that the host does not know yet, because a launched step samples it."""
 
 
 class GroupInputs(NamedTuple):
@@ -37,7 +37,7 @@ class GroupInputs(NamedTuple):
 class ModelInputs:
     """What a forward reads. input_ids: [num_tokens] int64. positions: [num_tokens] int32. groups: for each KV group.
 
-    keep: [num_rows] int64, the tokens whose logits are wanted; None: those of all.
+    keep: [num_rows] int64, the tokens whose logits are wanted; None: all tokens.
     extensions: arguments of the model's forward, by name.
     """
 
@@ -50,7 +50,7 @@ class ModelInputs:
 
 @dataclass(frozen=True, slots=True)
 class DeviceState:
-    """The state on the device that all steps share, and what they carry besides tokens. block_tables: [num_groups,
+    """The device's state that all steps share, and the extensions that steps carry. block_tables: [num_groups,
     num_rows, max_blocks] int32. last_tokens: [num_rows] int32."""
 
     block_tables: Tensor
@@ -65,7 +65,7 @@ def singles_first(chunks: Seq[Chunk]) -> list[Chunk]:
 
 
 def num_singles(chunks: Seq[Chunk]) -> int:
-    """How many of the chunks, in the order of `singles_first`, have one token."""
+    """How many of the chunks, which are in the order of `singles_first`, have one token."""
     return len(chunks) if chunks and chunks[-1].length == 1 else sum(chunk.length == 1 for chunk in chunks)
 
 
@@ -78,8 +78,8 @@ def build(chunks: Seq[Chunk], rows: list[int], state: DeviceState) -> ModelInput
 
 @dataclass(frozen=True, slots=True)
 class BatchSize:
-    """The size or the capacity of a batch. num_rows: rows of logits; None: one for each token. extensions: what each
-    token carries besides its id."""
+    """The size or the capacity of a batch. num_rows: rows of logits; None: one for each token. extensions: what tokens
+    carry besides their ids."""
 
     num_seqs: int
     num_tokens: int
@@ -100,8 +100,9 @@ class BatchSize:
 def pack(chunks: Seq[Chunk], rows: list[int], size: BatchSize, single_places: int | None = None) -> Int32Array:
     """Pack chunks in the order of `singles_first`, with the rows of their sequences, into one array for `unpack`.
 
-    The padding up to `size` is sequences without context, tokens without a row, and logits of the first token.
-    single_places: how many sequences and tokens at the beginning are for chunks of one token; None: as many as needed.
+    The padding up to `size` consists of sequences without context, tokens without a row, and logits of the first token.
+    single_places: how many sequences and tokens at the beginning are reserved for chunks of one token; None: as many as
+    needed.
     """
     arrays, packed = _views(size)
     row, start, context, token_rows, positions, host_tokens, keep, *carried = arrays
@@ -132,7 +133,7 @@ def pack(chunks: Seq[Chunk], rows: list[int], size: BatchSize, single_places: in
 
 
 def _pack_longer(chunks: Seq[Chunk], rows: list[int], first: int, arrays: list[Int32Array]) -> None:
-    """Pack chunks of more than one token; the first one is sequence `first` of the batch, and begins at token
+    """Pack the chunks of more than one token. The first of them is sequence `first` of the batch, and begins at token
     `first`."""
     row, start, context, token_rows, positions, host_tokens, *_ = arrays
     lengths = np.array([chunk.length for chunk in chunks], np.int32)
@@ -180,8 +181,8 @@ def unpack(
 
 
 def sample_batch(chunks: Seq[Chunk], rows: list[int]) -> SampleBatch:
-    """The choices to make from the chunks' logits, which are in the order of the chunks: for each row of logits one
-    choice for each sample of the sequence, with the position of the token to choose."""
+    """The choices to make from the chunks' logits, which are in the order of the chunks: for each row of logits, one
+    choice per sample of the sequence, with the position of the token to choose."""
     logits_rows, own, samples, positions = list[int](), list[int](), list[int](), list[int]()
     tokens: list[list[int]] = []
     matchers = list[tuple[int, TokenMatcher]]()
@@ -207,8 +208,8 @@ def sample_batch(chunks: Seq[Chunk], rows: list[int]) -> SampleBatch:
 
 
 def _starts(size: BatchSize) -> list[int]:
-    """Where each array of `pack` begins, and the end. All are aligned to 16 bytes, because Triton compiles a kernel
-    again for a pointer that is not."""
+    """Where each array of `pack` begins, and where the last one ends. All are aligned to 16 bytes, because Triton
+    compiles a kernel again for an unaligned pointer."""
     return [0, *itertools.accumulate(-(-length // 4) * 4 for length in size.lengths)]
 
 

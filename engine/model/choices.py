@@ -1,4 +1,4 @@
-"""The choices of a step: which ones to make, and what they are."""
+"""The choices of a step: which tokens to sample, and the sampled tokens."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from engine.token_matcher import TokenMatcher
 class SampleBatch:
     """The choices of one step: item i of each list, or integer array, belongs to choice i.
 
-    logits_rows: the row of its logits. rows: the sequence's row in the sampler. samples: for which of the request's
-    answers. positions: of the new token in its sequence, which is the number of tokens before it.
+    logits_rows: the row of its logits. rows: the sequence's row in the sampler. samples: the number of the sample
+    within the request. positions: the new token's position in its sequence, which is the number of tokens before it.
     Several samples of one prompt share both rows. Choices after draft tokens share the sequence's row, at different
-    positions; `last_tokens` may then have any of them, since the host supplies the sequence's next token.
-    tokens: prompt and output of its sequence, as far as the host knows them: all tokens before `positions`, or all but
+    positions; `last_tokens` may then hold any of these tokens, since the host supplies the sequence's next token.
+    tokens: the sequence's prompt and output, as far as the host knows them: all tokens before `positions`, or all but
     the last one. Read during `prepare`, for sequences with bad words.
-    matchers: (choice, matcher) for the choices that have one. to_process: those with logits processors.
+    matchers: (choice, matcher) for the choices that have one. to_process: the choices with logits processors.
     """
 
     logits_rows: Seq[int] | NDArray[np.integer]
@@ -39,13 +39,13 @@ class SampleBatch:
 
 
 class Sampled:
-    """The choices of a launch. tokens: [num_choices], int32, on the device."""
+    """The choices that a launched step makes. tokens: [num_choices], int32, on the device."""
 
     processed: ProcessedLogits | None = None
 
     def __init__(self, tokens: Tensor, logprobs: tuple[Tensor, ...] = (), asked: Seq[tuple[int, int]] = ()) -> None:
-        """asked: (choice, number of logprobs) pairs. logprobs, for these: of the chosen token [num_asked], and of the
-        most likely tokens [num_asked, width] logprobs and ids."""
+        """asked: (choice, number of logprobs) pairs. logprobs, for these choices: the chosen token's, [num_asked], and
+        the logprobs and ids of the most likely tokens, [num_asked, width] each."""
         self.tokens = tokens
         self._told = (tokens, *logprobs)
         self._asked = asked

@@ -1,4 +1,4 @@
-"""Why a model cannot be served; each error ends the start with one line."""
+"""Reasons why a model cannot be served; each of these errors ends the start with one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How evenly tokens choose experts. To count costs a GPU a few small kernels in each layer."""
+"""Counts how evenly tokens choose experts. On a GPU, counting takes a few small kernels in each layer."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from engine.model.parallel.expert_slots import real_choices, slots_of
 
 
 class ExpertCounts:
-    """Counts where the experts are, as their router chooses: among the experts of all ranks, and without tokens that
-    pad a CUDA graph. num_parts: ranks that have whole experts. The thread that computes counts; any one other may read,
-    which on a GPU waits for the steps that were launched."""
+    """Counts the router's choices in the modules that hold experts, over the experts of all ranks and without padding
+    tokens of CUDA graphs. num_parts: how many ranks divide whole experts. The thread that computes also counts; one
+    other thread may read, which on a GPU waits for the launched steps."""
 
     def __init__(self, modules: list[nn.Module], num_parts: int, attention: nn.Module) -> None:
-        """num_parts: ranks among which whole experts are divided, so that each module has a part of them. attention: a
-        module that knows which tokens of a step are padding."""
+        """num_parts: how many ranks divide whole experts, so that each module holds such a part of them. attention: an
+        attention module, which knows which tokens of a step are padding."""
         self._slots = [slots for module in modules if (slots := slots_of(module)) is not None]
         for one in self._slots:
             one.row_slot_mapping_of = partial(row_slot_mapping_of, attention)
@@ -38,7 +38,7 @@ class ExpertCounts:
 
     @classmethod
     def of(cls, model: nn.Module, num_parts: int, attention: nn.Module) -> ExpertCounts | None:
-        """Of the model as it is served, from now on; None: it has no experts."""
+        """Start to count the choices of a model; None: it has no experts."""
         modules = [module for _, module in expert_modules(model)]
         return cls(modules, num_parts, attention) if modules else None
 
@@ -47,16 +47,17 @@ class ExpertCounts:
         return self._tokens.numpy(force=True).copy()
 
     def imbalance(self) -> float:
-        """Of the tokens since the last call: those of a layer's most chosen expert over the mean of its experts; the
-        mean of all layers. Without any, what it said before; 0 at first."""
+        """How many tokens chose a layer's most chosen expert, divided by the mean over its experts; the mean of all
+        layers. Counts tokens since the last call; without any, returns the last result, which is 0 at first."""
         return self._experts.read(self.total())
 
     def rank_imbalance(self) -> float:
-        """Likewise of the choices that ranks compute: those of a layer's busiest rank over the mean of its ranks."""
+        """Like `imbalance`, for ranks: the choices that a layer's busiest rank computes, divided by the mean over the
+        ranks."""
         return self._ranks.read(self._rank_totals())
 
     def _rank_totals(self) -> npt.NDArray[np.int64]:
-        """[num_layers, num_ranks], since the start."""
+        """[num_layers, num_ranks]: how many choices fell to each rank since the start."""
         if self._slots:
             return np.stack([slots.rank_totals() for slots in self._slots])
         by_rank: npt.NDArray[np.int64] = self.total().reshape(len(self._tokens), self.num_parts, -1).sum(axis=2)
@@ -64,13 +65,14 @@ class ExpertCounts:
 
 
 class _Imbalance:
-    """The largest number of a row over its mean; the mean of all rows. Of what is new since it was last read."""
+    """A row's largest number divided by the row's mean; the mean over all rows. Counts only what is new since the last
+    read."""
 
     def __init__(self, total: npt.NDArray[np.int64]) -> None:
         self._read, self._last = total, 0.0
 
     def read(self, total: npt.NDArray[np.int64]) -> float:
-        """total: [rows, columns], which only grows."""
+        """total: [rows, columns]; must only grow."""
         new = total - self._read
         chosen = new[new.any(axis=1)]
         if len(chosen):

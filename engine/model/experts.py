@@ -1,8 +1,8 @@
-"""Experts as transformers' modules keep them: their shapes and gates, and the forward that `baton_kernels.experts`
-computes.
+"""Experts in transformers' modules: their shapes and gates, and the forward that `baton_kernels.experts` computes.
 
-They are modules that transformers dispatches through its experts interface, with one tensor for all experts' gate and
-up, and one for down; called with x, [num_tokens, hidden_size], ids and weights, [num_tokens, top_k] both.
+These are the modules that transformers dispatches through its experts interface. They hold one tensor for gate and up
+of all experts, and one for down, and are called with x, [num_tokens, hidden_size], ids and weights, [num_tokens, top_k]
+both.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ _ATTACHED = "baton_experts"
 
 
 def expert_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """All modules that hold experts' weights in tensors of three dimensions, or did before `create_expert_weights`."""
+    """All modules, with their names, that hold experts' weights in tensors of three dimensions, or did before
+    `create_expert_weights`."""
     return [(name, module) for name, module in model.named_modules() if _holds_experts(module)]
 
 
 def expert_blocks(model: nn.Module) -> list[nn.Module]:
-    """The sparse MoE blocks, each with a router and experts, in the order of their layers."""
+    """The sparse MoE blocks, each with a router and experts, in the order of layers."""
     names = dict.fromkeys(name.rpartition(".")[0] for name, _ in expert_modules(model))
     return [model.get_submodule(name) for name in names]
 
@@ -41,7 +42,7 @@ def _holds_experts(module: nn.Module) -> bool:
 
 
 def _weight_or_codes(module: nn.Module, name: str) -> bool:
-    """Whether the module has a weight of that name, or anything in its place, with a matrix for each expert."""
+    """Whether the module has a weight of that name with a matrix for each expert, or parameters in its place."""
     if isinstance(weight := getattr(module, name, None), Tensor):
         return weight.ndim == 3
     return any(
@@ -50,13 +51,14 @@ def _weight_or_codes(module: nn.Module, name: str) -> bool:
 
 
 def expert_shape(module: nn.Module, name: str) -> tuple[int, int, int]:
-    """Experts, and the rows and columns of one's weight, rows being its outputs."""
+    """The number of experts, and the rows (outputs) and columns of an expert's weight."""
     num_experts, rows, columns = getattr(module, name).shape
     return (num_experts, columns, rows) if is_transposed(module) else (num_experts, rows, columns)
 
 
 def why_not(module: nn.Module) -> str | None:
-    """Why `experts` cannot compute the module; None: it can, if the module is what it looks like."""
+    """Why `experts` cannot compute the module; None: it can, provided that the module computes what its parameters
+    suggest."""
     return _why_unusual(module) or _why_not_computed(weights_of(module))
 
 
@@ -77,7 +79,8 @@ def _why_not_computed(of: ExpertWeights | None) -> str | None:
 def weights_of(module: nn.Module) -> ExpertWeights | None:
     """The module's weights, with an expert's outputs as rows; None: its gate is not known.
 
-    Weights that are stored the other way are stored anew on a GPU, where the parameters become views of them.
+    On a GPU, weights that the module holds transposed are copied into this order; its parameters become views of the
+    copy.
     """
     attached: ExpertWeights | None = module.__dict__.get(_ATTACHED)
     if attached is not None:
@@ -87,7 +90,7 @@ def weights_of(module: nn.Module) -> ExpertWeights | None:
 
 
 def with_gate(module: nn.Module, weights: ExpertWeights) -> ExpertWeights | str:
-    """The weights with the module's gate and biases; or why `experts` cannot compute them."""
+    """The weights with the module's gate and biases; or the reason why `experts` cannot compute them."""
     of = _with_gate(module, _biased(module, weights))
     reason = _why_unusual(module) or _why_not_computed(of)
     if reason is not None:
@@ -116,12 +119,12 @@ def _rows_contiguous(module: nn.Module, name: str) -> Tensor:
 
 
 def _store_by_rows(parameter: nn.Parameter) -> None:
-    with torch.no_grad(), torch.inference_mode(parameter.is_inference()):  # a tensor stays of its kind
+    with torch.no_grad(), torch.inference_mode(parameter.is_inference()):  # an inference tensor remains one
         parameter.data = parameter.data.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _with_gate(module: Any, of: ExpertWeights) -> ExpertWeights | None:
-    """Compares in fp32, over small and large values."""
+    """The weights with the known gate that agrees with the module's, compared in fp32 over small and large values."""
     if not hasattr(module, "_apply_gate"):
         return None
     of = replace(of, alpha=_number(module, "alpha", of.alpha), limit=_number(module, "limit", of.limit))
@@ -143,7 +146,7 @@ def _number(module: nn.Module, name: str, default: float) -> float:
 
 
 def attach(module: nn.Module, of: ExpertWeights) -> None:
-    """Let these weights be the module's."""
+    """Make `experts` compute the module with these weights."""
     module.__dict__[_ATTACHED] = of
     module.forward = forward_of(module, of)
 
@@ -151,8 +154,8 @@ def attach(module: nn.Module, of: ExpertWeights) -> None:
 def forward_of(
     module: nn.Module, of: ExpertWeights, slot_mapping: Callable[[Tensor], Tensor | None] = lambda _: None
 ) -> Callable[..., Tensor]:
-    """The module's forward, whose arguments have names of their own in each class. slot_mapping: the argument of
-    `experts`, given x."""
+    """A forward for the module that calls `experts`. It accepts the argument names of the module's class. slot_mapping:
+    gives `experts` that argument for x."""
     names = argument_names(module)
 
     def forward(*given: Tensor, **named: Tensor) -> Tensor:
@@ -163,16 +166,17 @@ def forward_of(
 
 
 def own_forward(module: nn.Module) -> Callable[..., Tensor]:
-    """transformers' own loop over experts, whichever implementation is configured; takes the module first."""
+    """The class's own forward, a loop over experts, whichever implementation is configured. Its first argument is the
+    module."""
     forward: Callable[..., Tensor] = inspect.unwrap(type(module).forward)
     return forward
 
 
 def argument_names(module: nn.Module) -> list[str]:
-    """Of its forward: for x, ids and weights."""
+    """The names of the forward's arguments for x, ids and weights."""
     return list(inspect.signature(own_forward(module)).parameters)[1:]
 
 
 def bound(names: Sequence[str], given: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
-    """A call's x, ids and weights, in this order; classes name them differently. names: of `argument_names`."""
+    """A call's x, ids and weights, in this order; classes name them differently. names: see `argument_names`."""
     return (*given, *(named[name] for name in names[len(given) :])) if named else given

@@ -4,8 +4,8 @@ All of it takes one path, from the sequence to the model's forward:
 
     Sequence.extensions[name] -> BatchExtension.fill, into the step's one upload -> ModelInputs.extensions[name]
 
-The upload of a CUDA graph is its static input, so graphs include extensions as well. A runner gets the extensions of
-its model at its start. A sequence keeps its values when it is preempted, and its forks inherit them.
+The upload of a CUDA graph is its static input, so graphs support extensions as well. A runner gets its model's
+extensions at the start. A sequence keeps its values when it is preempted, and its forks inherit them.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class BatchExtension(Protocol):
     def dtype(self) -> np.dtype[Any]: ...
 
     def fill(self, chunk: Chunk, out: NDArray[Any]) -> None:
-        """Write the values of the chunk's tokens; the sequence may have none under this name.
-        out: [chunk.length, width], zeros, as are the values of all padding tokens."""
+        """Write the values of the chunk's tokens to `out`; the sequence may have none under this name.
+        out: [chunk.length, width], initially zeros, like the values of padding tokens."""
 
     def argument(self, values: Tensor) -> Tensor:
         """The argument of the model's forward, a view of `values`. values: [num_tokens, width], on the device."""

@@ -42,20 +42,21 @@ MIXED_ROWS = {
     64: (256, 512, 768, 1088),
     128: (512, 1152),
 }
-"""Tokens of steps with decodes and prompts, for each number of places for decodes; those with a whole budget of prompt
-tokens come on top, since most chunks of long prompts are that long. They fill whole tiles of matmuls: of an 8B model,
-640 rows take an H200 13.4 ms, 672 take it 15.5, 768 take it 16.0. Beside more decodes there are fewer sizes: each graph
-keeps logits of all places, and what the padding costs is less than launching the step op by op."""
+"""Token counts of graphs for steps with decodes and prompts, by the number of places for decodes. Graphs for a whole
+budget of prompt tokens are captured as well, since most chunks of long prompts are that long. The counts fill whole
+tiles of matmuls: on an H200, 640 rows of an 8B model take 13.4 ms, 672 take 15.5, 768 take 16.0. With more decodes,
+there are fewer counts: each graph keeps the logits of all places, and padding costs less than launching the step op by
+op."""
 FINE_MIXED_ROWS = {
     32: (64, 96, 128, 160, 192, 224, 256, 320, 384, 512, 640, 768, 896, 1056),
     64: (128, 160, 192, 256, 320, 384, 512, 768, 1088),
     128: (192, 256, 384, 512, 768, 1152),
 }
-"""The same with a target for a step's time, which is used up only if many sizes can be chosen from, and broken by a
-step that is launched op by op."""
+"""The same for nodes with a target for a step's time. Only a choice of many counts lets steps use the target up, and a
+step that is launched op by op exceeds it."""
 SINGLE_PROMPT_SIZES = (2048,)
-"""For a prompt that is alone: 2048 tokens of an 8B model take an H200 45.0 ms in a graph for several prompts, of which
-attention takes 3.8; cuDNN's, for one prompt of known length, takes 2.7."""
+"""Token counts of graphs for a prompt that is alone in its step. In a graph for several prompts, 2048 tokens of an 8B
+model take an H200 45.0 ms, of which attention takes 3.8; cuDNN's attention for one prompt of known length takes 2.7."""
 MAX_PROMPTS = 8
 MAX_PROMPT_CONTEXT = 8192
 """Prompts with a longer context run op by op, so that attention is planned with the context length, which a graph does
@@ -63,7 +64,8 @@ not know."""
 
 
 def step_padding(config: EngineConfig, most_prompt_tokens: int, most_mixed_tokens: int) -> StepPadding:
-    """Which steps with prompts to capture: with at most so many tokens of prompts without and with decodes."""
+    """Which steps with prompts to capture. most_prompt_tokens, most_mixed_tokens: the most prompt tokens of a captured
+    step without and with decodes."""
     budget = config.max_num_batched_tokens
     ladders = {0: [size for size in PROMPT_SIZES if size <= min(budget, most_prompt_tokens)]}
     enough = 0  # places for decodes
@@ -77,8 +79,8 @@ def step_padding(config: EngineConfig, most_prompt_tokens: int, most_mixed_token
 
 
 def single_prompt_sizes(budget: int, most: int) -> list[int]:
-    """Token counts to capture for a prompt that is alone in its step, from its first token on. budget: tokens of a
-    step. most: the largest count to capture."""
+    """Token counts to capture for a prompt that is alone in its step, from its first token on. budget: the most tokens
+    of a step. most: the largest count to capture."""
     return [size for size in SINGLE_PROMPT_SIZES if size <= min(budget, most)]
 
 
@@ -89,14 +91,17 @@ def decode_capture_sizes(max_num_seqs: int) -> list[int]:
 
 
 def num_logits_rows(decode_sizes: Iterable[int], padding: StepPadding) -> int:
-    """Rows of logits that graphs keep, each its own, if steps give a sequence one token."""
+    """How many rows of logits all graphs keep together, if steps give each sequence one token."""
     return sum(decode_sizes) + sum((places + MAX_PROMPTS) * len(sizes) for places, sizes in padding.ladders)
 
 
 class StepNeeds(NamedTuple):
-    """What a graph must have room for. Of a step of decodes alone: num_seqs, each of up to query_len tokens. Of one
-    that has_prompts (else 0): num_singles, sequences with one token each, beside num_prompts, which are all others, of
-    num_prompt_tokens in all, the furthest ending at prompt_end. Each is the largest of all data parallel nodes'."""
+    """What a graph must have room for; with data parallel nodes, the maximum over the nodes, number by number.
+
+    A step of decodes only: num_seqs sequences of up to query_len tokens each. A step with prompts (has_prompts, else
+    0): num_singles sequences with one token each, and num_prompts others with num_prompt_tokens tokens in all, of
+    which the furthest ends at position prompt_end.
+    """
 
     query_len: int
     num_seqs: int
@@ -112,7 +117,7 @@ class StepNeeds(NamedTuple):
         singles = num_singles(chunks)
         prompts, has_prompts = chunks[singles:], not all(chunk.is_decode for chunk in chunks)
         if has_prompts and not prompts:
-            return NO_GRAPH  # the places of single tokens have logits
+            return NO_GRAPH  # a graph computes logits for all places of single tokens
         return cls(
             query_len=max((chunk.length for chunk in prompts), default=1),
             num_seqs=len(chunks),
@@ -125,13 +130,13 @@ class StepNeeds(NamedTuple):
 
 
 NO_GRAPH = StepNeeds(*[1 << 30] * len(StepNeeds._fields))
-"""Of a step that must be launched op by op."""
+"""The needs of a step that must be launched op by op."""
 
 
 class StepGraphs:
-    """Graphs of `forward`. Owns their static inputs and outputs. padding: of steps with prompts. group_ends: the
-    layers, counted from 1, after which graphs of prompts are cut. decode_query_lens: for each ladder of decodes, the
-    most tokens of a sequence."""
+    """Graphs of `forward`. Owns their static inputs and outputs. padding: the sizes of steps with prompts. group_ends:
+    the layers, counted from 1, after which graphs of prompts are cut. decode_query_lens: for each ladder of decode
+    graphs, the most tokens of a sequence."""
 
     def __init__(
         self,
@@ -160,8 +165,8 @@ class StepGraphs:
         torch.cuda.synchronize()
 
     def run(self, index: int, packed: Int32Array, marks: SeesLayers | None = None) -> Tensor:
-        """Launch the step that this graph has packed. Returns its logits, with padding, [., vocab_size], valid until
-        the next run."""
+        """Launch the step whose inputs graph `index` has packed. Returns its logits, with padding, [., vocab_size],
+        valid until the next run."""
         return self._all[index].run(packed, marks)
 
     def fitting(self, chunks: Seq[Chunk]) -> StepGraph | None:
@@ -187,8 +192,8 @@ class StepGraphs:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """While a graph is captured, its thread must not free memory or graphs, as the destructors of garbage do. Other
-    threads may do as they like, such as NCCL's, which look for the ends of sums."""
+    """While a graph is captured, the capturing thread must not free memory or graphs, as destructors of garbage do.
+    Other threads may, such as NCCL's, which poll for the ends of collectives."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
@@ -221,7 +226,7 @@ class _Pieces:
         try:
             output = step(self)
         except BaseException:
-            with suppress(RuntimeError):  # what made the step fail may have ended the capture
+            with suppress(RuntimeError):  # the failure may have ended the capture already
                 self._graphs[-1].capture_end()
             raise
         self._graphs[-1].capture_end()
@@ -248,7 +253,7 @@ class _Pieces:
 class _Capture:
     """Captures graphs that share a memory pool, which requires one stream for all of them.
 
-    most_logits: the most that a sequence has.
+    most_logits: the most rows of logits that a sequence has.
     """
 
     def __init__(self, forward: Forward, state: DeviceState, group_ends: tuple[int, ...], most_logits: int) -> None:
@@ -265,7 +270,7 @@ class _Capture:
         pieces = _Pieces(self._pool, group_ends)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            step(None)  # what is compiled or allocated once must not happen while capturing
+            step(None)  # nothing may be compiled, or allocated for good, while capturing
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
             logits = pieces.capture(step)
@@ -277,8 +282,8 @@ class _Capture:
 
 
 class StepGraph:
-    """A captured step. Owns its inputs and its logits. index: see `StepGraphs.run`. num_tokens: with padding. places:
-    see `pack`."""
+    """A captured step. Owns its inputs and its logits. index: see `StepGraphs.run`. num_tokens: including padding.
+    places: see `pack`."""
 
     index: int
     num_tokens: int
@@ -299,9 +304,9 @@ class StepGraph:
 
 
 class _DecodeGraph(StepGraph):
-    """For up to `num_seqs` sequences with up to `query_len` tokens each, all with logits. If `query_len` is 1,
-    sequences have fixed places; else they follow one another, and how many tokens each has is known only on the
-    device."""
+    """For up to `num_seqs` sequences with up to `query_len` tokens each, all with logits. If `query_len` is 1, each
+    sequence has a fixed place; else sequences follow one another, and only the device knows how many tokens each
+    has."""
 
     def __init__(self, capture: _Capture, num_seqs: int, query_len: int) -> None:
         self._size = size = BatchSize(num_seqs, num_seqs * query_len, extensions=capture.state.extensions)
@@ -317,8 +322,8 @@ class _DecodeGraph(StepGraph):
 
 
 class _PromptGraph(StepGraph):
-    """is_square: for one prompt without earlier context, which is treated as if it filled the graph. Else for several
-    prompts, whose lengths are known only on the device."""
+    """For several prompts, whose lengths only the device knows; or, if is_square, for one prompt without earlier
+    context, which is treated as if it filled the graph."""
 
     def __init__(self, capture: _Capture, num_tokens: int, decode_places: int = 0, is_square: bool = False) -> None:
         self._places = decode_places

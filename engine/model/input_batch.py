@@ -1,4 +1,4 @@
-"""Running sequences in the batch: each has a row, from its first step until it is forgotten."""
+"""The rows of running sequences: each sequence has one from its first step until it is forgotten."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ class InputBatch:
     """Assigns rows to sequences, and knows which part of their block tables each rank has on its device: for each KV
     group a table of all rows.
 
-    Tables only grow while a sequence runs, so a step copies only what is new. What a sequence gives back behind a
-    window stays named there: no key of it counts any more, and it holds KV, of whomever. A row may go to another
-    sequence while a launched step still reads it, because the device runs the copy after that step.
+    Tables only grow while a sequence runs, so a step copies only new entries. The entries of blocks that a sequence has
+    given back behind its window stay: their keys have no weight any more, and the blocks hold valid numbers, whoever
+    owns them. A row may go to another sequence while a launched step still reads it, because the device runs the copy
+    after that step.
     """
 
     def __init__(self, config: EngineConfig, sampler: Sampler) -> None:
@@ -33,8 +34,8 @@ class InputBatch:
         self._num_written = [0] * config.max_num_seqs
 
     def place(self, chunks: Seq[Chunk]) -> tuple[list[int], Int32Array]:
-        """The row of each chunk's sequence, assigned now if it has none; and the entries by which the block tables are
-        to be brought up to date, see `RankStep.tables`."""
+        """The row of each chunk's sequence, assigned now if it has none; and the entries that bring the block tables up
+        to date, see `RankStep.tables`."""
         rows, index, blocks = [], list[int](), list[int]()
         for chunk in chunks:
             seq = chunk.sequence
@@ -67,8 +68,9 @@ class InputBatch:
 
 
 def _named(blocks: list[int]) -> list[int]:
-    """With the first block that is read in the place of those behind the window: some kernels load whole tiles of keys
-    and give those before the window a weight of zero, which a NaN survives; the null block may hold one."""
+    """The blocks, with those behind the window replaced by the first block that is read. Some kernels load whole tiles
+    of keys and give those before the window a weight of zero. A NaN, which the null block may hold, would survive
+    that."""
     if blocks[0] != NULL_BLOCK:
         return blocks
     first = next(block for block in blocks if block != NULL_BLOCK)

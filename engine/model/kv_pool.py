@@ -17,8 +17,8 @@ from engine.model.errors import UnsupportedModel
 
 
 def require_served(layers: Sequence[LayerKv], model: str) -> None:
-    """Raise UnsupportedModel unless this engine can keep the KV of such layers: in one pool, where every layer has K
-    and V of one shape for each token. A sliding window limits what is attended to, not what is kept."""
+    """Raise UnsupportedModel unless this engine can keep the KV of these layers in one pool, where every layer has K
+    and V of one shape for each token. A sliding window limits what is attended to, not the shape of what is kept."""
     for index, layer in enumerate(layers):
         if layer.state_bytes:
             raise UnsupportedModel(f"{model}: layer {index} keeps a state of {layer.state_bytes} bytes instead of KV")
@@ -31,8 +31,8 @@ def require_served(layers: Sequence[LayerKv], model: str) -> None:
 
 
 def fresh_pages(num_bytes: int) -> Tensor:
-    """Zeros, uint8, in pages that the system gives when they are first written: to write them all at the start would
-    take half a second a GiB, or several. Raises MemoryError."""
+    """Zeros, uint8, in pages that the system provides when they are first written: writing them all at the start would
+    take half a second per GiB, or several seconds. Raises MemoryError."""
     try:
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
@@ -43,14 +43,15 @@ def fresh_pages(num_bytes: int) -> Tensor:
 class KvPool:
     """All KV blocks of a node's rank, in one tensor that this object owns.
 
-    layers: the KV of each layer of the model, as the rank holds it; `require_served` must accept them. groups: the
-    model's (see `KvLayout`), each with those of these layers that it has, counted here; empty: one. tensor:
-    [num_blocks, num_layers of a block, 2, num_kv_heads, block_size, head_dim]; of quantized layers [num_blocks,
-    num_layers of a block, 2, num_kv_heads, bytes of a head's elements and scales], uint8. Block-major: a block is one
-    contiguous piece to copy, send or checksum. Heads come before slots, so that a rank's heads are one slice. It starts
-    as zeros. Reused blocks keep old KV in slots not yet written; on a CPU the runner clears a block before a chunk
-    fills a part of it, since the reference attention needs finite values there. memory: gives so many zero bytes,
-    uint8, on the device; None: new ones. Raises MemoryError, or torch's error.
+    layers: the KV of each layer that the rank holds; `require_served` must accept them. groups: the model's KV groups
+    (see `KvLayout`), as indices into `layers`; empty: one group. memory: allocates that many zero bytes, uint8, on the
+    device; None: the pool allocates new memory. Raises MemoryError, or torch's error.
+
+    tensor: [num_blocks, num_layers of a block, 2, num_kv_heads, block_size, head_dim]; for quantized layers
+    [num_blocks, num_layers of a block, 2, num_kv_heads, bytes of a head's elements and scales], uint8. Block-major: a
+    block is one contiguous piece to copy, send or checksum. Heads come before slots, so that a rank's heads are one
+    slice. It starts as zeros. Reused blocks keep old KV in slots not yet written; on a CPU the runner clears a block
+    before a chunk fills a part of it, since the reference attention needs finite values there.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class KvPool:
         self.layers = layers
         of_groups = groups or (tuple(range(len(layers))),)
         self.num_groups = len(of_groups)
-        self._places = {  # of each layer: its group, and which of a block's layers it is
+        self._places = {  # for each layer, its group and its index among the layers of a block
             layer: (group, index) for group, members in enumerate(of_groups) for index, layer in enumerate(members)
         }
         self.num_blocks = num_blocks
@@ -93,7 +94,7 @@ class KvPool:
         return keys, values
 
     def group_of(self, index: int) -> int:
-        """In whose blocks the layer's KV is."""
+        """The KV group in whose blocks the layer's KV is."""
         return self._places[index][0]
 
     def as_bytes(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Points in a step that a GPU passes: the ends of layers, whose KV is then there."""
+"""Points that a GPU passes in a step: the ends of layers, after which their KV is complete."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 class SeesLayers(Protocol):
-    """Called as the launch of a step passes each layer."""
+    """Is called while a step is launched, after each layer."""
 
     def written(self, layer: int) -> None:
-        """All work that writes the KV of layer `layer`, counted from 0, is queued on the current stream."""
+        """All work that writes the KV of `layer`, counted from 0, is queued on the current stream."""
 
 
 class LayerMarks:
@@ -33,6 +33,6 @@ class LayerMarks:
             self._passed.append((layer + 1, event))
 
     def num_done(self) -> int:
-        """How many layers have their KV."""
+        """How many layers have complete KV."""
         passed = (end for end, event in self._passed if event.query())  # type: ignore[no-untyped-call]
         return max(passed, default=0)

@@ -1,11 +1,11 @@
-"""What computes a linear layer: chosen at load, with its own weights, scales and tolerance.
+"""Linear methods: what computes a linear layer, chosen at load, with its own weights, scales and tolerance.
 
-    Quantization.create_weights                 the module gets the parameters that the checkpoint stores
+    Quantization.create_weights                 gives the module the parameters that the checkpoint stores
     (weights are read)
-    Quantization.process_weights_after_loading  a LinearMethod holds them as its product wants them
-    LinearMethod.concatenate                    `engine.model.fast` makes one of q, k and v, and of gate and up
-    LinearMethod.make_product                   the function that runs while serving
-    LinearMethod.pack                           on a CPU, its weights change into the layout of the fastest product
+    Quantization.process_weights_after_loading  makes a LinearMethod, which holds the weights as its product needs them
+    LinearMethod.concatenate                    `engine.model.fast` merges q, k and v, and gate and up
+    LinearMethod.make_product                   makes the function that runs while serving
+    LinearMethod.pack                           changes the weights into the layout of the fastest product, if any
 
 After vLLM's QuantizationConfig and LinearMethodBase (vllm/model_executor/layers/linear.py). An adapter is a
 LinearMethod around another.
@@ -29,10 +29,10 @@ from engine.model.parallel.group import RankGroup
 from engine.model.tolerance import Tolerance, close, rounding
 
 Product = Callable[[Tensor], Tensor]
-"""[..., in_features] -> [..., out_features], of one dtype."""
+"""Maps x, [..., in_features], to [..., out_features], in one dtype."""
 
 ProductInto = Callable[[Tensor, Tensor], None]
-"""The product of x, [num_rows, in_features], written to a tensor [num_rows, out_features]; both contiguous."""
+"""Writes the product of x, [num_rows, in_features], to a tensor [num_rows, out_features]; both contiguous."""
 
 _METHOD = "baton_linear_method"
 
@@ -40,31 +40,31 @@ _METHOD = "baton_linear_method"
 class LinearMethod(ABC):
     """The product of one linear layer, or of several over one input.
 
-    Owns its weights; a module's parameters may be the same tensors, or views of them. `dtype`: of x and of the results,
-    whatever dtype the weights are stored in.
+    Owns its weights; a module's parameters may be the same tensors, or views of them. `dtype`: the dtype of x and of
+    the results, whatever dtype the weights have.
     """
 
     in_features: int
     out_features: int
     dtype: torch.dtype
     input_dtype: torch.dtype | None = None
-    """The type to which many rows of x are quantized; None: they are not."""
+    """The dtype to which the product quantizes many rows of x; None: it does not."""
 
     @property
     def tolerance(self) -> Tolerance:
-        """How far the fast product may differ from `reference`, and a concatenated one from its parts."""
+        """How far the fast product may differ from `reference`, and a concatenated product from its parts."""
         return rounding(self.dtype)
 
     @abstractmethod
     def reference(self, x: Tensor) -> Tensor:
-        """The product in plain torch, used until the fast one is found to agree, and where it does not."""
+        """The product in plain torch. It serves until the fast product is found to agree, and where it does not."""
 
     @abstractmethod
     def make_product(self) -> Product:
-        """The fast product, as a function of x alone. Made once at load: a call looks nothing up."""
+        """The fast product, as a function of x alone. Made once at load, so that a call looks nothing up."""
 
     def make_product_into(self) -> ProductInto:
-        """The fast product of many rows, for callers that have a place for it."""
+        """The fast product of many rows, for callers that provide the output tensor."""
         product = self.make_product()
 
         def into(x: Tensor, out: Tensor) -> None:
@@ -73,8 +73,8 @@ class LinearMethod(ABC):
         return into
 
     def make_gated_product(self, activation: Activation) -> Product:
-        """[..., in_features] -> [..., out_features / 2]: the activation of a gated MLP applied to the product, whose
-        outputs are those of gate and then those of up."""
+        """Maps [..., in_features] to [..., out_features / 2]: the product followed by a gated MLP's activation. The
+        outputs of the product are those of gate, then those of up."""
         product = self.make_product()
 
         def gated(x: Tensor) -> Tensor:
@@ -83,29 +83,29 @@ class LinearMethod(ABC):
         return gated
 
     def make_mlp(self, activation: Activation, down: LinearMethod) -> Product | None:
-        """The gated product, and `down` of it, as one function; None: nothing is gained by computing them together."""
+        """The gated product followed by `down`, as one function; None: computing them together gains nothing."""
         return None
 
     def make_mlp_for_norm(self, activation: Activation, down: LinearMethod) -> Product | None:
-        """As `make_mlp`, where `rms_norm` is all that reads the results, and may finish them; None: as without."""
+        """Like `make_mlp`, where only `rms_norm` reads the results, and may finish them; None: that gains nothing."""
         return None
 
     def pack(self, x: Tensor) -> list[Tensor]:
-        """Let the products that were made use the layout that multiplies fastest, if there is one and its product of x
-        agrees. Returns the weights that they no longer need, for the caller to free; `reference` must not
-        be called afterwards, nor other products be made."""
+        """Switch the products that were made to the fastest layout of the weights, if there is one and its product of x
+        agrees. Returns the tensors that they no longer need, for the caller to free. Afterwards, neither call
+        `reference` nor make further products."""
         return []
 
     @classmethod
     @abstractmethod
     def can_concatenate(cls, parts: Sequence[Self]) -> bool:
-        """Whether parts of this class can be one product over one input."""
+        """Whether parts of this class can become one product over one input."""
 
     @classmethod
     @abstractmethod
     def concatenate(cls, parts: Sequence[Self]) -> Self:
-        """One product with the outputs of all parts, in order. `can_concatenate` must hold. The parts remain usable,
-        and share the memory of the whole."""
+        """One method with the outputs of all parts, in order. `can_concatenate` must hold. The parts remain usable, and
+        share the memory of the whole."""
 
 
 class UnquantizedLinear(LinearMethod):
@@ -181,8 +181,8 @@ class UnquantizedLinear(LinearMethod):
 
 
 class Quantization(ABC):
-    """How a checkpoint stores linear layers and what computes them; one per model. `name`: the module's name in the
-    model."""
+    """How a checkpoint stores linear layers, and which method computes them; one per model. `name`: the module's name
+    in the model."""
 
     @property
     def can_divide(self) -> bool:
@@ -190,44 +190,44 @@ class Quantization(ABC):
         return True
 
     def stored_dim(self, parameter: str, dim: int) -> int | None:
-        """The dimension of a linear layer's stored tensor of that name that runs along the weight's outputs, `dim` 0,
-        or inputs, 1; each entry stands for equally many of these. None: none does."""
+        """The dimension of a linear layer's stored tensor of that name that runs along the weight's outputs (`dim` 0)
+        or inputs (1); each of its entries stands for equally many of these. None: there is no such dimension."""
         return dim if parameter.startswith("weight") else None
 
     def divide(self, columns: Mapping[nn.Module, RankGroup]) -> None:  # noqa: B027 - most find nothing
-        """The model is a rank's part; these linear layers and experts (their down) have some of the columns, and the
-        other ranks of a group the others. What is found while weights load must be the same as for the whole."""
+        """Tell the quantization that the model is a rank's part. columns: the linear layers and experts (their down)
+        that hold only some columns of a weight, each with the group whose ranks hold the others. Scales computed while
+        weights load must be the same as for the whole weight."""
 
     @abstractmethod
     def create_weights(self, name: str, module: nn.Linear) -> None:
-        """Give the module the parameters that the files have for it: names, shapes and dtypes, on the CPU, in untouched
-        memory."""
+        """Give the module the parameters that the files contain for it, with their names, shapes and dtypes, on the CPU
+        in untouched memory."""
 
     def process_weights_after_loading(self, name: str, module: nn.Linear, dtype: torch.dtype) -> LinearMethod:
         """The method for the module, whose parameters have been read and are on their device. dtype: the model's."""
         return UnquantizedLinear(module.weight, module.bias)
 
     def create_expert_weights(self, name: str, module: nn.Module) -> None:  # noqa: B027 - most have plain experts
-        """As `create_weights`, for experts (see `engine.model.experts`)."""
+        """Like `create_weights`, for experts (see `engine.model.experts`)."""
 
     def expert_parameter_shape(self, name: str, parameter: str, weight: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Of the parameter that `create_expert_weights` gives a module which has experts that files hold one by one, in
-        place of a weight of that shape; None: none of such experts. name: the module's."""
+        """The shape of the parameter that `create_expert_weights` puts in place of a weight of the shape `weight`, for
+        experts that files store one by one; None: the module has no such experts. name: the module's."""
         return None
 
     def expert_stored_dim(self, name: str, kind: str, dim: int) -> int | None:
-        """As `stored_dim`, of a parameter that stands for a weight of experts: dimension 0 has one entry for each.
-        kind: what is behind the weight's name in the parameter's."""
+        """Like `stored_dim`, for a parameter in place of a weight of experts, whose dimension 0 is the expert. kind:
+        the suffix of the parameter's name, after the weight's."""
         return dim
 
     def expert_block(self, name: str) -> int:
-        """How many of the features between gate and down belong together in the files of the experts of that module,
-        with one scale or in one word: a rank has all of them or none. 1: each is by itself."""
+        """How many of the features between gate and down share a scale or a word in the files of that module's experts:
+        a rank must hold all of them or none. 1: features are independent."""
         return 1
 
     def process_experts(self, name: str, module: nn.Module, dtype: torch.dtype) -> bool:
-        """As `process_weights_after_loading`, for experts; it may be called again. Returns whether they are quantized
-        now."""
+        """Like `process_weights_after_loading`, for experts. Idempotent. Returns whether they are quantized now."""
         return False
 
 
@@ -250,8 +250,8 @@ def create_weights(model: nn.Module, quantization: Quantization) -> None:
 def process_weights_after_loading(
     model: nn.Module, quantization: Quantization, dtype: torch.dtype, part: nn.Module | None = None
 ) -> None:
-    """Attach to each linear layer the method that computes it, and process experts. part: only those in it. Layers that
-    have a method are left alone."""
+    """Attach to each linear layer the method that computes it, and process experts. part: process only its modules.
+    Layers that already have a method are left alone."""
     within = set((part or model).modules())
     layers = [(name, module) for name, module in linear_layers(model) if module in within]
     for name, module in layers:
@@ -263,14 +263,14 @@ def process_weights_after_loading(
 
 
 def attach(module: nn.Module, method: LinearMethod) -> None:
-    """Let `method` compute the module: by its reference, until `engine.model.fast` installs its fast product."""
+    """Make `method` compute the module: by its reference, until `engine.model.fast` installs its fast product."""
     module.__dict__[_METHOD] = method
     module.forward = method.reference
 
 
 def method_of(module: object) -> LinearMethod | None:
-    """The method that computes the module: the attached one, or, for a linear layer that transformers made and loaded,
-    one over its weights; None: it is no linear layer, or no module."""
+    """The method that computes the module: the attached one; or a new one over its weights, for a linear layer that
+    transformers made and loaded; None if it is not a linear layer."""
     if not isinstance(module, nn.Module):
         return None
     attached: LinearMethod | None = module.__dict__.get(_METHOD)
@@ -280,8 +280,8 @@ def method_of(module: object) -> LinearMethod | None:
 
 
 def fusable(modules: Iterable[nn.Module | None]) -> dict[nn.Module, LinearMethod]:
-    """The modules' methods, if these can become one: all modules exist, and their methods are of one class, which can
-    concatenate them. Else empty."""
+    """The modules' methods if they can become one: all modules exist, and their methods are of one class that can
+    concatenate them. Otherwise empty."""
     methods: dict[nn.Module, LinearMethod] = {}
     for module in modules:
         method = method_of(module)
@@ -302,7 +302,7 @@ def fuse(methods: Iterable[LinearMethod]) -> LinearMethod:
 @torch.inference_mode(False)
 @torch.no_grad()
 def concatenate_tensors(parts: Sequence[Tensor]) -> Tensor:
-    """One tensor of all parts along their first dimension; the parts become views of it. Parts that are already
+    """Concatenate the parts along their first dimension; the parts become views of the result. Parts that are already
     adjacent in memory are not copied."""
     first = parts[0]
     if _adjacent(parts):
@@ -327,5 +327,5 @@ def _adjacent(parts: Sequence[Tensor]) -> bool:
 
 
 def linear_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
-    """Exactly nn.Linear: subclasses have their own forward."""
+    """All modules of exactly the class nn.Linear, with their names: subclasses have their own forward."""
     return [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]

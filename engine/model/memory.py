@@ -20,7 +20,7 @@ from engine.config import EngineConfig
 
 GIB = 1024**3
 _CONTEXT_BYTES = GIB
-"""The most that a process's CUDA context takes. It cannot be told apart from the memory of other processes."""
+"""The most that a process's CUDA context takes, which cannot be told apart from the memory of other processes."""
 _MOST_LIBRARIES_BYTES = 2 * GIB
 
 
@@ -28,9 +28,9 @@ _MOST_LIBRARIES_BYTES = 2 * GIB
 class ProfiledMemory:
     """A GPU's memory, in bytes, as measured with the largest steps.
 
-    total: of the GPU. free: after the steps, with the weights loaded and the steps' own memory given back. weights:
-    what torch has allocated permanently. libraries: what the steps made other libraries allocate permanently (kernels'
-    code, cuBLAS). activations: the steps' peak above the weights.
+    total: all memory of the GPU. free: what is free after the steps, with the weights loaded and the steps' own memory
+    freed. weights: what torch has allocated permanently. libraries: what the steps made other libraries allocate
+    permanently (kernels' code, cuBLAS). activations: the steps' peak above the weights.
     """
 
     total: int
@@ -43,7 +43,7 @@ class ProfiledMemory:
 def profile(run: Callable[[], None], device: torch.device, scratch_bytes: int = 0) -> ProfiledMemory:
     """Measure `run`, which computes the largest possible steps.
 
-    scratch_bytes: the part of the memory allocated now that is only for `run` and will be given back (its KV blocks).
+    scratch_bytes: the part of the memory allocated now that only `run` needs and that will be freed (its KV blocks).
     """
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
@@ -57,7 +57,7 @@ def profile(run: Callable[[], None], device: torch.device, scratch_bytes: int = 
     free, total = torch.cuda.mem_get_info(device)
     return ProfiledMemory(
         total=total,
-        free=free,  # the scratch is still held
+        free=free,  # the scratch memory is still allocated
         weights=allocated - scratch_bytes,
         libraries=grown_by_libraries(outside, _outside_torch(device)),
         activations=peak - allocated,
@@ -65,8 +65,8 @@ def profile(run: Callable[[], None], device: torch.device, scratch_bytes: int = 
 
 
 def grown_by_libraries(before: int, after: int) -> int:
-    """What a step's libraries took, from the memory used outside of torch before and after it. Anything beyond what
-    they can take belongs to another process that started on the same GPU at the same time."""
+    """How much memory libraries took for a step, given the memory used outside of torch before and after it. Anything
+    beyond what they can take belongs to another process that started on the same GPU at the same time."""
     return min(max(0, after - before), _MOST_LIBRARIES_BYTES)
 
 
@@ -99,7 +99,7 @@ def kv_pool_bytes(memory: ProfiledMemory, utilization: float, kept_bytes: int) -
 
 
 def num_kv_blocks(pool_bytes: int, block_bytes: int, limits: EngineConfig, more_by: str) -> int:
-    """How many KV blocks fit in `pool_bytes`. more_by: the flag that would give more, with its value.
+    """How many KV blocks fit in `pool_bytes`. more_by: the flag that would provide more, with its value.
 
     Raises ValueError when they cannot hold one request of max_model_len tokens.
     """
@@ -115,7 +115,7 @@ def num_kv_blocks(pool_bytes: int, block_bytes: int, limits: EngineConfig, more_
 
 
 _HOST_ALLOCATOR = "DefaultCPUAllocator"
-"""Its errors have no class of their own."""
+"""Marks out-of-memory errors of the host, which have no class of their own."""
 
 
 @contextmanager

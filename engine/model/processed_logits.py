@@ -1,4 +1,4 @@
-"""Runs the logits processors of a step's choices, and keeps what failed."""
+"""Runs the logits processors of a step's choices, and records failures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_TOKEN = "logits_processors left no token that could be chosen"
 
 @dataclass(frozen=True, slots=True)
 class ToProcess:
-    """A choice whose logits are processed, after these tokens."""
+    """A choice whose logits are to be processed, and the tokens before it."""
 
     choice: int
     chain: LogitsProcessorChain
@@ -25,8 +25,8 @@ class ToProcess:
 
 
 class ProcessedLogits:
-    """The logits of those choices of a step that have processors. What fails is known when the step is done: whether a
-    token is left comes with the tokens, so that the host need not wait for the device."""
+    """The logits of a step's choices that have processors. Failures are known when the step is done: whether any token
+    is left to choose arrives together with the tokens, so that the host need not wait for the device."""
 
     def __init__(self, wanted: Seq[ToProcess]) -> None:
         self._wanted = wanted
@@ -43,7 +43,7 @@ class ProcessedLogits:
             except ProcessorFailed as error:
                 self._failures[one.choice] = f"logits_processors: {error}"
             flags.append(row.isnan().any() | row.isneginf().all())
-            row.nan_to_num_(nan=0.0, posinf=torch.finfo(row.dtype).max, neginf=-torch.inf)  # some token is chosen
+            row.nan_to_num_(nan=0.0, posinf=torch.finfo(row.dtype).max, neginf=-torch.inf)  # some token must be chosen
         self._unusable = torch.stack(flags)
 
     def to_host(self) -> None:
@@ -52,7 +52,7 @@ class ProcessedLogits:
             self._unusable = download(self._unusable)
 
     def failed(self) -> dict[int, str]:
-        """Why choices must not count. The caller must make sure that the copy of `to_host` is done."""
+        """The choices that failed, with the reasons. The caller must make sure that the copy of `to_host` is done."""
         unusable = self._unusable.tolist() if self._unusable is not None else []
         wanted = [one.choice for one in self._wanted]
         return {choice: NO_TOKEN for choice, is_bad in zip(wanted, unusable, strict=True) if is_bad} | self._failures

@@ -1,7 +1,7 @@
-"""Logprobs of prompts: what the model said of each token of a prompt, in its place.
+"""Logprobs of prompts: the logprobs that the model gives each token of a prompt.
 
-A step's logits are only those that choose tokens. For a prompt's own tokens, the hidden states of its chunk go through
-the model's head in slices, so that [rows, vocab_size] stays small however long the chunk is.
+A step normally computes only the logits that choose tokens. For a prompt's own tokens, the hidden states of its chunk
+go through the model's head in slices, so that [rows, vocab_size] stays small however long the chunk is.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from engine.step import Chunk
 
 MAX_ROWS = 256
 _MAX_ELEMENTS = 2**24
-"""Of a slice's logits: 64 MiB in fp32."""
+"""The most logits of a slice: 64 MiB in fp32."""
 
 Head = Callable[[Tensor], Tensor]
-"""From hidden states [rows, hidden_size] to logits [rows, vocab_size]."""
+"""Maps hidden states [rows, hidden_size] to logits [rows, vocab_size]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Scored:
     ids: Tensor
 
     def piece(self) -> PromptLogprobs:
-        """The caller must make sure that the copies to the host are done."""
+        """The logprobs on the host. The caller must make sure that the copies to the host are done."""
         own, ranks, values, ids = (
             np.ascontiguousarray(tensor.numpy(), dtype).tobytes()
             for tensor, dtype in ((self.own, "<f4"), (self.ranks, "<u4"), (self.values, "<f4"), (self.ids, "<u4"))
@@ -55,8 +55,8 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class ScoredPiece:
-    """Consecutive tokens of a batch whose logits give logprobs of a prompt, those of the tokens after them.
-    first_index: of the first logprob in the prompt. first: the first token in the batch."""
+    """Consecutive tokens of a batch whose logits give the logprobs of the prompt tokens after them. first_index: the
+    index of the first logprob in the prompt. first: the index of the first token in the batch."""
 
     sequence: Sequence
     first_index: int
@@ -64,12 +64,13 @@ class ScoredPiece:
     count: int
 
     def score(self, logits: Tensor) -> Scored:
-        """Start to compute the logprobs. logits: [count, vocab_size]."""
+        """Start to compute the logprobs from the logits of these tokens, [count, vocab_size]."""
         return _score(self.sequence, self.first_index, logits, self.count)
 
 
 def pieces(chunks: Seq[Chunk], vocab_size: int) -> list[ScoredPiece]:
-    """What the chunks, in the order of the batch, ask for, in pieces whose logits take little memory."""
+    """The prompt logprobs that the chunks ask for, as pieces whose logits take little memory. chunks: in the order of
+    the batch."""
     rows = max(1, min(MAX_ROWS, MAX_PIECE_TOKENS, _MAX_ELEMENTS // vocab_size))
     found: list[ScoredPiece] = []
     first = 0
@@ -96,9 +97,8 @@ def _score(sequence: Sequence, first_index: int, logits: Tensor, count: int) -> 
 class HiddenStates:
     """The seam between a model's decoder and its head: keeps the hidden states of a forward, and runs the head alone.
 
-    The head is run by the model's own forward, with a stand-in for the decoder that returns given hidden states; so
-    whatever the model does with its logits (scales, caps) is done here too. All calls belong to the thread that runs
-    the model.
+    The model's own forward runs the head, with a stand-in for the decoder that returns given hidden states. So the
+    model's changes to its logits (scales, caps) apply here, too. All calls belong to the thread that runs the model.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -108,8 +108,8 @@ class HiddenStates:
 
     @contextmanager
     def kept(self) -> Iterator[list[Tensor]]:
-        """Forwards within the context append their hidden states, [num_tokens, hidden_size]. Raises UnsupportedModel
-        if the decoder is no part of the model."""
+        """Within the context, forwards append their hidden states, [num_tokens, hidden_size], to the list. Raises
+        UnsupportedModel if the model has no separate decoder."""
         decoder = self._model.base_model
         if decoder is self._model:
             raise UnsupportedModel(f"{type(self._model).__name__} has no decoder that is apart from its head")
@@ -121,7 +121,7 @@ class HiddenStates:
             hook.remove()
 
     def head(self, arguments: Mapping[str, Any]) -> Head:
-        """The model's head. arguments: those of the forward that gave the hidden states."""
+        """The model's head. arguments: those of the forward that returned the hidden states."""
 
         def run(hidden: Tensor) -> Tensor:
             decoder, self._given.hidden = self._model.base_model, hidden[None]
@@ -137,7 +137,7 @@ class HiddenStates:
 
 
 class _Given(nn.Module):
-    """Stands in for a decoder. Models of mixtures read their routers' logits from its output, and may find none."""
+    """Stands in for a decoder. Mixtures of experts read their routers' logits from its output; there are none."""
 
     hidden: Tensor | None = None
 

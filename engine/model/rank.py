@@ -1,4 +1,4 @@
-"""What each rank of a node has and does: its part of the model and of the KV pool, and its part of each forward."""
+"""One rank of a node: its part of the model and of the KV pool, and its part of each forward."""
 
 from __future__ import annotations
 
@@ -40,10 +40,9 @@ class RankModel:
     """Owns the rank's `pool`, and the block tables on its device; runs `model`, whose attention modules are bound to
     the pool. All ranks of a node must make the same calls, but for `agree_on_step`, in the same order.
 
-    last_tokens: [max_num_seqs] int32, the last token of each row of the batch. The sampler of rank 0 writes its own;
-    the other ranks of the first stage get them with each step. pipeline, data: the rank's place, for which the model
-    was loaded; nodes that are data parallel must meet, then compute, together. memory: where the pool is to be, see
-    KvPool.
+    last_tokens: [max_num_seqs] int32, the last token of each row of the batch. The sampler writes rank 0's; the other
+    ranks of the first stage get them with each step. pipeline, data: the rank's place, for which the model was loaded;
+    data parallel nodes must meet, then compute, together. memory: allocates the pool, see KvPool.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class RankModel:
         """Capture CUDA graphs of decodes of `decode_sizes` sequences, of the steps with prompts that the config's
         padding lists, and of single prompts of at most `most_prompt_tokens`. Without it, all steps are launched op by
         op."""
-        most_alone = most_prompt_tokens if self._data.num_nodes == 1 else 0  # others have tokens, too, or padding
+        most_alone = most_prompt_tokens if self._data.num_nodes == 1 else 0  # other nodes add tokens or padding
         self._graphs = StepGraphs(
             self._forward_padded,
             self._state,
@@ -123,9 +122,9 @@ class RankModel:
 
     @torch.inference_mode()
     def compute(self, step: RankStep, marks: SeesLayers | None = None, score: Score | None = None) -> Tensor:
-        """Launch the step; its logits: [num_logits, vocab_size], or with padding below if they are from a graph, and
-        then valid until the next step. score: takes what `step.scored` asks for. Of several stages, all but the last
-        return hidden states, and the last one sends what it has to rank 0: what is scored, then the logits."""
+        """Launch the step. Returns its logits, [num_logits, vocab_size]; those of a graph have padding rows at the end,
+        and are valid until the next step. score: takes the logits that `step.scored` asks for. With several stages, all
+        but the last return hidden states, and the last one sends its logits to rank 0: the scored ones first."""
         if step.num_tokens_across_dp.size:
             self._data.begin(step.num_tokens_across_dp.tolist())
         if step.tables.size:
@@ -143,28 +142,29 @@ class RankModel:
 
     @torch.inference_mode()
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole blocks of the pool, (source, destination) each. Ranks of one stage end together: a source may be
-        freed at once, and a transfer write into it when rank 0 is done. Later stages may end later: only their own
-        steps write into their pools, after this, since nodes that get KV have one stage."""
+        """Copy whole blocks of the pool, given as (source, destination) pairs. The ranks of one stage finish together:
+        a source may be freed at once, and a transfer may write into it as soon as rank 0 is done. Later stages may
+        finish later: only their own steps write into their pools, after the copy, since nodes that receive KV have one
+        stage."""
         self._follow_rank_0()
         self.pipeline.follow_rank_0()
         self.pool.copy(pairs)
         self.group.all_reduce(torch.zeros(1, device=self.pool.tensor.device))
 
     def rearrange_experts(self, layer: int, placement: Placement) -> None:
-        """Between two steps, exchange the weights of a layer's experts with the other ranks until slots hold these, see
-        `ExpertSlots`. layer: counted over layers with experts."""
+        """Between two steps, exchange the weights of a layer's experts with the other ranks, so that the slots hold
+        this placement, see `ExpertSlots`. layer: counted over layers with experts."""
         self._expert_slots[layer].rearrange(placement)
 
     def _follow_rank_0(self) -> None:
-        """Begin what reads or writes KV with a tensor of rank 0, as later stages begin it with hidden states. On GPUs,
-        copies between pools and slots are ordered with the steps of rank 0 alone (`kv_transfer.slot_copies`), also
-        those of this rank's pool."""
+        """Order the following reads and writes of KV after rank 0's work by receiving a tensor from it, as later stages
+        do by receiving hidden states. On GPUs, copies between a pool and slots are ordered only with the steps of rank
+        0 (`kv_transfer.slot_copies`), including the copies of this rank's pool."""
         if self.pipeline.stage.is_first:
             self.group.broadcast(self._state.last_tokens)
 
     def _compute_experts(self) -> Tensor:
-        """The rank's part of a step without tokens of its own node; no logits."""
+        """Compute the rank's part of a step in which its own node has no tokens. Returns no logits."""
         for context in self._steps:
             context.row_slot_mapping = None
         width = self.model.config.get_text_config().hidden_size
@@ -189,7 +189,7 @@ class RankModel:
         return logits
 
     def _logits(self, step: RankStep, inputs: ModelInputs, marks: SeesLayers | None, score: Score | None) -> Tensor:
-        """The step's logits. Those of each piece of `step.scored` go to `score` first."""
+        """The step's logits. `score` first gets those of each piece of `step.scored`."""
         if not len(step.scored):
             return self._forward(inputs, marks)
         with self._hidden_states.kept() as hidden:
@@ -208,7 +208,7 @@ class RankModel:
         return batch.unpack(packed, size, self._state, step.lengths.tolist(), step.ends.tolist())
 
     def _forward_padded(self, inputs: ModelInputs, marks: SeesLayers | None) -> Tensor:
-        """Of a graph, which all data parallel nodes replay at once."""
+        """The forward that graphs capture; all data parallel nodes replay it together."""
         slots = inputs.groups[0].slot_mapping
         if self._data.num_nodes > 1:
             self._data.begin([len(slots)] * self._data.num_nodes)
@@ -216,7 +216,7 @@ class RankModel:
         return self._forward(inputs, marks, slots)
 
     def _forward(self, inputs: ModelInputs, marks: SeesLayers | None, row_slot_mapping: Tensor | None = None) -> Tensor:
-        """Logits; of a stage before the last hidden states, [num_tokens, hidden_size]. row_slot_mapping: see
+        """Logits; in a stage before the last, hidden states, [num_tokens, hidden_size]. row_slot_mapping: see
         StepContext."""
         for step, group in zip(self._steps, inputs.groups, strict=True):
             step.batch, step.slot_mapping, step.marks = group.paged, group.slot_mapping, marks
@@ -226,13 +226,13 @@ class RankModel:
             logits: Tensor = self.model(**arguments).logits[0]
             return logits
         del arguments["logits_to_keep"]
-        # What stands in for later layers and the norm passes it on.
+        # The stand-ins for later layers and the norm return their input.
         hidden: Tensor = self.model.base_model(**arguments).last_hidden_state[0]
         return hidden
 
 
 def _arguments(inputs: ModelInputs) -> dict[str, Any]:
-    """Those of the model's forward."""
+    """The arguments of the model's forward."""
     return {
         "input_ids": inputs.input_ids[None],
         "use_cache": False,

@@ -18,11 +18,11 @@ class RankStep:
     """All arrays are int32.
 
     graph: the index of the captured step (`StepGraphs.run`), or EAGER. packed: the inputs, see `batch.pack`.
-    num_tokens: without padding. num_logits: rows of logits that are wanted, or ALL_TOKENS. lengths, ends: of each
-    chunk, [num_seqs]. tables: [2, n], new entries of the block tables, flattened: where, and the blocks. fresh: blocks
-    to clear first. scored: [n, 2], tokens of the batch (the first one, and how many) whose logits are wanted besides,
-    a piece at a time. num_tokens_across_dp: of each data parallel node, [num_nodes]; empty: there is one node. A node
-    with 0 computes its experts for the others.
+    num_tokens: without padding. num_logits: rows of logits that are wanted, or ALL_TOKENS. lengths, ends: [num_seqs],
+    of each chunk. tables: [2, n], new entries of the block tables, flattened: their places, and the blocks. fresh:
+    blocks to clear first. scored: [n, 2], pieces of the batch (first token, number of tokens) whose logits are wanted
+    in addition, one piece at a time. num_tokens_across_dp: [num_nodes], the tokens of each data parallel node; a node
+    with 0 only computes its experts for the others. Empty: there is one node.
     """
 
     graph: int
@@ -38,7 +38,7 @@ class RankStep:
 
     @classmethod
     def idle(cls, graph: int, packed: Int32Array, num_tokens_across_dp: list[int]) -> RankStep:
-        """Of a node without tokens."""
+        """The step of a data parallel node without tokens."""
         none, pairs = np.zeros(0, np.int32), np.zeros((0, 2), np.int32)
         return cls(
             graph, packed, 0, 0, none, none, pairs.reshape(2, 0), none, pairs, np.array(num_tokens_across_dp, np.int32)
@@ -52,7 +52,7 @@ class RankStep:
 
     @classmethod
     def from_array(cls, array: Int32Array) -> RankStep:
-        """Views of the array."""
+        """The step that `to_array` has turned into the array; its arrays are views of it."""
         graph, num_tokens, num_logits, *sizes = array[:_HEADER].tolist()
         ends = np.cumsum(sizes)[:-1]
         packed, lengths, chunk_ends, tables, fresh, scored, num_tokens_across_dp = np.split(

@@ -2,8 +2,8 @@
 
 transformers computes them anew in each forward, in about eight small kernels, and for two types takes the frequencies
 from the longest sequence of the batch: longrope (Phi-3) has short and long factors, dynamic NTK a base that grows.
-There another sequence of the batch would change a request's result, and cached keys would not fit later queries. A
-table has every position as transformers computes it for a sequence of `max_model_len` tokens:
+With these, another sequence of the batch would change a request's result, and cached keys would not match later
+queries. The table holds every position as transformers computes it for a sequence of `max_model_len` tokens:
 
 - longrope: the long factors when max_model_len is above original_max_position_embeddings, else the short ones, as in
   vLLM (`Phi3LongRoPEScaledRotaryEmbedding`).
@@ -27,11 +27,11 @@ BATCH_DEPENDENT = frozenset({"dynamic", "longrope"})
 
 _CHUNK = 8192
 _SPARE_ROWS = 64
-"""A step that runs ahead may compute a token past the last position. Its result is dropped, and it must not fail."""
+"""A step that runs ahead may compute tokens past the last position. It must not fail; the results are dropped."""
 
 
 def batch_dependent_types(config: Any) -> list[str]:
-    """Which of a text config's RoPE types, in order of name, take their frequencies from the whole batch."""
+    """The RoPE types of a text config, ordered by name, that take their frequencies from the whole batch."""
     return sorted(BATCH_DEPENDENT & set(_types(getattr(config, "rope_parameters", None))))
 
 
@@ -48,7 +48,7 @@ def variant(config: Any, max_model_len: int) -> str:
 
 
 def context_factor(config: Any) -> float:
-    """How many times max_position_embeddings a text config's RoPE is meant to reach: dynamic NTK's factor, else 1."""
+    """How many times max_position_embeddings a text config's RoPE is meant to cover: dynamic NTK's factor, else 1."""
     factors = [
         one["factor"] for one in _sets(getattr(config, "rope_parameters", None)) if one["rope_type"] == "dynamic"
     ]

@@ -40,19 +40,21 @@ from engine.sequence import Sequence
 from engine.step import Choice, Chunk, LaunchedStep
 
 _MEETINGS_KNOWN = 16
-"""The shortest of so many meetings of data parallel nodes is taken for one without a wait."""
+"""The shortest of the last so many meetings of data parallel nodes counts as one without a wait."""
 
 
 class TorchModelRunner:
     """The engine's ModelRunner: one forward per step, prefill chunks and decodes flattened into one row of tokens.
 
-    While serving, only `LaunchedStep.wait` waits for a GPU. Owns `rank`, its own part of the model and of the KV pool,
-    and drives `others`, the ranks besides it. The model must have been loaded by `load.loader.load_model`, for this
-    rank's place in the `pipeline`, and in `data` if the node shares its experts with others, whose `waves` of steps it
-    takes part in. Pass `probed` if the probe was made before, to size the pool. `wake` is called, on a
-    thread of its own, when a GPU or the last stage is done with a step, or a GPU with a group of layers of a step that
-    ends a prompt to hand off; `layer_groups`: the number of these groups. `extensions`: what the model takes for each
-    token besides its id. `eplb`: decides when experts change places. Raises UnsupportedModel.
+    While serving, only `LaunchedStep.wait` waits for a GPU. Owns `rank`, rank 0's part of the model and of the KV pool,
+    and drives `others`, the other ranks. Raises UnsupportedModel.
+
+    model: must have been loaded by `load.loader.load_model`, for this rank's place in `pipeline`, and in `data` if the
+    node shares its experts with other nodes; then it also takes part in the `waves` of their steps. probed: the probe,
+    if it was made before to size the pool. wake: is called, on a thread of its own, when a GPU or the last stage is
+    done with a step, and when a GPU is done with a group of layers of a step that ends a prompt to hand off.
+    layer_groups: the number of these groups. extensions: what the model takes for each token besides its id. eplb:
+    decides when experts move.
     """
 
     def __init__(
@@ -88,8 +90,8 @@ class TorchModelRunner:
         self._input_batch = InputBatch(config, self._sampler)
         self._wake = wake
         self.waited_s = 0.0
-        """How long the last launch waited for data parallel nodes: its meeting, less the shortest recent one, for which
-        nobody was late."""
+        """How long the last launch waited for other data parallel nodes: the time of its meeting minus that of the
+        shortest recent one, in which no node was late."""
         self._meetings_s: deque[float] = deque(maxlen=_MEETINGS_KNOWN)
         self._watch = EventThread(model.device, "device-watch") if wake and model.device.type == "cuda" else None
         self._staged: StagedSteps | None = None
@@ -99,7 +101,7 @@ class TorchModelRunner:
 
     @property
     def pool(self) -> KvPool:
-        """This rank's."""
+        """This rank's pool."""
         return self.rank.pool
 
     @property
@@ -110,9 +112,9 @@ class TorchModelRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> int:
-        """Compute a step of each kind, so that no request waits for what is compiled, planned or loaded at first use.
-        Must run on the thread that will launch, because some of that is kept per thread, and before `capture`. Returns
-        the number of steps."""
+        """Compute a step of each kind, so that no request waits for anything that is compiled, planned or loaded at its
+        first use. Must run on the thread that will launch, because some of that is kept per thread, and before
+        `capture`. Returns the number of steps."""
         self._others.warm_up()
         self.rank.warm_up_kernels()
         steps = first_steps(self._config)
@@ -162,8 +164,8 @@ class TorchModelRunner:
                 self._watch.add(event, self._wake)
 
     def keep_up(self, busy: bool) -> bool:
-        """Take part in a step that another data parallel node has begun, without tokens of this one (in vLLM:
-        `execute_dummy_batch`), unless busy. Returns whether one has begun: then launch or call again soon."""
+        """Take part in a step that another data parallel node has begun, without tokens of this node (in vLLM:
+        `execute_dummy_batch`), unless busy. Returns whether a step has begun: then launch or call again soon."""
         if not busy and self._waves.running:
             self._rebalance()
             graph, across = self._meet([])
@@ -184,8 +186,8 @@ class TorchModelRunner:
         return graph, across
 
     def _rebalance(self) -> None:
-        """Between two steps, let the experts of one layer change places, if it is time for that. Data parallel nodes
-        decide alike, since they see the same steps with the same tokens."""
+        """Between two steps, move the experts of one layer if that is due. Data parallel nodes decide alike, since they
+        see the same steps with the same tokens."""
         if self._eplb is None or (change := self._eplb.before_step()) is None:
             return
         began = time.perf_counter()
@@ -196,7 +198,7 @@ class TorchModelRunner:
     def _begin(
         self, staged: StagedSteps, chunks: Seq[Chunk], step: RankStep, score: Score, sample: Sample
     ) -> StagedStep:
-        """Compute the first stage, while the others compute theirs of earlier steps."""
+        """Launch the first stage of the step, while the later stages compute earlier steps."""
         self._others.compute(step)
         self.rank.compute(step)
         return staged.launched(chunks, step, score, sample)
@@ -209,8 +211,8 @@ class TorchModelRunner:
     def _as_numbers(
         self, chunks: list[Chunk], rows: list[int], tables: Int32Array, pieces: list[ScoredPiece]
     ) -> RankStep:
-        """The step as all ranks get it, on which data parallel nodes agree here. What is scored is computed without a
-        graph."""
+        """The step as all ranks get it. Data parallel nodes agree on it here. A step with prompt logprobs is computed
+        without a graph."""
         graph, across = self._meet(chunks, may_replay=not pieces)
         size = BatchSize.of(chunks, self.rank.extensions)
         return RankStep(
@@ -227,8 +229,8 @@ class TorchModelRunner:
         )
 
     def _marks(self, chunks: Seq[Chunk]) -> LayerMarks | None:
-        """Marks for a step that ends a prompt to hand off, if its layers are sent in groups; else None. Those of a
-        stage are sent at once."""
+        """Marks for a step that ends a prompt to hand off, if its layers are sent in groups; else None. With several
+        stages, all layers of a stage are sent together."""
         if self._watch is None or self._staged is not None or not self.rank.group_ends:
             return None
         ends = any(chunk.samples_token and chunk.sequence.hand_off for chunk in chunks)
@@ -246,7 +248,7 @@ class TorchModelRunner:
             self._staged.forgotten(sequence)
 
     def _fresh_blocks(self, chunks: Seq[Chunk]) -> list[int]:
-        """On a CPU: each block that a chunk starts to fill but does not complete. Its empty slots may hold other KV,
+        """On a CPU, the blocks that a chunk starts to fill but does not complete. Their empty slots may hold old KV,
         and the reference attention requires finite values there. The kernels read no slot past a sequence's end."""
         if self.model.device.type != "cpu":
             return []
@@ -274,7 +276,7 @@ class TorchStep:
 
     @property
     def events(self) -> list[torch.cuda.Event]:
-        """In the order in which the stream passes them."""
+        """The events of the step, in the order in which the stream passes them."""
         marked = self.marks.events if self.marks is not None else []
         return marked if self.done is None else [*marked, self.done]
 
@@ -304,8 +306,8 @@ class TorchStep:
 
 
 def accepted(choices: list[Choice], draft_tokens: Seq[int]) -> list[Choice]:
-    """The choices that are valid: the first, and each one after a draft token that equals the choice made in its place.
-    Draws depend on seed and position, so these are what as many steps without draft tokens would choose."""
+    """The choices that are valid: the first, and each one after a draft token that equals the choice in its place.
+    Draws depend on seed and position, so these are the choices that as many steps without draft tokens would make."""
     held = itertools.takewhile(lambda pair: pair[0].token == pair[1], zip(choices, draft_tokens, strict=False))
     return choices[: 1 + sum(1 for _ in held)]
 

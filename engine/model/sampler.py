@@ -1,4 +1,4 @@
-"""From logits to tokens: applies the sampling parameters on the device, then makes each choice; the host never waits.
+"""From logits to tokens: applies the sampling parameters on the device, then chooses tokens; the host never waits.
 
 Per choice, in vLLM's order: logprobs of the raw logits; the sequence's logits processors; tokens forbidden that are not
 allowed or complete a bad word; logit_bias; EOS and stop ids forbidden while there are fewer than min_tokens outputs;
@@ -31,16 +31,17 @@ GREEDY_BELOW = 1e-5
 
 _INTS = ("seed", "top_k")
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
-"""The parameters of its sequence that each choice uploads, in the order of the upload."""
+"""The sampling parameters that are uploaded for each choice, in the order of the upload."""
 _DRAWS, _FILTERED, _BIASED, _PENALIZED, _MASKED, _BAD_WORDS = 1, 2, 4, 8, 16, 32
 _ADJUSTED = _BIASED | _PENALIZED | _MASKED | _BAD_WORDS
 _COMPLETES_BAD_WORD = -1e20
-"""Added to a logit. It is finite: if the allowed tokens leave no other, the token is still before those not allowed."""
-_PADDING = 4  # rows of an upload have a multiple of so many columns: aligns each to 16 bytes
+"""Added to a logit. It is finite: if every allowed token completes a bad word, these still rank before tokens that are
+not allowed."""
+_PADDING = 4  # rows of an upload have a multiple of so many columns, so that each is aligned to 16 bytes
 
 
 class Sampler:
-    """Chooses tokens for batches of sequences, each of which has a row here from `begin` on for as long as it runs.
+    """Chooses tokens for batches of sequences. Each sequence has a row here, from `begin` on for as long as it runs.
 
     State that depends on tokens which the host may not know yet is on the device: `last_tokens`, [num_rows] int32, the
     last token chosen for each row; and how often each token occurs, [num_rows, vocab_size] int32, valid only for rows
@@ -53,7 +54,7 @@ class Sampler:
         self._counts = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
         self._allowed = torch.zeros(num_rows, num_words(vocab_size), dtype=torch.int32, device=device)
         self._eos_token_ids = eos_token_ids
-        # What is the same at every step of a sequence, by row.
+        # By row: what is the same at every step of a sequence.
         self._feature_flags = np.zeros(num_rows, np.int64)
         self._may_end_from = np.zeros(num_rows, np.int64)  # the first position where min_tokens forbids nothing
         self._num_logprobs = np.full(num_rows, -1, np.int64)
@@ -65,7 +66,7 @@ class Sampler:
         self._ends = [_NO_ENTRIES] * num_rows
 
     def begin(self, row: int, params: SamplingParams, prompt_tokens: Seq[int], output_tokens: Seq[int]) -> None:
-        """Give the row to a sequence with these tokens; no launched step may still be sampling one for it."""
+        """Give the row to a sequence with these tokens. No launched step may still be sampling a token for the row."""
         p = params
         draws = p.temperature >= GREEDY_BELOW
         filtered = draws and bool(p.top_k or p.top_p < 1.0 or p.min_p)
@@ -128,8 +129,8 @@ class Sampler:
     def _bad_words_of(
         self, batch: SampleBatch, rows: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> NDArray[np.int64] | None:
-        """Tokens that may complete a bad word, [3, n]: place in the logits of all choices, the token that must be
-        before it, row. None: there are none."""
+        """Tokens that may complete a bad word, [3, n]: the token's place in the logits of all choices, the token that
+        must precede it, and the row. None: there are none."""
         vocab_size = self._counts.shape[1]
         found: list[tuple[int, int, int]] = []
         for i in np.flatnonzero(self._feature_flags[rows] & _BAD_WORDS).tolist():
@@ -163,8 +164,8 @@ class Sampler:
         counts.scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
     def _adjusted(self, logits: Tensor, tensors: SamplingTensors) -> tuple[Tensor, Tensor]:
-        """Logits after processors, bias, masks and penalties, and the row of each choice in them; the same tensor if no
-        choice has any."""
+        """Logits after processors, bias, masks and penalties, and the row of each choice in them; `logits` itself if no
+        choice has any of these."""
         others = tensors.matchers or tensors.processed is not None
         if not (tensors.feature_flags & _ADJUSTED or tensors.too_short.any() or others):
             return logits, tensors.logits_rows
@@ -221,7 +222,8 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
-    """Per choice, on the device, [num_choices] each; then what the host has to know about them."""
+    """The sampling parameters of a step's choices, [num_choices] each, on the device; and what the host has to know
+    about them."""
 
     logits_rows: Tensor
     rows: Tensor
@@ -229,7 +231,7 @@ class SamplingTensors:
     penalties: list[Tensor]  # repetition, frequency, presence
 
     host_rows: NDArray[np.int64]
-    feature_flags: int  # what any of them needs
+    feature_flags: int  # everything that any of the choices needs
     too_short: NDArray[np.bool_]  # has fewer than min_tokens outputs
     bad_words: NDArray[np.int64] | None
     matchers: Seq[tuple[int, TokenMatcher]]

@@ -4,10 +4,10 @@ come.
     rank 0   stage 0 of N | stage 0 of N+1           | sample N, stage 0 of N+2 ...
     rank 1                | stage 1 of N, its logits | stage 1 of N+1 ...
 
-A thread waits for the logits, so that the engine's thread can launch the next step meanwhile; on a GPU on a stream of
-its own, as the current one is full of next steps. The engine's thread, which that wakes, samples: on a GPU it launches
-the sampling, behind the first stage of these next steps, and is woken again at its end. Steps are sampled in the order
-of their launches, as those of one stage are.
+A separate thread waits for the logits, so that the engine's thread can launch the next steps meanwhile. On a GPU, it
+receives them on its own stream, since the engine's stream is full of next steps. It then wakes the engine's thread,
+which samples: on a GPU it launches the sampling, behind the first stage of these next steps, and is woken again when
+that is done. Steps are sampled in the order of their launches, as with one stage.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ Sample = Callable[[Tensor], LaunchedStep]
 
 
 class StagedSteps:
-    """The steps that are in stages, or wait to be sampled; on rank 0. All calls belong to the engine's thread.
+    """On rank 0, the launched steps that the stages still compute, or that wait to be sampled. All calls belong to the
+    engine's thread.
 
-    num_layers: of all stages. wake: is called, on another thread, when a step's logits are there, so that `is_done` has
-    it sampled; and when the first stage of a step that ends a prompt to hand off is computed, whose KV can leave while
-    later ones compute theirs: on a CPU at the launch, on a GPU by `watch`.
+    num_layers: of all stages. wake: is called, on another thread, when a step's logits are there, so that `is_done`
+    samples it. It is also called when the first stage of a step that ends a prompt to hand off is computed: its KV can
+    leave while later stages compute theirs. On a CPU that is at the launch, on a GPU `watch` tells.
     """
 
     def __init__(
@@ -61,7 +62,8 @@ class StagedSteps:
         self._row_was_freed = False
 
     def launched(self, chunks: Seq[Chunk], step: RankStep, score: Score, sample: Sample) -> StagedStep:
-        """Rank 0 has computed its stage, or its GPU will, and all others have been sent the step."""
+        """Add a step whose first stage rank 0 has computed, or launched on its GPU, and which all other ranks have been
+        sent."""
         computed = self._mark()
         logits = self._receiver.submit(self._receive, step, score)
         if (wake := self._wake) is not None:
@@ -73,18 +75,18 @@ class StagedSteps:
         return staged
 
     def before_launch(self, chunks: Seq[Chunk]) -> None:
-        """Have earlier steps sampled where the launch must not go before: a chunk has the token that one of them
-        chooses, or a row that one of them uses may be given anew."""
+        """Sample earlier steps that the launch depends on: a chunk contains the token that such a step chooses, or a
+        row that it uses may be given to another sequence."""
         if self._row_was_freed or any(_goes_on(chunk) for chunk in chunks):
             self.settle()
 
     def forgotten(self, sequence: Sequence) -> None:
-        """Its row is free."""
+        """Record that the sequence's row is free."""
         self._row_was_freed |= any(sequence in step.sequences for step in self._unsampled)
 
     def settle(self, last: StagedStep | None = None) -> None:
-        """Wait for the logits of the steps up to the last, or of all, and sample them. Raises RuntimeError when a rank
-        is lost or hangs."""
+        """Wait for the logits of the steps up to `last`, or of all steps, and sample them. Raises RuntimeError when a
+        rank is lost or hangs."""
         while self._unsampled and (last is None or last.sampled is None):
             self._sample_oldest()
 
@@ -99,7 +101,7 @@ class StagedSteps:
         self._row_was_freed &= bool(self._unsampled)
 
     def _mark(self) -> torch.cuda.Event | None:
-        """All that is queued so far; None on a CPU."""
+        """An event after everything queued so far; None on a CPU."""
         if self._stream is None:
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -114,7 +116,8 @@ class StagedSteps:
 
     @torch.inference_mode()
     def _receive(self, step: RankStep, score: Score) -> Tensor:
-        """On a GPU, too, all of it is there when this returns."""
+        """Wait for the step's logits, after passing those to score to `score`. All are there when this returns, also on
+        a GPU."""
         stream = self._stream
         with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
             for index, (_, count) in enumerate(step.scored.tolist()):
@@ -127,8 +130,8 @@ class StagedSteps:
 
 
 class StagedStep:
-    """Implements `engine.step.LaunchedStep`. computed: the event after which the first stage is; None: it is. sampled:
-    the step as it is once its choices are made, or a GPU is to make them."""
+    """Implements `engine.step.LaunchedStep`. computed: the event after which the first stage is computed; None: it is
+    already. sampled: the step once its choices are made, or launched on a GPU."""
 
     def __init__(
         self,
@@ -143,17 +146,17 @@ class StagedStep:
         self._steps, self._computed, self._logits, self._sample = steps, computed, logits, sample
 
     def has_logits(self) -> bool:
-        """Whether `sample` would begin at once. All stages have computed the step then."""
+        """Whether the logits are there, so that `sample` need not wait. All stages have then computed the step."""
         return self._logits.done()
 
     def sample(self) -> None:
-        """Wait for the logits, and make the choices, or have the GPU make them. Raises RuntimeError."""
+        """Wait for the logits, and make the choices, or launch that on the GPU. Raises RuntimeError."""
         try:
             logits = self._logits.result(COLLECTIVE_TIMEOUT_S)
         except TimeoutError as error:
             raise RuntimeError(f"no logits from the last stage for {COLLECTIVE_TIMEOUT_S:.0f} s") from error
         if logits.is_cuda:
-            logits.record_stream(torch.cuda.current_stream())  # another one than the one that it was made for
+            logits.record_stream(torch.cuda.current_stream())  # they were allocated on another stream
         self.sampled = self._sample(logits)
 
     def is_done(self) -> bool:
@@ -178,5 +181,5 @@ class StagedStep:
 
 
 def _goes_on(chunk: Chunk) -> bool:
-    """Whether it has a token that the host does not know."""
+    """Whether the chunk has a token that the host does not know yet."""
     return chunk.end > len(chunk.sequence.tokens) + len(chunk.draft_tokens)

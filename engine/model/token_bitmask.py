@@ -1,4 +1,4 @@
-"""Masks of `baton_kernels.token_mask.apply_token_masks`, made on the host."""
+"""Makes the masks of `baton_kernels.token_mask.apply_token_masks` on the host."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from baton_kernels.token_mask import BITS
 
 
 def num_words(vocab_size: int) -> int:
-    """Of a row, int32 each."""
+    """How many int32 words a row has."""
     return -(-vocab_size // BITS)
 
 
 def pack_bitmask(tokens: Collection[int], vocab_size: int) -> NDArray[np.int32]:
-    """A row with the bits of these tokens set; ids beyond the vocabulary have none."""
+    """A row with the bits of these tokens set; ids beyond the vocabulary are ignored."""
     allowed = np.zeros(num_words(vocab_size) * BITS, np.bool_)
     known = np.fromiter(tokens, np.int64, len(tokens))
     allowed[known[known < vocab_size]] = True

@@ -10,9 +10,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Bounds on relative differences. product: in a module's results, the largest difference in a row over the row's
-    largest value. logits: in a model's logits, the norm of a token's difference over the norm of its logits; of the
-    median token, since rounding may route a token to another expert."""
+    """Bounds on relative differences. product: for a module's results, the largest difference in a row divided by the
+    row's largest value. logits: for a model's logits, the norm of a token's difference divided by the norm of its
+    logits, of the median token, since rounding may route a token to another expert."""
 
     product: float
     logits: float

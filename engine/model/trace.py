@@ -13,10 +13,10 @@ from torch.autograd.profiler import profile
 
 class TorchTrace:
     """Records operators of the thread that calls `start` and `stop`, and kernels of all GPUs. `write` may be called on
-    any thread, after `stop`. The first one is made slowly: it loads CUPTI, if there is a GPU.
+    any thread, after `stop`. Making the first one is slow: it loads CUPTI if there is a GPU.
 
-    `torch.profiler.profile` is this one with a schedule around it, whose first start imports torch.distributed for its
-    metadata: 5 s, on the engine's thread (torch 2.13).
+    `torch.profiler.profile` is not used: it wraps the same profiler in a schedule, and its first start imports
+    torch.distributed for its metadata, which takes the engine's thread 5 s (torch 2.13).
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class TorchTrace:
         self._profile.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def write(self, path: Path) -> None:
-        """Compressed."""
+        """Write the trace to `path`, compressed."""
         plain = path.with_suffix("")
         try:
             self._profile.export_chrome_trace(str(plain))  # type: ignore[no-untyped-call]
@@ -46,6 +46,6 @@ def _new() -> profile:
 
 @functools.cache
 def _load() -> None:
-    """Have the profiler load what it needs, on this thread."""
+    """Make the profiler load what it needs, on this thread."""
     with _new():
         pass

@@ -15,7 +15,7 @@ from torch import Tensor
 from baton_kernels.host_copy import host_copy
 
 _IN_USE: deque[tuple[torch.cuda.Event, Tensor]] = deque()
-"""Pinned memory, each with the event after which nothing on the device needs it any more."""
+"""Pinned tensors, each with the event after which the device does not need it any more."""
 
 
 def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
@@ -29,7 +29,7 @@ def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
 
 
 def upload_to(out: Tensor, array: NDArray[np.generic]) -> None:
-    """Write the array over `out`, which has the same size and is on a GPU."""
+    """Overwrite `out`, which has the same size and is on a GPU, with the array."""
     pinned = torch.from_numpy(array).pin_memory()
     host_copy(pinned, out)
     _keep(pinned)

@@ -1,5 +1,5 @@
-"""Steps computed before the first request: the ones that take the most memory, to measure it, and one of each kind, so
-that no request waits for what is compiled, planned or loaded at first use."""
+"""Steps computed before the first request: those that take the most memory, to measure it, and one of each kind, so
+that no request waits for anything that is compiled, planned or loaded at its first use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _KINDS = (
     SamplingParams(temperature=1.0),
 )
 _LENGTHS = (1, 6, 14, 30, 62, 126, 254, 300, 700, 1400, 3000)
-"""With two decodes these cover every number of rows for which the matmuls of few rows have a kernel, except one row."""
+"""Together with two decodes, these lengths cover every number of rows for which matmuls of few rows have a kernel,
+except one row."""
 _CONTEXT = 10_000
 
 
@@ -34,7 +35,7 @@ def profile_config(config: EngineConfig) -> EngineConfig:
 
 def largest_steps(config: EngineConfig) -> list[list[Chunk]]:
     """Batches with the most tokens that a step can have: a few long prompts with decodes, as many prompts as can run at
-    once, and decodes with the later half of a prompt. All use the same KV blocks, those of `profile_config`; their
+    once, and decodes with the second half of a prompt. All use the same KV blocks, those of `profile_config`; their
     results are not used."""
     longest = min(config.max_num_batched_tokens, config.max_model_len - 1)
     num_drafts = min(config.num_speculative_tokens, longest - 1)

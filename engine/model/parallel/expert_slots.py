@@ -46,9 +46,8 @@ class ExpertSlots:
 
     @torch.inference_mode()
     def rearrange(self, placement: Placement) -> None:
-        """Move experts so that the slots hold this placement. Returns when the ranks have exchanged the weights that
-        move; meanwhile, a rank holds the weights that it receives a second time. Raises RuntimeError when a rank is
-        lost."""
+        """Move experts so that the slots hold this placement. Takes as long as the ranks need to exchange the weights;
+        meanwhile, a rank needs memory for those that it receives. Raises RuntimeError when a rank is lost."""
         size, rank = self._size, self._group.rank
         sends, taken = [], []
         # All ranks make the moves in the same order, since the first send to a rank waits until that rank receives.
