@@ -1,8 +1,8 @@
-"""Mixtures of experts: the choice of a few experts for each token, and the weighted sum of their gated MLPs.
+"""Mixtures of experts: routes each token to a few experts, and computes the weighted sum of their gated MLPs.
 
 On a GPU nothing waits for the host, so that all of it can be part of a CUDA graph: choices are sorted by expert on the
-device, launches are for the worst case, and programs without work end at once. The weights of an expert that no token
-chose are not read. Sums over a token's experts are in their order: the same shapes give the same bits each time.
+device, launches are sized for the worst case, and programs without work end at once. The weights of an expert that no
+token chose are not read. A token's experts are summed in a fixed order: the same shapes give the same bits each time.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ __all__ = [
 ]
 
 ALIGNED = 16
-"""What both sizes of an expert must be multiples of, for the kernels."""
+"""hidden_size and intermediate_size must be multiples of this for the kernels."""
 ROUTER_TOKENS = 16
-"""Up to so many tokens, the router's product and the choice are one kernel, in which each token reads the router."""
+"""Up to so many tokens, one kernel computes the router's product and the choice; there, each token reads the router."""
 
 
 def route(
     logits: Tensor, routing: Routing, bias: Tensor | None = None, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """Return the weights of each token's experts, [num_tokens, top_k] of `dtype`, and which they are, int64, best
+    """Return the weights of each token's experts, [num_tokens, top_k] of `dtype`, and the experts' ids, int64, best
     first.
 
-    logits: [num_tokens, num_experts]. bias: [num_experts], added to scores for the choice alone. Of equal scores,
-    which are chosen is not defined.
+    logits: [num_tokens, num_experts]. bias: [num_experts], added to scores only for the choice. Which of several
+    experts with equal scores is chosen is undefined.
     """
     assert logits.ndim == 2
     assert routing.top_k <= logits.shape[1]
@@ -63,10 +63,10 @@ def route_rows(
     in_fp32: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logits, [num_tokens, num_experts], of x's dtype or in fp32, and what `route` makes of them.
+    """Return the router's logits, [num_tokens, num_experts], in x's dtype or in fp32, and `route`'s result for them.
 
-    x: [num_tokens, hidden_size]. router: [num_experts, hidden_size]; router_bias: [num_experts]. in_fp32: multiply in
-    fp32 what is stored in 16 bits. Calls on one device must run on one stream at a time: they share counters.
+    x: [num_tokens, hidden_size]. router: [num_experts, hidden_size]; router_bias: [num_experts]. in_fp32: convert x and
+    the router to fp32 before multiplying. Calls on one device must run on one stream at a time: they share counters.
     """
     if x.is_cuda and x.shape[0] <= ROUTER_TOKENS and _can_route_few(x, router, routing):
         from baton_kernels.experts import routing_kernel
@@ -87,8 +87,8 @@ def _can_route_few(x: Tensor, router: Tensor, routing: Routing) -> bool:
 
 
 def can_compute(of: ExpertWeights) -> bool:
-    """Whether `experts` can: always on a CPU; on a GPU sizes must be multiples of 16, of 4 bits of 32, as must be
-    groups of integers, in blocks of 128, and weights contiguous."""
+    """Whether `experts` can compute these weights. A CPU always can. On a GPU, weights must be contiguous, and sizes
+    multiples of 16 (4 bits: of 32; fp8 in blocks: of 128); groups of 4-bit integers must be multiples of 32."""
     if not of.gate_up.is_cuda or of.arranged:
         return True
     sizes, aligned = (of.hidden_size, of.intermediate_size), GROUP if of.four_bits else of.block or ALIGNED
@@ -104,10 +104,10 @@ def can_compute(of: ExpertWeights) -> bool:
 def experts(x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights, slot_mapping: Tensor | None = None) -> Tensor:
     """Return the weighted sums of the experts' MLPs, [num_tokens, hidden_size], of x's dtype.
 
-    x: [num_tokens, hidden_size], contiguous rows. ids: [num_tokens, top_k], int64, all of a token different, or
-    `num_experts` and above: no expert. weights: [num_tokens, top_k]. slot_mapping: [num_tokens], where each token's KV
-    goes; those with 0, the null block, are padding: their experts are not read, and their results are zeros (on a GPU;
-    on a CPU it must be None). `can_compute` must hold.
+    x: [num_tokens, hidden_size], contiguous rows. ids: [num_tokens, top_k], int64; a token's experts must differ, and
+    ids of `num_experts` or above mean no expert. weights: [num_tokens, top_k]. slot_mapping: [num_tokens], the slot of
+    each token's KV. Tokens with slot 0, in the null block, are padding: their experts are not read, and their results
+    are zeros. On a CPU it must be None. `can_compute` must hold.
     """
     assert x.shape == (ids.shape[0], of.hidden_size)
     assert ids.shape == weights.shape
@@ -118,7 +118,7 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights, slot_map
 
 
 def on_gpu(x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights, slot_mapping: Tensor | None) -> Tensor:
-    """The kernels, whatever the device."""
+    """`experts` by the kernels, whatever the device."""
     num_tokens, top_k = ids.shape
     if not num_tokens:
         return torch.empty_like(x)
@@ -137,7 +137,7 @@ def on_gpu(x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights, slot_mapp
 def in_blocks(
     x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights, slot_mapping: Tensor | None, tilings: Tilings
 ) -> Tensor:
-    """The general kernels with these tilings, whatever the device."""
+    """`experts` by the general kernels with these tilings, whatever the device."""
     from baton_kernels.experts import kernel
     from baton_kernels.experts.alignment_kernel import align, blocks_by_token
     from baton_kernels.experts.sum_kernel import summed
@@ -149,7 +149,7 @@ def in_blocks(
     rows = tilings.gate_up.rows
     by_token = num_tokens <= min(rows, BY_TOKEN_TOKENS) and not tilings.down.tma
     blocks = (blocks_by_token if by_token else align)(ids, slot_mapping, of.num_experts, rows)
-    rounds = of.eight_bits  # also of three tokens: a product of 16 bits takes twice as long as what this saves
+    rounds = of.eight_bits  # even for three tokens: multiplying in 16 bits costs twice what not quantizing x saves
     values, scale = quantize_rows(x, None, of.gate_up.dtype) if rounds else (x, None)
     inner = kernel.gate_up(values, scale, of, blocks, ids.numel(), top_k, tilings.gate_up, x.dtype)
     values, scale = quantize_rows(inner, None, of.down.dtype) if rounds else (inner, None)

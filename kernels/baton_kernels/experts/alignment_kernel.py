@@ -1,9 +1,9 @@
-"""Choices sorted by expert, in blocks of rows, without a word to the host: sizes are those of the worst case, and a
-counter on the device says how many blocks there are.
+"""Sorts choices by expert into blocks of rows, without the host: sizes are those of the worst case, and a counter on
+the device says how many blocks there are.
 
-A program per expert counts all choices, so that each knows where its own begin; nothing is shared, and nothing depends
-on the order in which programs run. With many choices, they are counted in segments first, and each program places
-those of one expert in one segment.
+There is one program per expert. Each counts all choices, so that it knows where its own begin; programs share nothing,
+and nothing depends on the order in which they run. Many choices are first counted in segments, and then each program
+places the choices of one expert in one segment.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -28,10 +28,10 @@ CHUNK = 1024
 class Blocks:
     """Which choices are computed together: blocks of `rows` choices of one expert, at most `most` of them.
 
-    order: [most * rows] int32, choices sorted by expert, in their order; an expert's last block is filled up with the
-        number of choices. expert_of: [most] int32. count: [1] int32, how many blocks there are; what follows them was
-        not written. None, all three: nothing is sorted, and kernels find a block's rows by `ids`, [num_tokens, top_k],
-        and `slot_mapping`, [num_tokens] (None: there is no padding).
+    order: [most * rows] int32, choices stably sorted by expert; an expert's last block is filled up with the number of
+        choices. expert_of: [most] int32, each block's expert. count: [1] int32, how many blocks there are; entries
+        after them are not written. All three None: nothing is sorted, and kernels find a block's rows through `ids`,
+        [num_tokens, top_k], and `slot_mapping`, [num_tokens] (None: there is no padding).
     """
 
     rows: int
@@ -48,17 +48,19 @@ class Blocks:
 
     @property
     def has_padding(self) -> bool:
-        """That kernels have to look for: sorted choices are without it."""
+        """Whether kernels have to look for padding; sorted choices contain none."""
         return not self.is_sorted and self.slot_mapping is not None
 
     @property
     def num_rows(self) -> int:
-        """Of what the first product writes: in the order of the blocks, or of the choices."""
+        """The rows that the first product writes, in the order of the blocks; or of the choices, if nothing is
+        sorted."""
         return (self.ids if self.order is None else self.order).numel()
 
     @property
     def arguments(self) -> tuple[Tensor, Tensor, Tensor]:
-        """A kernel's order, expert_of and count; if nothing is sorted ids, slot mapping, and what is not read."""
+        """A kernel's arguments: order, expert_of and count; if nothing is sorted, ids, slot mapping and a tensor that
+        is not read."""
         if self.order is None or self.expert_of is None or self.count is None:
             return self.ids, self.ids if self.slot_mapping is None else self.slot_mapping, self.ids
         return self.order, self.expert_of, self.count
@@ -68,7 +70,7 @@ class Blocks:
 def _load_experts(
     ids_ptr, slot_mapping_ptr, choice, end, TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, HAS_PADDING: tl.constexpr
 ):
-    """The experts of the choices; NUM_EXPERTS for those that are none: beyond the end, of padding, of no expert."""
+    """The experts of the choices; NUM_EXPERTS beyond the end, for padding, and for choices of no expert."""
     mask = choice < end
     expert = tl.load(ids_ptr + choice, mask=mask, other=NUM_EXPERTS).to(tl.int32)
     if HAS_PADDING:
@@ -171,8 +173,8 @@ def _place_kernel(
 
 
 def align(ids: Tensor, slot_mapping: Tensor | None, num_experts: int, rows: int) -> Blocks:
-    """ids: [num_tokens, top_k], contiguous; choices of `num_experts` or above, and those of tokens whose slot is not
-    positive, are left out. slot_mapping: [num_tokens], or None."""
+    """Sort choices by expert. ids: [num_tokens, top_k], contiguous; choices of `num_experts` or above, and those of
+    tokens whose slot is not positive, are left out. slot_mapping: [num_tokens], or None."""
     num_choices, device = ids.numel(), ids.device
     most = max_blocks(num_choices, num_experts, rows)
     order = torch.empty(most * rows, dtype=torch.int32, device=device)
@@ -200,6 +202,7 @@ def align(ids: Tensor, slot_mapping: Tensor | None, num_experts: int, rows: int)
 
 
 def blocks_by_token(ids: Tensor, slot_mapping: Tensor | None, num_experts: int, rows: int) -> Blocks:
-    """A block for each expert, with a row for each of at most `rows` tokens, each of which takes an expert once."""
+    """One block per expert with one row per token, without sorting: there are at most `rows` tokens, and a token
+    chooses an expert at most once."""
     assert ids.shape[0] <= rows
     return Blocks(rows=rows, most=num_experts, ids=ids, slot_mapping=slot_mapping)

@@ -1,11 +1,12 @@
-"""Experts' weights in MXFP4, in the order in which Hopper's tensor cores take them from registers.
+"""MXFP4 expert weights, in the order in which Hopper's tensor cores take them from registers.
 
-Rows: each 16 of gate and up are 8 features of the gate and the same of up, so that a thread has both; those of down
-stay. Columns go in steps of 128, the last one filled up with zeros, and a step's codes into 16 words of 32 bits: the
-four of a lane, one after another, each have 4 codes of the step's first half and 4 of its second. A code's bits lie in
-a word so that a shift and a mask make two codes two numbers in bf16, too small by 2**126 (`arranged_kernel`).
+Rows: every 16 rows of gate and up are 8 features of the gate and the same 8 of up, so that one thread has both. Rows of
+down keep their order. Columns are divided into steps of 128, the last one filled up with zeros. A step's codes are
+packed into 16 words of 32 bits, 4 consecutive words for each lane; a word has 4 codes of the step's first half and 4 of
+its second. A code's bits are placed so that a shift and a mask turn two codes of a word into two bf16 numbers, which
+are too small by 2**126 (`arranged_kernel`).
 
-Scales: a word has those of a row's step, each the exponent of a power of two in bf16 that is too large by that much.
+Scales: one word has the scales of a row in a step. Each is the exponent of a power of two in bf16, too large by 2**126.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from baton_kernels.experts.weights import GROUP, ExpertWeights
 STEP = 128
 """Columns of a step of the kernel."""
 LARGEST_SCALE = 128
-"""A larger one has no exponent of 8 bits."""
+"""The exponent of a larger scale would not fit in 8 bits."""
 _TOO_SMALL_BY = 126
 _GROUPS = STEP // GROUP
 _FIELDS = ((15, 6), (12, 3), (9, 0), None)
-"""Where the four codes of a word's half have their sign and the last of the three bits after it. The last code has what
-is left: bits 14, and 11, 10 and 13."""
+"""For each of the four codes in half a word, the bit of its sign and the lowest bit of the other three. The last code
+has the bits that are left: 14, and 11, 10 and 13."""
 
 
 def can_arrange(of: ExpertWeights, dtype: torch.dtype) -> bool:
-    """Whether there is such an order of the weights, and on their device a kernel for it and x of `dtype`. Waits for
-    the device."""
+    """Whether the weights can be arranged, and their device has a kernel for that and for x of `dtype`. Waits for the
+    device."""
     device = of.gate_up.device
     if dtype != torch.bfloat16 or not pdl.supported(device) or torch.cuda.get_device_capability(device)[0] != 9:
         return False
@@ -39,7 +40,7 @@ def can_arrange(of: ExpertWeights, dtype: torch.dtype) -> bool:
 
 
 def has_order(of: ExpertWeights) -> bool:
-    """On any device."""
+    """Whether the weights can be arranged, on any device."""
     if not of.four_bits or of.integers or of.arranged or of.gate_up_scale is None or of.down_scale is None:
         return False
     fits = of.intermediate_size % 8 == 0 and of.hidden_size % 8 == 0
@@ -47,7 +48,8 @@ def has_order(of: ExpertWeights) -> bool:
 
 
 def arrange(of: ExpertWeights) -> ExpertWeights:
-    """`has_order` must hold. The weights are not changed nor referred to; biases are as before."""
+    """The arranged weights; `has_order` must hold. The given weights are not changed or referred to. Biases stay as
+    they are."""
     assert of.gate_up_scale is not None
     assert of.down_scale is not None
     order = _gate_up_order(of)
@@ -68,15 +70,15 @@ def as_published(of: ExpertWeights) -> ExpertWeights:
 
 
 def _gate_up_order(of: ExpertWeights) -> Tensor:
-    """[2 * intermediate_size]: which row becomes each."""
+    """[2 * intermediate_size]: for each arranged row, the row that it was before."""
     features = torch.arange(of.intermediate_size, device=of.gate_up.device).view(-1, 1, 8)
     apart = torch.arange(2, device=features.device)[:, None] * (1 if of.interleaved else of.intermediate_size)
     return (features * (2 if of.interleaved else 1) + apart).flatten()
 
 
 def _in_steps(codes: Tensor, scale: Tensor, order: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Words, [num_experts, rows, num_steps * 16], and scales, [num_experts, num_steps, rows], int32 both. One expert
-    after another, as each takes several copies."""
+    """Words, [num_experts, rows, num_steps * 16], and scales, [num_experts, num_steps, rows], int32 both. Arranges one
+    expert at a time, as each takes several copies."""
     num_experts, rows, width = codes.shape
     num_steps = -(-2 * width // STEP)
     words = torch.empty((num_experts, rows, num_steps * STEP // 8), dtype=torch.int32, device=codes.device)
@@ -94,9 +96,10 @@ def _in_steps(codes: Tensor, scale: Tensor, order: Tensor | None) -> tuple[Tenso
 
 
 def _words(codes: Tensor) -> Tensor:
-    """[rows, num_steps * 16], int32, of [rows, num_steps, STEP] codes."""
+    """Pack codes, [rows, num_steps, STEP], into words, [rows, num_steps * 16], int32."""
     rows = codes.shape[0]
-    # Columns: half of the step, chunk, q, lane, p; words: lane, chunk; a word's codes: half and q, in both halves p.
+    # A column is (half of the step, chunk, q, lane, p), a word (lane, chunk). A word's halves are p = 0 and 1; each has
+    # the codes of both step halves and both q.
     parts = codes.view(rows, -1, 2, 4, 2, 4, 2).permute(0, 1, 5, 3, 2, 4, 6).reshape(rows, -1, 4, 2).int()
     halves = torch.zeros((*parts.shape[:2], 2), dtype=torch.int32, device=codes.device)
     for i, field in enumerate(_FIELDS):

@@ -1,10 +1,10 @@
-"""The products of blocks of rows with their experts' weights in MXFP4, in Gluon: codes become numbers in the registers
+"""The products of blocks of rows with their experts' MXFP4 weights, in Gluon: codes become numbers in the registers
 from which the tensor cores take them.
 
-In a program one warp has the tensor memory accelerator copy the steps of an expert's tile and of a block's rows of x;
-one or two groups of 4 warps multiply 64 rows of the weight each. Codes cost a warp 15 instructions for 8 of them, and
-their scales 2 (`arranged`; the way to take codes apart is that of OpenAI's triton_kernels): longer than it takes to
-read them from memory, however few rows of x there are.
+In each program, one warp makes the tensor memory accelerator copy an expert's tile and a block's rows of x, step by
+step; one or two groups of 4 warps multiply by 64 rows of the weight each. To decode 8 codes takes a warp 15
+instructions, and 2 for their scales (`arranged`; the decoding follows OpenAI's triton_kernels). That takes longer than
+reading the codes from memory, however few rows of x there are.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -52,7 +52,7 @@ _DECODE = gl.constexpr("""
 }
 """)
 
-# A lane has the 4 adjacent words of a row that are its own, and those of the row 8 below.
+# A lane has its 4 adjacent words of a row, and those of the row 8 below.
 _WORDS = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [8, 0]],
@@ -66,7 +66,7 @@ _WORDS = gl.constexpr(
 
 @gluon.jit
 def _operand(a, b, c, d, LEFT: gl.constexpr):
-    """[64, 64], of the numbers of words: q outside, p inside."""
+    """Join the numbers of words into an operand, [64, 64]: q is outside, p inside."""
     split = gl.join(gl.join(a, b), gl.join(c, d)).reshape([64, 4, 4, 2, 2])
     return gl.convert_layout(split.permute([0, 2, 4, 1, 3]).reshape([64, 64]), LEFT, assert_trivial=True)
 
@@ -113,7 +113,7 @@ def _choices(
     HAS_PADDING: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """Whose rows the block has: [ROWS]; num_choices: nobody's."""
+    """The choices of the block's rows, [ROWS]; num_choices for rows of no choice."""
     row = gl.arange(0, ROWS, layout=LAYOUT)
     if BY_CHOICE:
         choice = gl.where(row == 0, block, num_choices)
@@ -146,7 +146,7 @@ def _step(
     GROUPS: gl.constexpr,
     PRODUCT: gl.constexpr,
 ):
-    """Returns the sums with this step's products, and the scales of the next one, of which there are always some."""
+    """Returns the sums with this step's products added, and the next step's scales, which are always there to load."""
     LEFT: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
     mbarrier.wait(full.index(BUFFER), turn & 1)
     following = gl.load(next_scales)
@@ -201,9 +201,9 @@ def _multiply(
     LIMIT: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """num_turns: of all stages, before the last steps; -1: there is no such block. WIDTH: features of the result. GATE:
-    of gate and up, whose result is in the order of the blocks; None: of down, times what the router gave the choice, in
-    the order of the choices."""
+    """num_turns: how often all stages are used in full, before the last steps; -1: there is no such block. WIDTH:
+    features of the result. GATE: the product is gate and up, with results in the order of the blocks; None: it is down,
+    with results multiplied by the router's weights, in the order of the choices."""
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     WEIGHT_ROWS: gl.constexpr = WIDTH if GATE is None else 2 * WIDTH
@@ -294,8 +294,8 @@ def arranged_kernel(
     LIMIT: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """The rows of x of a block begin at `block * ROWS`; of gate and up, at the token's if BY_CHOICE, at 0 if BY_TOKEN.
-    REGISTERS: of a thread of the second group of warps."""
+    """A block's rows of x begin at `block * ROWS`; for gate and up, at the choice's token if BY_CHOICE, and at 0 if
+    BY_TOKEN. REGISTERS: of a thread in the second group of warps."""
     GATED: gl.constexpr = GATE is not None
     WEIGHT_ROWS: gl.constexpr = 2 * WIDTH if GATED else WIDTH
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])

@@ -1,4 +1,4 @@
-"""Experts' MLPs over arranged weights in MXFP4: the launches of `arranged_kernel`, and the rows that it reads."""
+"""Experts' MLPs with arranged MXFP4 weights: launches `arranged_kernel`, and gathers the rows that it reads."""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
@@ -21,7 +21,7 @@ from baton_kernels.pdl import launch_options
 from baton_kernels.quantized_linear.tile_programs import OUT, TileTiling
 
 BAND = 8
-"""Blocks whose tiles are computed side by side, if there are many: they share their reads in L2."""
+"""How many blocks' tiles are computed side by side, if there are many: they share their reads in L2."""
 
 
 @triton.jit(do_not_specialize=["num_choices"])
@@ -29,7 +29,7 @@ def _gather_kernel(
     x_ptr, order_ptr, count_ptr, out_ptr, num_choices, x_stride,
     HIDDEN: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program copies a row of a block; those of nobody stay what they are."""
+    """A program copies one row of a block; rows of no choice are not written."""
     row = tl.program_id(0)
     column = tl.arange(0, COLUMNS)
     if PDL:
@@ -44,10 +44,10 @@ def _gather_kernel(
 
 
 def choose(rows: int) -> TileTiling:
-    """Shared memory is for `stages` of 256 bytes a row of x and 4096 a group.
+    """Shared memory holds `stages` stages of 256 bytes per row of x and 4096 per group.
 
     A layer of gpt-oss-20b takes an H200 34 us for 1 token, 114 for 8, 160 for 32, 187 for 128, 240 for 256, 324 for
-    512, and 910 for 2048; to read its experts once 11, 59, 87, 90, 90, 90, and 90.
+    512, and 910 for 2048. Reading the chosen experts once would take 11, 59, 87, 90, 90, 90, and 90.
     """
     if rows <= 32:
         return TileTiling(rows, 1, stages=3, programs=4, registers=64, least_steps=0)
@@ -57,7 +57,7 @@ def choose(rows: int) -> TileTiling:
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights, slot_mapping: Tensor | None) -> Tensor:
-    """[num_tokens, hidden_size]. x: bf16, contiguous rows; ids, weights: contiguous."""
+    """Returns [num_tokens, hidden_size]. x: bf16, contiguous rows; ids, weights: contiguous."""
     num_tokens, top_k = ids.shape
     rows = arranged_rows(num_tokens, top_k, of.num_experts)
     by_choice = num_tokens <= ROW_TOKENS

@@ -1,6 +1,6 @@
-"""Weights in MXFP4 and of 4-bit integers on their way into products, in Triton: codes become values in registers.
+"""Decodes MXFP4 weights and 4-bit integers in registers, on their way into products, in Triton.
 
-A thread takes the 16 bytes of 32 columns, which have one scale, so that it reads that once.
+A thread takes the 16 bytes of 32 columns, which share a scale, so that it reads the scale once.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -13,8 +13,9 @@ import triton.language as tl
 
 @triton.jit
 def _values(codes):
-    """fp32 of e2m1 codes in the low halves of bytes. As the last bits of an exponent and the first of a mantissa, with
-    the sign before them, they are 2**126 times too small; 0.5 is then subnormal, as it is in e2m1."""
+    """The fp32 values of e2m1 codes in the low halves of bytes. A code's bits become the last bits of a float's
+    exponent and the first of its mantissa, with the sign before them. Such a float is 2**126 times too small, and 0.5
+    is subnormal, as it is in e2m1."""
     code = codes.to(tl.uint32)
     bits = ((code & 7) << 22) | ((code & 8) << 28)
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
@@ -22,16 +23,16 @@ def _values(codes):
 
 @triton.jit
 def _powers_of_two(scale):
-    """fp32, of e8m0: the exponent's bits; 2**-127 is subnormal."""
+    """The fp32 values of e8m0 scales, which are the bits of an exponent; 2**-127 is subnormal."""
     bits = tl.where(scale == 255, 0x7FC00000, tl.maximum(scale.to(tl.int32) << 23, 1 << 22))
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def load_groups(codes_ptr, scale_ptr, group, mask, INTEGERS: tl.constexpr):
-    """The values of the even and of the odd ones of 32 columns, [..., 16], and what to multiply them by, [..., 1];
-    zeros where there are none. group: [...], int64, which 32 columns, from the first of the tensor on. INTEGERS: 0:
-    they are in MXFP4; else integers with a scale for so many columns."""
+    """The values of the even and of the odd columns in groups of 32, [..., 16] each, and the scales to multiply them
+    by, [..., 1]; zeros where masked. group: [...], int64, the groups' numbers, counted from the first column of the
+    tensor. INTEGERS: how many columns of 4-bit integers share a scale; 0: MXFP4."""
     byte = tl.expand_dims(group, -1) * 16 + tl.arange(0, 16)
     codes = tl.load(codes_ptr + byte, mask=tl.expand_dims(mask, -1), other=0)
     if INTEGERS:
@@ -54,7 +55,8 @@ def load_weight(
     INTEGERS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """[rows, DEPTH] of DTYPE: the columns of these rows, [rows] int64, from `begin` on; zeros beyond COLUMNS."""
+    """Columns `begin` to `begin + DEPTH` of these rows, as [rows, DEPTH] of DTYPE; zeros beyond COLUMNS. row: [rows],
+    int64."""
     within = begin // 32 + tl.arange(0, DEPTH // 32)
     group = row[:, None] * (COLUMNS // 32) + within[None, :]
     even, odd, scale = load_groups(codes_ptr, scale_ptr, group, (within < COLUMNS // 32)[None, :], INTEGERS)

@@ -1,7 +1,8 @@
 """The products of blocks of rows with their experts' weights, in Triton.
 
-`weight @ x.T`: the many rows of a weight are the tensor cores' M dimension, so that few rows of x waste little. Tiles
-of the same features are side by side, so that blocks of one expert read its weights from memory once.
+Computes `weight @ x.T`: the many rows of a weight are the tensor cores' M dimension, so that few rows of x waste
+little. Tiles of the same features are computed side by side, so that blocks of one expert read its weights from memory
+once.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -24,7 +25,7 @@ from baton_kernels.pdl import launch_options
 
 @triton.jit
 def apply_gate(gate, up, GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr):
-    """fp32; gate, up and their activation are rounded as separate operations would."""
+    """The gated activation in fp32; gate, up and the activation are rounded as separate operations would round them."""
     if GATE == "clamped":
         gate = tl.minimum(gate.to(DTYPE).to(tl.float32), LIMIT)
         up = tl.minimum(tl.maximum(up.to(DTYPE).to(tl.float32), -LIMIT), LIMIT)
@@ -76,8 +77,8 @@ def _block(
     BY_TOKEN: tl.constexpr,
     HAS_PADDING: tl.constexpr,
 ):
-    """A block's expert, its choices and which of them count, and its rows in what lies between the products: [ROWS].
-    Nothing counts in a block that there is not."""
+    """A block's expert; and, [ROWS] each, its choices, which of them are real, and its rows in the tensor between the
+    two products. A block that does not exist has no real choices."""
     if BY_TOKEN:
         expert = block
         choice, taken = _choices_of(
@@ -95,20 +96,20 @@ def _block(
 
 @triton.jit
 def _product(sums, weight, x):
-    """sums + weight @ x; weights of 8 bits are multiplied in x's type."""
+    """sums + weight @ x; 8-bit weights are multiplied in x's dtype."""
     return tl.dot(weight.to(x.dtype), x, sums, input_precision="ieee")
 
 
 @triton.jit
 def _product_of_blocks(sums, weight, x, scale_ptr, rows, begin, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    """sums + weight @ x; the weight's columns from `begin` on are all of one block."""
+    """sums + weight @ x, where all of the weight's columns, which begin at `begin`, belong to one block."""
     scale = tl.load(scale_ptr + rows // BLOCK * (COLUMNS // BLOCK) + begin // BLOCK)
     return sums + _product(tl.zeros_like(sums), weight, x) * scale[:, None]
 
 
 @triton.jit
 def _row_values(ptr, offsets, mask):
-    """One value of each row of a weight, as a column."""
+    """Load one value for each row of a weight, as a column."""
     return tl.load(ptr + offsets, mask=mask, other=0.0).to(tl.float32)[:, None]
 
 
@@ -151,12 +152,13 @@ def _gate_up_kernel(
     LIMIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """WIDTH: intermediate_size. out: [most * ROWS, WIDTH], in the order of the blocks; or of the choices.
+    """WIDTH: intermediate_size. out: [most * ROWS, WIDTH], in the order of the blocks; or of the choices, if nothing is
+    sorted.
 
-    TMA: `weight_ptr` is a descriptor, of [num_experts * 2 * WIDTH, HIDDEN], or, interleaved, of
-    [num_experts * WIDTH, 2 * HIDDEN]. FOUR_BITS: weights are in MXFP4, or with INTEGERS 4-bit integers with a
-    scale for so many columns. SCALED: they have a scale per row.
-    BLOCK: or one per so many rows and columns, by which all sizes can be divided.
+    TMA: `weight_ptr` is a descriptor of [num_experts * 2 * WIDTH, HIDDEN]; if interleaved, of [num_experts * WIDTH,
+    2 * HIDDEN]. FOUR_BITS: weights are MXFP4, or with INTEGERS 4-bit integers, of which so many columns share a scale.
+    SCALED: weights have a scale per row. BLOCK: weights have a scale per so many rows and columns, which divide all
+    sizes.
     """
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     EVEN: tl.constexpr = HIDDEN % DEPTH == 0
@@ -186,7 +188,7 @@ def _gate_up_kernel(
         up = tl.zeros([OUT, ROWS], tl.float32)
         for k in tl.range(0, HIDDEN, DEPTH, num_stages=STAGES):
             if TMA:
-                # What a tile has beyond a row's end is multiplied by zeros.
+                # Whatever a tile contains beyond a row's end is multiplied by zeros.
                 x = tl.load(x_ptrs, mask=taken[None, :] & (column < HIDDEN - k)[:, None], other=0.0)
                 gate = _product(gate, weight_ptr.load([first, k]), x)
                 up = _product(up, weight_ptr.load([up_row, up_column + k]), x)
@@ -264,8 +266,9 @@ def _down_kernel(
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """x: what `_gate_up_kernel` wrote. routed: [num_choices], the weights. out: [num_choices, HIDDEN]. TMA: `x_ptr` and
-    `weight_ptr` are descriptors, that of [num_experts * HIDDEN, WIDTH]. The rest as above."""
+    """x: the output of `_gate_up_kernel`. routed: [num_choices], the router's weights. out: [num_choices, HIDDEN]. TMA:
+    `x_ptr` and `weight_ptr` are descriptors, the latter of [num_experts * HIDDEN, WIDTH]. All else as in
+    `_gate_up_kernel`."""
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     EVEN: tl.constexpr = WIDTH % DEPTH == 0
     block, tile = _place(most, tl.cdiv(HIDDEN, OUT), group)
@@ -287,7 +290,7 @@ def _down_kernel(
             x_ptrs = x_ptr + place.to(tl.int64)[None, :] * WIDTH + column[:, None]
         sums = tl.zeros([OUT, ROWS], tl.float32)
         for k in tl.range(0, WIDTH, DEPTH, num_stages=STAGES):
-            if TMA:  # rows of no choice may be anything: their sums are not stored
+            if TMA:  # rows of no choice may contain anything: their sums are not stored
                 sums = _product(sums, weight_ptr.load([first, k]), x_ptr.load([block * ROWS, k]).T)
             elif FOUR_BITS:
                 x = tl.load(x_ptrs, mask=taken[None, :] & (column < WIDTH - k)[:, None], other=0.0)
@@ -322,9 +325,10 @@ def gate_up(
     x: Tensor, x_scale: Tensor | None, of: ExpertWeights, blocks: Blocks, num_choices: int, top_k: int, tiling: Tiling,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """[blocks.num_rows, intermediate_size] of `dtype`, in the order of the blocks; rows of no choice are not written.
+    """The gated product: [blocks.num_rows, intermediate_size] of `dtype`, in the order of the blocks; rows of no choice
+    are not written.
 
-    x: [num_tokens, hidden_size], contiguous rows; x_scale: [num_tokens, 1], if they are quantized.
+    x: [num_tokens, hidden_size], contiguous rows. x_scale: [num_tokens, 1] if x is quantized; else None.
     """
     width = of.intermediate_size
     out = torch.empty((blocks.num_rows, width), dtype=dtype, device=x.device)
@@ -351,8 +355,8 @@ def down(
     x: Tensor, x_scale: Tensor | None, of: ExpertWeights, blocks: Blocks, weights: Tensor, tiling: Tiling,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """[num_choices, hidden_size] of `dtype`: each choice's product, times its weight; choices of no expert are not
-    written. x: as `gate_up` returns it, contiguous; x_scale: [rows, 1], if they are quantized. weights:
+    """[num_choices, hidden_size] of `dtype`: each choice's product, multiplied by its weight; choices of no expert are
+    not written. x: as `gate_up` returns it, contiguous. x_scale: [rows, 1] if x is quantized; else None. weights:
     [num_tokens, top_k], contiguous."""
     out = torch.empty((weights.numel(), of.hidden_size), dtype=dtype, device=x.device)
     scale, bias = of.down_scale, of.down_bias
@@ -376,5 +380,5 @@ def down(
 
 
 def _descriptor(weight: Tensor, columns: int, out: int, depth: int) -> TensorDescriptor:
-    """Of all experts' rows, as a matrix of so many columns; it reads tiles of [out, depth]."""
+    """A descriptor of all experts' rows as one matrix of `columns` columns, for tiles of [out, depth]."""
     return TensorDescriptor.from_tensor(weight.view(-1, columns), [out, depth])

@@ -36,7 +36,7 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None, dtype: torch.dt
 
 
 def align(ids: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor]:
-    """The choices, [num_blocks * rows], sorted by expert, each expert's filled up to whole blocks with the number of
+    """The choices sorted by expert, [num_blocks * rows], each expert's filled up to whole blocks with the number of
     choices; and each block's expert, [num_blocks]. Choices of `num_experts` or above are left out."""
     flat = ids.flatten()
     order, blocks = [], []
@@ -49,7 +49,7 @@ def align(ids: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights) -> Tensor:
-    """One expert after the other, over the rows that chose it. Waits for a GPU; sums in fp32."""
+    """Computes one expert after the other, over the rows that chose it. Waits for a GPU; sums in fp32."""
     num_tokens, top_k = ids.shape
     flat = ids.flatten()
     order = flat.argsort(stable=True)
@@ -77,7 +77,7 @@ def _weight(
 
 
 def values(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """[rows, columns] of `dtype`: an expert's weight, by its codes and scales as in `ExpertWeights`."""
+    """An expert's weight, [rows, columns] of `dtype`, from its codes and scales as in `ExpertWeights`."""
     if group := int_group(codes, scale):
         return _integers(codes, scale, group, dtype)
     if codes.dtype == torch.uint8:
@@ -88,8 +88,8 @@ def values(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """[..., columns] of `dtype`, of [..., columns / 2] and [..., columns / 32] in MXFP4 (see `ExpertWeights`): exact in
-    fp32 and bf16, as a value has two bits beside its exponent. A scale of 255 is not a number."""
+    """Values, [..., columns] of `dtype`, from MXFP4 codes, [..., columns / 2], and scales, [..., columns / 32] (see
+    `ExpertWeights`). Exact in fp32 and bf16, as a value has two bits beside its exponent. A scale of 255 gives NaN."""
     magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=codes.device)
     table = torch.cat([magnitudes, -magnitudes])
     values = table[torch.stack([codes & 15, codes >> 4], -1).int()]
@@ -105,13 +105,13 @@ def _integers(codes: Tensor, scale: Tensor, group: int, dtype: torch.dtype) -> T
 
 
 def _power_of_two(scale: Tensor) -> Tensor:
-    """2**(scale - 127) by its bits in fp32; that of 0 is subnormal."""
+    """2**(scale - 127), from its bits in fp32; the power for scale 0 is subnormal."""
     powers = (scale.int() << 23).clamp(min=1 << 22).view(torch.float32)
     return powers.masked_fill(scale == 255, float("nan"))
 
 
 def gated(gate_up: Tensor, of: ExpertWeights) -> Tensor:
-    """[..., intermediate_size] of [..., 2 * intermediate_size]."""
+    """The gated activation: [..., 2 * intermediate_size] to [..., intermediate_size]."""
     gate, up = (gate_up[..., 0::2], gate_up[..., 1::2]) if of.interleaved else gate_up.chunk(2, dim=-1)
     if of.gate == "clamped":
         gate, up = gate.clamp(max=of.limit), up.clamp(-of.limit, of.limit)

@@ -1,5 +1,5 @@
-"""The choice of experts in Triton, in registers from the logits to the weights; of few tokens, with the router's
-product in the same kernel."""
+"""Chooses experts in Triton, in registers from the logits to the weights. For few tokens, the same kernel also computes
+the router's product."""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
@@ -18,12 +18,12 @@ from baton_kernels.pdl import launch_options
 PER_PROGRAM = 4
 DEPTH = 256
 STAGES = 4
-"""Of the router's product for few tokens: experts of a program, columns of a step, and loads that run ahead."""
+"""For the router's product of few tokens: experts per program, columns per step, and how many loads run ahead."""
 
 
 @triton.jit
 def _grouped(choice, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, EXPERTS: tl.constexpr):
-    """choice, with -inf outside of the best groups, whose scores are the sums of their two best experts."""
+    """`choice`, with -inf outside the best groups; a group's score is the sum of its two best experts."""
     LOWEST: tl.constexpr = float("-inf")
     groups = tl.reshape(choice, [NUM_GROUPS, EXPERTS // NUM_GROUPS])
     place = tl.arange(0, EXPERTS // NUM_GROUPS)[None, :]
@@ -159,7 +159,8 @@ def _router_kernel(
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The router's product and the choice. Programs have a few logits of a token each; the last to finish chooses."""
+    """The router's product and the choice. Each program computes a few logits of one token; the last one to finish
+    chooses the token's experts."""
     EVEN: tl.constexpr = HIDDEN % DEPTH == 0
     token = tl.program_id(1).to(tl.int64)
     expert = tl.program_id(0) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)
@@ -190,7 +191,7 @@ def _router_kernel(
         tl.store(arrived_ptr + token, 0)  # the next matmul expects zeros
         lane = tl.arange(0, EXPERTS)
         logits_ptrs = logits_ptr + token * NUM_EXPERTS + lane
-        # from memory, where the other programs put them
+        # read them from memory, where the other programs stored theirs
         logits = tl.load(logits_ptrs, mask=lane < NUM_EXPERTS, other=float("-inf"), cache_modifier=".cg")
         _choose(
             logits.to(tl.float32), token, bias_ptr, weights_ptr, ids_ptr, NUM_EXPERTS, EXPERTS, TOP_K, CHOICES, SCORES,
@@ -204,7 +205,7 @@ def can_group(num_experts: int, num_groups: int) -> bool:
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """logits: [num_tokens, num_experts], contiguous rows."""
+    """See the package's `route`. logits: [num_tokens, num_experts], contiguous rows."""
     num_tokens, num_experts = logits.shape
     weights, ids = _empty(num_tokens, routing, dtype, logits.device)
     if num_tokens:
@@ -220,8 +221,8 @@ def route_few(
     x: Tensor, router: Tensor, router_bias: Tensor | None, routing: Routing, bias: Tensor | None,
     logits_dtype: torch.dtype, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """logits, [num_tokens, num_experts], weights and ids. x: [num_tokens, hidden_size], contiguous rows, of at most
-    MAX_TILES tokens; router: [num_experts, hidden_size], contiguous."""
+    """Returns logits, [num_tokens, num_experts], weights and ids. x: [num_tokens, hidden_size], contiguous rows, at
+    most MAX_TILES tokens. router: [num_experts, hidden_size], contiguous."""
     num_tokens, (num_experts, hidden) = x.shape[0], router.shape
     assert num_tokens <= MAX_TILES
     logits = torch.empty((num_tokens, num_experts), dtype=logits_dtype, device=x.device)

@@ -1,5 +1,5 @@
-"""One or two tokens, in Triton: each choice is a product of a matrix and a vector, and the sum over a token's choices
-is part of the second one. Nothing is sorted; two tokens that share an expert read it together, mostly from L2.
+"""Experts for one or two tokens, in Triton: each choice is a matrix-vector product, and the second kernel also sums a
+token's choices. Nothing is sorted; when two tokens share an expert, one mostly reads it from L2.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -144,7 +144,7 @@ def _down_rows_kernel(
     HAS_PADDING: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program has `OUT` features of all experts of one token. out: [num_tokens, HIDDEN]."""
+    """A program computes `OUT` features of all experts of one token. out: [num_tokens, HIDDEN]."""
     EVEN: tl.constexpr = WIDTH % DEPTH == 0
     token = tl.program_id(1).to(tl.int64)
     feature = tl.program_id(0) * OUT + tl.arange(0, OUT)
@@ -201,7 +201,7 @@ def _down_rows_kernel(
 def experts(
     x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights, slot_mapping: Tensor | None, tilings: RowTilings
 ) -> Tensor:
-    """[num_tokens, hidden_size]. x: contiguous rows; ids, weights: contiguous."""
+    """Returns [num_tokens, hidden_size]. x: contiguous rows; ids, weights: contiguous."""
     num_tokens, top_k = ids.shape
     width, hidden, num_experts = of.intermediate_size, of.hidden_size, of.num_experts
     inner = torch.empty((num_tokens * top_k, width), dtype=x.dtype, device=x.device)

@@ -1,4 +1,4 @@
-"""The sum of what a token's experts made, in Triton."""
+"""The sum over the results of a token's experts, in Triton."""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
@@ -26,7 +26,7 @@ def _sum_kernel(
     HAS_PADDING: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The sum of a token's choices, in their order; parts of no expert were not written."""
+    """Sums a token's choices in order, without choices of no expert, whose parts were not written."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     slot = tl.arange(0, CHOICES)
@@ -45,7 +45,7 @@ def _sum_kernel(
 
 
 def summed(parts: Tensor, ids: Tensor, slot_mapping: Tensor | None, num_experts: int) -> Tensor:
-    """[num_tokens, hidden_size] of [num_tokens * top_k, hidden_size]."""
+    """The sums, [num_tokens, hidden_size], of the parts, [num_tokens * top_k, hidden_size]."""
     num_tokens, top_k = ids.shape
     hidden = parts.shape[1]
     out = torch.empty((num_tokens, hidden), dtype=parts.dtype, device=parts.device)

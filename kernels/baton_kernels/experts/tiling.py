@@ -1,7 +1,7 @@
-"""Chooses the kernels of an expert layer by shapes alone, so that every call of a shape runs the same ones.
+"""Chooses the kernels of an expert layer by shapes alone, so that every call with the same shapes runs the same ones.
 
-What counts is how many rows an expert has on average. With few, the time is that of reading the weights of the experts
-that were chosen; with many, that of the tensor cores.
+The number of rows per expert decides. With few, reading the chosen experts' weights takes the time; with many, the
+tensor cores do.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import functools
 from dataclasses import dataclass, replace
 
 ROW_TOKENS = 2
-"""Up to so many tokens nearly all choices are of different experts, and each is a product of a matrix and a vector."""
+"""Up to so many tokens, nearly all choices are of different experts, and each is a matrix-vector product."""
 BY_TOKEN_TOKENS = 16
 """Up to so many tokens, nothing is sorted: each expert's programs look for the tokens that chose it."""
 ALIGN_AT_ONCE = 4096
-"""Choices that one program counts alone."""
+"""Up to so many choices, each program counts all of them alone."""
 FEW_CHOICES = 256
-"""Choices that are counted in one go."""
+"""Up to so many choices, a program counts all of them at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class RowTiling:
 @dataclass(frozen=True, slots=True)
 class Tiling:
     """A block of `rows` rows of one expert: a program handles `out` features (of gate and of up) of it, in steps of
-    `depth` columns. group: blocks whose tiles are computed side by side, so that they share their reads in L2; 0: all
-    of them. tma: tiles of weights are read by the tensor memory accelerator."""
+    `depth` columns. group: how many blocks' tiles are computed side by side, so that they share their reads in L2; 0:
+    all. tma: the tensor memory accelerator reads the tiles of weights."""
 
     rows: int
     out: int
@@ -58,10 +58,11 @@ class RowTilings:
 
 ROW = RowTilings(RowTiling(8, 128, 2, 5), RowTiling(8, 128, 2, 5))
 ROW_FOUR_BITS = RowTilings(RowTiling(8, 256, 2, 4), RowTiling(8, 256, 2, 4))
-"""As `ROW`, for weights of 4 bits; not tuned."""
+"""Like `ROW`, for 4-bit weights; not tuned."""
 FEW = Tilings(Tiling(16, 32, 128, 2, 4), Tiling(16, 128, 128, 4, 3))
-"""Where nothing is sorted, of 16 bits: for 4, 8 and 16 tokens of Qwen3-30B-A3B gate and up take 48.3, 76.9 and 122.1 us
-and down 26.3, 41.6 and 64.8; with the first of `CLASSES` 48.3, 77.6 and 122.1, and 27.9, 41.5 and 65.2."""
+"""For 16-bit weights where nothing is sorted. For 4, 8 and 16 tokens of Qwen3-30B-A3B, gate and up take 48.3, 76.9 and
+122.1 us, and down takes 26.3, 41.6 and 64.8; with the first of `CLASSES`, 48.3, 77.6 and 122.1, and 27.9, 41.5 and
+65.2."""
 CLASSES: tuple[tuple[float, Tilings], ...] = (
     (8, Tilings(Tiling(16, 64, 64, 4, 5), Tiling(16, 64, 128, 4, 4))),
     (24, Tilings(Tiling(32, 64, 64, 4, 3), Tiling(32, 128, 64, 4, 5))),
@@ -69,16 +70,16 @@ CLASSES: tuple[tuple[float, Tilings], ...] = (
     (160, Tilings(Tiling(128, 64, 64, 4, 3, 8), Tiling(128, 128, 64, 4, 3, 8))),
     (float("inf"), Tilings(Tiling(128, 128, 64, 8, 4, 8), Tiling(128, 256, 64, 8, 4, 8))),
 )
-"""By the most rows per expert: the best of `benchmarks.experts_tune` on an H200, for layers of Qwen3-30B-A3B and
-gpt-oss-20b."""
+"""(most rows per expert, tilings): the best that `benchmarks.experts_tune` found on an H200 for layers of Qwen3-30B-A3B
+and gpt-oss-20b."""
 
 
 @functools.lru_cache(maxsize=4096)
 def choose(
     num_tokens: int, top_k: int, num_experts: int, itemsize: float = 2, in_blocks: bool = False
 ) -> RowTilings | Tilings:
-    """itemsize: bytes of a weight's element, 0.5 for 4 bits. The table is for two. in_blocks: each step's product has a
-    scale of its own, and for a moment registers besides those of the sums."""
+    """The tilings for these shapes. itemsize: bytes per element of a weight, 0.5 for 4 bits; the table is for 2.
+    in_blocks: each step's product has its own scale, and so briefly needs registers besides those of the sums."""
     if num_tokens <= ROW_TOKENS:
         return ROW_FOUR_BITS if itemsize < 1 else ROW
     if num_tokens <= BY_TOKEN_TOKENS and itemsize == 2:
@@ -90,8 +91,8 @@ def choose(
 
 
 def _for_size(tiling: Tiling, itemsize: float) -> Tiling:
-    """As many bytes in a step, and no more shared memory than an SM has. Of 4 bits, tiles of many rows keep their
-    depth: they are there as 16 bits, too, before they are multiplied."""
+    """The tiling with as many bytes per step, and no more shared memory than an SM has. With 4 bits, tiles of many rows
+    keep their depth, because they also need room as 16 bits before they are multiplied."""
     if itemsize < 1:
         return replace(tiling, depth=128) if tiling.rows <= 16 else tiling
     if itemsize == 4:
@@ -100,11 +101,11 @@ def _for_size(tiling: Tiling, itemsize: float) -> Tiling:
 
 
 ARRANGED_ROWS = ((4, 8), (14, 16), (24, 32), (80, 64), (float("inf"), 128))
-"""Of a block of weights in MXFP4 that are arranged, by the most rows per expert."""
+"""(most rows per expert, rows of a block) for arranged MXFP4 weights."""
 
 
 def arranged_rows(num_tokens: int, top_k: int, num_experts: int) -> int:
-    """The rows of a block: of few tokens, room for all of them."""
+    """The rows of a block for arranged weights. A block for few tokens has room for all of them."""
     if num_tokens <= BY_TOKEN_TOKENS:
         return 8 if num_tokens <= ROW_TOKENS else max(8, 1 << (num_tokens - 1).bit_length())
     return next(rows for most, rows in ARRANGED_ROWS if num_tokens * top_k / num_experts <= most)
@@ -112,8 +113,8 @@ def arranged_rows(num_tokens: int, top_k: int, num_experts: int) -> int:
 
 @functools.cache
 def kernel_tokens(top_k: int, num_experts: int) -> tuple[int, ...]:
-    """Numbers of tokens that together run every kernel there is for a layer: after calling `experts` with each of them
-    at startup, nothing is compiled later."""
+    """Token counts that together run every kernel for such a layer: after calling `experts` with each of them at
+    startup, nothing is compiled later."""
     ends = {ROW_TOKENS, BY_TOKEN_TOKENS, FEW_CHOICES // top_k, ALIGN_AT_ONCE // top_k}
     ends |= {int(most * num_experts / top_k) for most, _ in (*CLASSES[:-1], *ARRANGED_ROWS[:-1])}
     return tuple(sorted({1, *(end for end in ends if end), *(end + 1 for end in ends)}))

@@ -1,4 +1,4 @@
-"""What experts are made of, and how a router chooses among them."""
+"""The weights of experts, and how a router chooses among them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from baton_kernels.gated_activation import Activation
 
 GROUP = 32
-"""Columns of a weight in MXFP4 that have one scale."""
+"""How many columns of an MXFP4 weight share a scale."""
 BLOCK = 128
 """Rows and columns of a weight in fp8 that have one scale, if its rows have several (DeepSeek-V3)."""
 _BF16_ERROR = 2.0**-9
 """The most by which rounding to bf16 changes a number, as a share of it."""
 Gate = Activation | Literal["clamped"]
-"""What gate and up become. "clamped", of gpt-oss: `(up + 1) * gate * sigmoid(alpha * gate)`, gate at most `limit`, up
-within `limit` of zero."""
+"""How gate and up are combined. "clamped" (gpt-oss): `(up + 1) * gate * sigmoid(alpha * gate)`, with gate clamped to at
+most `limit`, and up to within `limit` of zero."""
 Scores = Literal["softmax", "sigmoid", "chosen_softmax"]
 
 
@@ -29,15 +29,15 @@ class ExpertWeights:
     gate_up: [num_experts, 2 * intermediate_size, hidden_size], the rows of gate, then those of up; interleaved: rows of
         gate and up alternate. down: [num_experts, hidden_size, intermediate_size]. Both have contiguous rows.
     gate_up_bias, down_bias: [num_experts, rows], or None.
-    gate_up_scale, down_scale: [num_experts, rows] in fp32, of weights in float8_e4m3fn, whose values they multiply; or
-        both in blocks: [num_experts, rows / 128, columns / 128], where 128 divides intermediate_size and hidden_size.
+    gate_up_scale, down_scale: [num_experts, rows] in fp32, which multiply weights in float8_e4m3fn; or both in blocks:
+        [num_experts, rows / 128, columns / 128], where 128 divides intermediate_size and hidden_size.
 
-    Weights of 4-bit integers (AWQ, GPTQ) are uint8, and their last dimension is half as long: a byte has two codes,
-    that of the even column in its low half. Their scales are int32, [num_experts, rows, columns / group]: in the upper
-    16 bits a scale in fp16, by which the code less its zero is multiplied, and below it the zero. See `pack_scales`.
+    4-bit integers (AWQ, GPTQ) are stored as uint8, with a last dimension half as long: a byte has two codes, that of
+    the even column in its low half. Their scales are int32, [num_experts, rows, columns / group]: the upper 16 bits
+    are a scale in fp16, the lower ones the zero point; a value is (code - zero point) * scale. See `pack_scales`.
 
-    Weights in MXFP4 (OCP Microscaling Formats, version 1.0, section 5) are uint8 of the same shape, with e2m1 codes,
-    and their scales uint8, [num_experts, rows, columns / 32], each the exponent of a power of two plus 127.
+    MXFP4 weights (OCP Microscaling Formats, version 1.0, section 5) are uint8 of the same shape, with e2m1 codes. Their
+    scales are uint8, [num_experts, rows, columns / 32], each the exponent of a power of two plus 127.
     `arranged.arrange` puts both into another order.
     """
 
@@ -63,12 +63,12 @@ class ExpertWeights:
 
     @property
     def arranged(self) -> bool:
-        """Whether they are in the order of `arranged.arrange`: words of 32 bits."""
+        """Whether the weights are in the order of `arranged.arrange`: words of 32 bits."""
         return self.gate_up.dtype == torch.int32
 
     @property
     def integers(self) -> bool:
-        """Whether they are 4-bit integers."""
+        """Whether the weights are 4-bit integers."""
         return bool(int_group(self.gate_up, self.gate_up_scale))
 
     @property
@@ -78,7 +78,7 @@ class ExpertWeights:
 
     @property
     def block(self) -> int:
-        """Rows and columns with one scale; 0: there are no blocks."""
+        """How many rows and columns share a scale; 0: there are no blocks."""
         return BLOCK if self.eight_bits and self.gate_up_scale is not None and self.gate_up_scale.ndim == 3 else 0
 
     @property
@@ -96,24 +96,24 @@ class ExpertWeights:
 
     @property
     def weight_bytes(self) -> float:
-        """Of one value, without its scale."""
+        """Bytes of one value, without scales."""
         return 0.5 if self.four_bits else self.gate_up.element_size()
 
     @property
     def expert_bytes(self) -> int:
-        """Of one expert, without biases."""
+        """Bytes of one expert, without biases."""
         stored = (self.gate_up, self.down, self.gate_up_scale, self.down_scale)
         return sum(tensor[0].numel() * tensor.element_size() for tensor in stored if tensor is not None)
 
     def only(self, expert: int) -> ExpertWeights:
-        """Of that expert alone: views."""
+        """The weights of that expert alone: views."""
         stored = ("gate_up", "down", "gate_up_bias", "down_bias", "gate_up_scale", "down_scale")
         found = {name: value[expert, None] for name in stored if (value := getattr(self, name)) is not None}
         return replace(self, **found)
 
 
 def int_group(codes: Tensor, scale: Tensor | None) -> int:
-    """Columns with one scale, of a weight of 4-bit integers; 0: it is of another kind."""
+    """How many columns share a scale in a weight of 4-bit integers; 0: it is of another kind."""
     if scale is None or codes.dtype != torch.uint8 or scale.dtype != torch.int32:
         return 0
     return 2 * codes.shape[-1] // scale.shape[-1]
@@ -135,7 +135,7 @@ def pack_scales(scale: Tensor, zero: Tensor | int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How logits become the weights of `top_k` experts.
+    """How a router's logits become the weights of `top_k` experts.
 
     scores: "softmax" of all logits; their "sigmoid"; or "chosen_softmax", of the chosen logits alone.
     normalized: divide by the sum of the chosen scores, plus epsilon. scale: multiplies the weights at the end.
