@@ -1,8 +1,8 @@
-"""The sum over ranks of each one's part, the residual addition and the RMS norm after it, as one kernel.
+"""An all-reduce, the residual addition and the RMS norm after it, as one kernel.
 
-Without the fusion each of a decode step's sums is a kernel that copies the parts into memory that all ranks map, waits
-for all ranks, sums, and waits again; the norm is another. Here a rank writes its part straight into the memory of the
-others, and the part itself tells that it has arrived: there is no barrier.
+Without the fusion, each sum of a decode step is a kernel that copies the parts into memory that all ranks map, waits
+for all ranks, sums, and waits again; the norm is another kernel. Here a rank writes its part straight into the memory
+of the others, and the part itself shows that it has arrived: there is no barrier.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from baton_kernels.quantized_linear import with_quantized_rows
 from baton_kernels.quantized_linear.tiling import WEIGHT_ONLY_ROWS
 
 NUM_PROGRAMS = 128
-"""Programs of a launch at most."""
+"""The most programs of a launch."""
 REGION_BYTES = 64 * 1024
-"""What a program has for rows that one other rank sends to it in a call."""
+"""A program's room for the rows that one other rank sends to it in a call."""
 RECEIVED_BYTES = 8 * 1024 * 1024
-"""The most that a rank is sent in a call: every part as a whole, so that more ranks can sum fewer rows."""
+"""The most bytes that a rank receives in a call. Every part is sent as a whole, so more ranks can sum fewer rows."""
 EMPTY = -1
-"""The bits of an element that has not arrived, in any dtype all ones: a NaN that no rank sends."""
+"""The bits of an element that has not arrived, all ones in any dtype: a NaN that no rank sends."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerMemory:
-    """Buffers of `num_bytes` that all ranks map, through which parts of sums go; one for each rank, of which all bytes
-    are 0xFF before any rank makes the first call. The caller owns them, and keeps them while this is used.
+    """Buffers through which ranks exchange their parts of sums: one of `num_bytes` for each rank, mapped by all ranks.
+    All bytes must be 0xFF before any rank makes the first call. The caller owns the buffers, and keeps them while this
+    is used.
 
     addresses: [size] int64, where this rank's GPU maps each rank's buffer. turns: [NUM_PROGRAMS] int32, zeros at first:
-    which half of its regions a program uses next. num_programs: of a launch at most, on all ranks: as many as each GPU
-    runs at once, since every program waits for those of its number on the other ranks.
+    which half of its regions a program uses next. num_programs: the most programs of a launch, the same on all ranks:
+    every GPU must run them all at once, since a program waits for those with its number on the other ranks.
     """
 
     rank: int
@@ -45,7 +46,7 @@ class PeerMemory:
 
     @staticmethod
     def num_bytes(size: int) -> int:
-        """Of each rank's buffer."""
+        """The size of each rank's buffer."""
         return 2 * (size - 1) * NUM_PROGRAMS * REGION_BYTES
 
     def can_take(self, num_rows: int, row_bytes: int) -> bool:
@@ -67,13 +68,14 @@ def all_reduce_rms_norm(
     round_once: bool = False,
     quantize: torch.dtype | None = None,
 ) -> Tensor:
-    """Return `rms_norm` of the sum over all ranks of x, with the arguments of that; all ranks must call it alike, and
-    get the same bits: they add the parts in the order of the ranks, in fp32, and round to x's dtype.
+    """Return `rms_norm` of the sum of x over all ranks; the other arguments are those of `rms_norm`. All ranks must
+    make the same call. They get the same bits: each adds the parts in the order of ranks, in fp32, and rounds to x's
+    dtype.
 
     x: [..., n], contiguous: this rank's part, which may be overwritten. residual: the same on all ranks.
-    all_reduce: the sum over all ranks, where `peers` is None, as on a CPU.
-    peers: used by one call at a time, of the same stream or of streams that wait for each other; must be able to take
-        x. Works in CUDA graphs.
+    all_reduce: computes the sum over all ranks if `peers` is None, as on a CPU.
+    peers: used by one call at a time, on one stream or on streams that wait for each other; must be able to take x.
+        Works in CUDA graphs.
     """
     if peers is None:
         return reference.all_reduce_rms_norm(x, weight, eps, all_reduce, residual, weight_offset, round_once, quantize)

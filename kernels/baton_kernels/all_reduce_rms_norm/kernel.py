@@ -5,23 +5,23 @@
         for each row: read the regions of the own buffer until nothing in them is EMPTY; sum; EMPTY them again
         add the residual, norm, store
 
-A row travels once, and nothing else does: no flag, no barrier, since an element that is not EMPTY has arrived. Ranks
+Only rows travel, each once: there are no flags and no barriers, since an element that is not EMPTY has arrived. Ranks
 never send EMPTY. Elements are at most 4 bytes and aligned, so that none arrives in part; their order does not matter.
 
-Whatever a program touches of the buffers belongs to programs of its number alone, whichever rows, widths or dtypes
-their calls have. They use two halves of it in turns, and `turns` says which is next, in memory, so that a CUDA graph
-goes on where the last one ended. That a rank never writes over what another has not read follows for each number:
+The part of the buffers that a program touches belongs to the programs with its number alone, whatever rows, widths or
+dtypes their calls have. They use two halves of it in turns. `turns` keeps in memory which half is next, so that a CUDA
+graph continues where the last one ended. For each number, a rank never overwrites what another rank has not read:
 
-    - A rank that writes in call c + 2 has ended its call c + 1, for which it read what the others wrote in theirs.
-    - A rank that wrote in call c + 1 had ended its call c, since programs of a stream wait for all kernels before.
-    - So in all ranks call c has ended, which read its half and left it EMPTY: the half that call c + 2 uses.
+    - A rank that writes in call c + 2 has ended its call c + 1, in which it read what the others wrote in theirs.
+    - A rank that wrote in call c + 1 had ended its call c, since the programs of a stream wait for all kernels before.
+    - So call c has ended on all ranks. It read its half, and left it EMPTY: the half that call c + 2 uses.
 
-Programs that wait get what they wait for: a launch has so few that GPUs with as many SMs run all of them at once,
-beside what ends by itself; and where they do not, they start programs in order, so that the first one that has not
-ended runs on all ranks.
+Waiting programs always make progress: a launch has so few programs that GPUs with as many SMs run all of them at once,
+beside kernels that end by themselves. GPUs that cannot do so start programs in order, so that the first program that
+has not ended runs on all ranks.
 
-After TensorRT-LLM's one-shot all-reduce with Lamport's flags (`trtllm_allreduce_fusion.cuh` in FlashInfer), which has
-three buffers, because there all threads of a call share them, and -0.0 as its empty element.
+After TensorRT-LLM's one-shot all-reduce with Lamport's flags (`trtllm_allreduce_fusion.cuh` in FlashInfer). That has
+three buffers, because all threads of a call share them there, and uses -0.0 as its empty element.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ _REGION_BYTES = tl.constexpr(REGION_BYTES)
 
 @triton.jit
 def _region(address, distance, turn, SIZE: tl.constexpr, BITS: tl.constexpr):
-    """Where in the buffer at that address this program's rows are from the rank so many before the buffer's."""
+    """Where this program's rows from another rank are in the buffer at `address`. distance: by how much that rank's
+    number precedes that of the buffer's rank."""
     base = tl.multiple_of(address.to(tl.pointer_type(BITS)), 16)
     index = (turn * (SIZE - 1) + distance - 1) * _NUM_PROGRAMS + tl.program_id(0)
     return base + index.to(tl.int64) * (_REGION_BYTES // (BITS.primitive_bitwidth // 8))
@@ -52,7 +53,8 @@ def _region(address, distance, turn, SIZE: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _take(ptrs, mask):
-    """The bits there, once all have arrived; leaves the place EMPTY. Volatile loads see what other GPUs write."""
+    """Wait until all elements at `ptrs` have arrived, return their bits, and leave them EMPTY. Volatile loads see what
+    other GPUs write."""
     bits = tl.load(ptrs, mask=mask, other=0, volatile=True)
     while tl.min(tl.min((bits != _EMPTY).to(tl.int32), 1), 0) == 0:
         bits = tl.load(ptrs, mask=mask, other=0, volatile=True)
@@ -85,8 +87,8 @@ def _all_reduce_rms_norm_kernel(
     ROUND: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BITS: the integer of x's size. LARGEST: what the largest value of a row becomes in its quantized form; 0: there
-    is none."""
+    """BITS: the integer type of x's element size. LARGEST: what a row's largest value becomes when it is quantized; 0:
+    rows are not quantized."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     LAST: tl.constexpr = 2 ** (BITS.primitive_bitwidth - 1) - 1  # also a NaN
     program = tl.program_id(0)
@@ -105,7 +107,7 @@ def _all_reduce_rms_norm_kernel(
             bits = tl.where(bits == _EMPTY, LAST, bits)
             region = _region(address, distance, turn, SIZE, BITS)
             tl.store(region + row // PROGRAMS * N + column, bits, mask=mask)
-    tl.debug_barrier()  # no thread waits before all have sent
+    tl.debug_barrier()  # all threads send before any waits
     for row in range(program, num_rows, PROGRAMS):
         offset = tl.cast(row, tl.int64) * N + column
         own = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
@@ -145,7 +147,7 @@ def all_reduce_rms_norm(
     round_once: bool,
     quantized: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """quantized: where to write the result's rows as `quantize_rows` would make them, and their scales."""
+    """quantized: tensors for the result's rows, quantized as by `quantize_rows`, and for their scales."""
     out = torch.empty_like(x)
     n = x.shape[-1]
     num_rows = x.numel() // n

@@ -1,9 +1,9 @@
 """Keys and values in 8 bits: float8_e4m3fn, with a scale for each token and head of K, and of V.
 
-Scales are powers of two (float8_e8m0fnu, as in the OCP Microscaling Formats specification 1.0), the smallest with which
-the largest magnitude fits, so no calibration is needed, and what a token stores depends on that token alone: not on the
-chunks of its prompt, nor on what shares its block. A power of two costs e4m3 no precision, and dequantizing is exact in
-bfloat16, wherever it happens.
+Scales are powers of two (float8_e8m0fnu, as in the OCP Microscaling Formats specification 1.0): the smallest with which
+the largest magnitude fits. So no calibration is needed, and a token's stored KV depends on that token alone: not on how
+its prompt was chunked, nor on the other tokens of its block. A power of two costs e4m3 no precision, and dequantizing
+is exact in bfloat16, wherever it happens.
 
 In a cache, a head's `[block_size, head_dim]` elements are followed by its `block_size` scales, one byte each.
 """
@@ -15,9 +15,9 @@ from torch import Tensor
 
 DTYPE = torch.float8_e4m3fn
 _LARGEST_SCALE = 247
-"""Of the largest fp32, as e8m0: a float's exponent less the 8 of 448."""
+"""The scale, as e8m0, for the largest fp32: its exponent minus the 8 of 448."""
 _BEYOND_448 = 0x1FFFFF
-"""Added to a float's bits, carries into its exponent exactly if its mantissa is above that of 448, 1.75."""
+"""Added to a float's bits, carries into the exponent exactly if the mantissa exceeds 1.75, that of 448."""
 
 
 def is_quantized(cache: Tensor) -> bool:
@@ -31,7 +31,7 @@ def head_bytes(block_size: int, head_dim: int) -> int:
 
 
 def head_stride(cache: Tensor) -> int:
-    """Elements from one head's piece of a block to the next, of a cache [num_blocks, num_kv_heads, block_size,
+    """Elements between one head's piece of a block and the next, in a cache [num_blocks, num_kv_heads, block_size,
     head_dim]. torch may give a single head any stride."""
     block_size, head_dim = cache.shape[2:]
     return head_bytes(block_size, head_dim) if is_quantized(cache) else block_size * head_dim
@@ -54,7 +54,8 @@ def scales_of(cache: Tensor) -> Tensor:
 
 
 def quantize(heads: Tensor) -> tuple[Tensor, Tensor]:
-    """heads: [..., head_dim], floating. Returns float8_e4m3fn of the same shape, and the scales [...], uint8."""
+    """Quantize heads, [..., head_dim], of a floating dtype. Returns float8_e4m3fn of the same shape, and the scales,
+    [...], uint8."""
     exact = heads.float()
     peak = exact.abs().amax(-1)
     scales = (((peak.view(torch.int32) + _BEYOND_448) >> 23) - 8).clamp(1, _LARGEST_SCALE)
@@ -63,6 +64,7 @@ def quantize(heads: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(elements: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `quantize` stored, in `dtype`: exact in float32, and but for the tiniest numbers in bfloat16."""
+    """The values that `quantize` stored, in `dtype`: exact in float32, and in bfloat16 except for the tiniest
+    numbers."""
     factors = (scales.int() << 23).view(torch.float32)
     return (elements.float() * factors[..., None]).to(dtype)

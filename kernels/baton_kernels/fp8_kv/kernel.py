@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def head_stride(cache_ptr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Elements from one head of a block to the next."""
+    """Elements between one head of a block and the next."""
     stride = BLOCK_SIZE * HEAD_DIM
     if cache_ptr.dtype.element_ty == tl.float8e4nv:
         stride += BLOCK_SIZE
@@ -19,14 +19,15 @@ def head_stride(cache_ptr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def load_factors(cache_ptr, places, offsets, mask, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """The factors, fp32, of tokens at `offsets` of their blocks. cache_ptr: of the head; places: of the blocks."""
+    """The factors, fp32, of tokens at `offsets` in their blocks. cache_ptr: of the head. places: of the blocks."""
     scale_ptr = cache_ptr.to(tl.pointer_type(tl.uint8)) + BLOCK_SIZE * HEAD_DIM
     return factor_of(tl.load(scale_ptr + places + offsets, mask=mask, other=0))
 
 
 @triton.jit
 def dequantized(elements, factors, DTYPE: tl.constexpr):
-    """Exact in bf16. By way of fp16: a GPU has an instruction for that, while Triton takes a slow one to bf16."""
+    """The elements times their factors, exact in bf16. The conversion goes through fp16: a GPU has an instruction for
+    that, while Triton's conversion to bf16 is slow."""
     return (elements.to(tl.float16).to(tl.float32) * factors).to(DTYPE)
 
 
@@ -39,11 +40,11 @@ def scale_for(peak):
 
 @triton.jit
 def inverse_of(scale):
-    """The factor, fp32, with which elements are stored."""
+    """The factor, fp32, by which elements are multiplied before they are stored."""
     return ((254 - scale) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def factor_of(scale):
-    """The factor, fp32, of stored elements."""
+    """The factor, fp32, by which stored elements are multiplied."""
     return (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)

@@ -26,7 +26,7 @@ def _move_kernel(
     DIM_PADDED: tl.constexpr,
     GATHERS: tl.constexpr,
 ):
-    """Sizes of rows are not constexpr: they depend on how many layers a part has, and nothing may be compiled while
+    """The sizes of rows are not constexpr: they depend on how many layers a part has, and nothing may be compiled while
     serving."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -52,8 +52,8 @@ def _move_kernel(
 
 
 def move(gathers: bool, row_ids: Tensor, columns: Tensor, heads: Tensor, block_size: int, head_dim: int) -> None:
-    """Row `row_ids[i]` of columns [pool rows, num_heads * block_size * head_dim] to heads[i], or back. heads:
-    [num_rows, num_heads, head_bytes], uint8, contiguous."""
+    """Move row `row_ids[i]` of `columns` to `heads[i]` if `gathers`, else back. columns: [pool rows, num_heads *
+    block_size * head_dim]. heads: [num_rows, num_heads, head_bytes], uint8, contiguous."""
     num_rows, num_heads, _ = heads.shape
     _move_kernel[(num_rows, num_heads)](
         columns,

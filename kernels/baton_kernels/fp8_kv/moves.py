@@ -1,4 +1,4 @@
-"""Blocks that are quantized on their way out of a pool that is not, and dequantized on their way in."""
+"""Moves that quantize blocks on their way out of an unquantized pool, and dequantize them on their way in."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from baton_kernels.fp8_kv import dequantize, elements_of, head_bytes, quantize
 
 
 class QuantizingMoves:
-    """As `block_copy.PoolMoves`, but staging has each head's piece quantized: what a quantized pool would hold for the
-    same keys and values. Callable from any thread.
+    """Like `block_copy.PoolMoves`, but each head's piece is quantized in staging: it is what a quantized pool would
+    hold for the same keys and values. Callable from any thread.
 
     pool_bytes: [num_rows, row_bytes], uint8: rows of a pool of `dtype`, each one or more pieces [block_size, head_dim].
     An offset and a number of bytes are the pool's, and multiples of a piece's. Tensors and streams as for PoolMoves.
@@ -35,14 +35,14 @@ class QuantizingMoves:
     def scatter(
         self, row_ids: Tensor, num_rows: int, offset: int, num_bytes: int, staging: Tensor, stream: Any
     ) -> Callable[[], None]:
-        """Ids are unique."""
+        """row_ids: unique."""
         return partial(self._move, False, *self._ends(row_ids, num_rows, offset, num_bytes, staging), stream)
 
     def _ends(
         self, row_ids: Tensor, num_rows: int, offset: int, num_bytes: int, staging: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The ids; columns of the pool, [pool rows, num_heads * block_size * head_dim]; and staging as [num_rows,
-        num_heads, head_bytes], uint8."""
+        """The two ends of a move: the ids; columns of the pool, [pool rows, num_heads * block_size * head_dim]; and
+        staging as [num_rows, num_heads, head_bytes], uint8."""
         assert offset % self._piece_bytes == num_bytes % self._piece_bytes == 0
         num_heads, itemsize = num_bytes // self._piece_bytes, self._rows.element_size()
         columns = self._rows[:, offset // itemsize : (offset + num_bytes) // itemsize]

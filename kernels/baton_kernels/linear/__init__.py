@@ -72,6 +72,6 @@ def _tiling(x: Tensor, weight: Tensor, gated: bool) -> AnyTiling | None:
 
 @functools.cache
 def _num_sms(device: torch.device) -> int:
-    """SMs of a Hopper GPU; 0 for any other, as nothing was measured there."""
+    """The number of SMs of a Hopper GPU; 0 for any other GPU, since nothing was measured there."""
     properties = torch.cuda.get_device_properties(device)
     return properties.multi_processor_count if properties.major == 9 else 0

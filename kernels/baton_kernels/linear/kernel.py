@@ -19,14 +19,15 @@ from baton_kernels.pdl import launch_options
 
 @triton.jit
 def gated(gate, up, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
-    """activation(gate) * up, rounding gate, up and the activation as separate operations would; the product is fp32."""
+    """activation(gate) * up in fp32; gate, up and the activation are rounded as separate operations would round
+    them."""
     rounded = activated(gate.to(DTYPE).to(tl.float32), ACTIVATION).to(DTYPE).to(tl.float32)
     return rounded * up.to(DTYPE).to(tl.float32)
 
 
 @triton.jit
 def load_columns(ptrs, mask, EVEN: tl.constexpr):
-    """EVEN: all of them are there; else zeros for those that are not."""
+    """Load columns. EVEN: all of them exist; else masked ones are zeros."""
     if EVEN:
         return tl.load(ptrs)
     return tl.load(ptrs, mask=mask, other=0.0)

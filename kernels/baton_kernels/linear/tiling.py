@@ -1,4 +1,4 @@
-"""Chooses the kernel of a matmul by shapes alone, so that every call of a shape runs the same one.
+"""Chooses the kernel of a matmul by shapes alone, so that every call with the same shapes runs the same one.
 
 Timings are in microseconds on an H200 (132 SMs) with weights not in L2, cuBLAS's first: "15.3 to 13.6" is cuBLAS, then
 this kernel. For shapes that are not listed, cuBLAS is as fast or faster.
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 MAX_ROWS = 128
 KERNEL_ROWS = (1, 8, 16, 32, 64, 128, 2048)
-"""Numbers of rows that together run every kernel there is for a weight: after calling `linear` with each of them at
-startup, nothing is compiled later."""
+"""Numbers of rows that together run every kernel for a weight: after calling `linear` with each of them at startup,
+nothing is compiled later."""
 MAX_TILES = 1024  # tiles of a matmul with split columns: the number of counters
 SMALL = 1 << 20  # elements of a weight; for smaller ones there is nothing to gain
 
@@ -29,7 +29,7 @@ class RowTiling:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Few rows of x: a program multiplies `rows` of them, most often all, by `out` rows of the weight.
+    """Few rows of x: a program multiplies `rows` of them, usually all, by `out` rows of the weight.
 
     depth: columns per step, split among `slices` groups of warps.
     splits: programs that split the columns; the last to finish sums their parts.

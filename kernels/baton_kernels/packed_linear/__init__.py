@@ -1,8 +1,9 @@
-"""Matmuls on a CPU, with weights in the layout that oneDNN multiplies fastest: laid out once instead of in each call.
+"""Matmuls on a CPU, with weights in the layout that oneDNN multiplies fastest: packed once instead of in each call.
 
 On two cores with AVX512 (Zen 5, 9728 x 896 weights, 1 / 8 / 128 rows), `F.linear` takes 2.1 / 2.8 / 14.0 ms in fp32 and
-0.65 / 0.75 / 3.1 ms in bf16; the same products with packed weights take 0.83 / 0.96 / 5.4 ms and 0.42 / 0.46 / 2.6 ms,
-and with 8-bit weights and rows 0.25 / 0.27 / 1.3 ms. For few rows memory decides, so that 4 bits are faster still.
+0.65 / 0.75 / 3.1 ms in bf16. The same products with packed weights take 0.83 / 0.96 / 5.4 ms and 0.42 / 0.46 / 2.6 ms,
+and with 8-bit weights and rows 0.25 / 0.27 / 1.3 ms. For few rows, memory bandwidth decides, so that 4 bits are faster
+still.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """Made by `pack` or `pack_int8`. weight: in a layout of oneDNN's own, or int8 as it was, where oneDNN has none.
-    scale: [out_features], fp32, of int8 values; None: they are not. few: the same weight in 4 bits, for few rows."""
+    """Made by `pack` or `pack_int8`. weight: in oneDNN's own layout; or plain int8, for which oneDNN has none. scale:
+    [out_features], fp32, of int8 values; None: the values are not int8. few: the same weight in 4 bits, for few
+    rows."""
 
     weight: Tensor
     scale: Tensor | None
@@ -40,29 +42,30 @@ class PackedWeight:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether this machine has packed products of such a weight, [out_features, in_features]."""
+    """Whether this machine has packed products for such a weight, [out_features, in_features]."""
     return weight.device.type == "cpu" and onednn.has(weight.dtype)
 
 
 def can_pack_int8() -> bool:
-    """Whether this machine multiplies 8-bit numbers by 8-bit numbers, and sums them in 32 bits, in one instruction.
-    Others lose the ends of sums."""
+    """Whether this machine multiplies 8-bit numbers and sums the products in 32 bits, in one instruction. Other
+    machines saturate the sums."""
     return onednn.has(torch.int8)
 
 
 def has_bfloat16() -> bool:
-    """Whether this machine multiplies bf16 by bf16 in one instruction. Others convert to fp32 and back."""
+    """Whether this machine multiplies bf16 by bf16 in one instruction. Other machines convert to fp32 and back."""
     return onednn.has_instruction("avx512_bf16", "amx_bf16")
 
 
 def pack(weight: Tensor) -> PackedWeight:
-    """weight: [out_features, in_features], fp32 or bf16, not changed nor referred to. `can_pack` must hold."""
+    """Pack a weight, [out_features, in_features], fp32 or bf16. It is not changed or referred to. `can_pack` must
+    hold."""
     return PackedWeight(onednn.pack(weight), None, *weight.shape)
 
 
 def pack_int8(values: Tensor, scale: Tensor) -> PackedWeight:
-    """values: [out_features, in_features], int8, not changed nor referred to. scale: [out_features] or [out_features,
-    1], fp32."""
+    """Pack int8 values, [out_features, in_features], which are not changed or referred to. scale: [out_features] or
+    [out_features, 1], fp32."""
     packed = onednn.pack_int8(values) if can_pack_int8() else values.clone()
     return PackedWeight(packed, scale.float().reshape(-1).contiguous(), *values.shape)
 

@@ -1,5 +1,5 @@
-"""packed_linear of few rows with weights of 4 bits, which are a quarter of what is read for them in bf16, through
-torch's kernel of weight-only quantization (`aten/src/ATen/native/cpu/int4mm_kernel.cpp`)."""
+"""packed_linear of few rows with 4-bit weights, a quarter of the bytes of bf16 weights, through torch's kernel for
+weight-only quantization (`aten/src/ATen/native/cpu/int4mm_kernel.cpp`)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from baton_kernels.packed_linear.onednn import has_instruction
 
 FEW_ROWS = 4
-"""The kernel takes rows by fours, and two fours take longer than oneDNN's product in bf16 (Zen 5, all layers of a model
-of 0.5B: 6.2, 9.2 and 17.4 ms for 1, 4 and 6 rows, in bf16 17 to 18)."""
+"""The kernel takes rows by fours, and two fours take about as long as oneDNN's product in bf16 (Zen 5, all layers of a
+0.5B model: 6.2, 9.2 and 17.4 ms for 1, 4 and 6 rows; 17 to 18 in bf16)."""
 _GROUPS = (256, 128, 64, 32)
 ROWS = 64
 """In so many of the weight's, torch packs them."""
 _TILES = 2
-"""Of the packed form: without a meaning on a CPU."""
+"""A parameter of the packed form, without meaning on a CPU."""
 _MIDDLE = 8
 
 _aten: Any = torch.ops.aten
@@ -26,8 +26,8 @@ _aten: Any = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Int4Weight:
-    """`(code - 8) * scale + offset`. codes: in a form of torch's own. scales: [in_features / group, out_features, 2],
-    bf16: scale and offset."""
+    """A weight of values `(code - 8) * scale + offset`. codes: in torch's own packed form. scales: [in_features /
+    group, out_features, 2], bf16: scale and offset."""
 
     codes: Tensor
     scales: Tensor

@@ -1,9 +1,9 @@
 """Matmuls with quantized weights: fp8 and int8 with a scale per row, or per group of columns; 4 bits in groups.
 
-On a GPU, few rows of x are multiplied as they are, by values that a kernel converts in registers; those of 4 bits in
-groups of 128 fastest once they are in the order of `arrange`. For more rows of x, a
-weight with 8 bits and a scale per row is multiplied in its own type, by x quantized with a scale per row; other weights
-are converted to x's dtype as a whole, in memory, and left to cuBLAS. On a CPU, x is never quantized.
+On a GPU, few rows of x are multiplied as they are: a kernel converts the weight's values in registers. For 4 bits in
+groups of 128, the order of `arrange` is fastest. For more rows of x, an 8-bit weight with a scale per row is multiplied
+in its own dtype, by x quantized with a scale per row; other weights are converted to x's dtype as a whole, in memory,
+and left to cuBLAS. On a CPU, x is never quantized.
 """
 
 from __future__ import annotations
@@ -48,36 +48,37 @@ __all__ = [
 
 
 QuantizedRows = tuple[Tensor, Tensor]
-"""[num_rows, n] of fp8 or int8, and a scale for each, [num_rows, 1], fp32."""
+"""Rows, [num_rows, n], fp8 or int8, and a scale for each row, [num_rows, 1], fp32."""
 _QUANTIZED = "baton_quantized_rows"
 
 
 def with_quantized_rows(x: Tensor, quantized: QuantizedRows) -> Tensor:
-    """x, with its own rows quantized: the products that take this very tensor need not quantize it again. A kernel that
-    has the rows in registers anyway, such as a norm's, makes them for less than one that has to read them."""
+    """Attach x's quantized rows to x, and return x: products that get this very tensor need not quantize it again. A
+    kernel that has the rows in registers anyway, such as a norm's, quantizes them more cheaply than one that has to
+    read them."""
     setattr(x, _QUANTIZED, quantized)
     return x
 
 
 def quantized_rows(x: Tensor) -> QuantizedRows | None:
-    """What `with_quantized_rows` has put there."""
+    """The rows that `with_quantized_rows` has attached to x; None: there are none."""
     found: QuantizedRows | None = x.__dict__.get(_QUANTIZED)
     return found
 
 
 Scales = tuple[Tensor, Tensor]
-"""What the rows and the columns of a product have yet to be multiplied by: [num_rows, 1] and [n], fp32."""
+"""Scales by which the rows and the columns of a product are still to be multiplied: [num_rows, 1] and [n], fp32."""
 _SCALES = "baton_scales"
 
 
 def with_scales_left(x: Tensor, scales: Scales) -> Tensor:
-    """x, for a reader that multiplies by the scales."""
+    """Attach scales to x, and return x, for a reader that multiplies by them."""
     setattr(x, _SCALES, scales)
     return x
 
 
 def scales_left(x: Tensor) -> Scales | None:
-    """What `with_scales_left` has put there; None: x is complete."""
+    """The scales that `with_scales_left` has attached to x; None: x is complete."""
     found: Scales | None = x.__dict__.get(_SCALES)
     return found
 
@@ -126,7 +127,7 @@ def activated_linear(
 ) -> Tensor:
     """Return `linear(gated_activation(gate_up, activation), weight, bias)`.
 
-    gate_up: [..., 2 * in_features], contiguous. Where x is quantized, the activation is part of that kernel.
+    gate_up: [..., 2 * in_features], contiguous. Where the result of the activation is quantized, one kernel does both.
     """
     assert gate_up.shape[-1] == 2 * weight.in_features
     rows = gate_up.reshape(-1, gate_up.shape[-1])
@@ -139,12 +140,12 @@ def activated_linear(
 
 
 def unscaled_activated_linear(gate_up: Tensor, activation: Activation, weight: QuantizedWeight, one: Tensor) -> Tensor:
-    """`activated_linear` for `rms_norm`, which must be all that reads the result: the scales of up to 256 rows are left
-    to the norm (`scales_left`). For Llama 3.1 8B's down of 256 rows, cuBLAS takes 37.4 us with a scale for each row and
-    27.5 without, and our kernel 29; of more rows, what it gains is lost in the norm.
+    """`activated_linear` for `rms_norm`, which must be the only reader of the result: the norm applies the scales of up
+    to 256 rows (`scales_left`). For Llama 3.1 8B's down with 256 rows, cuBLAS takes 37.4 us with a scale per row and
+    27.5 without, and our kernel 29; with more rows, the norm loses what cuBLAS gains.
 
-    gate_up: bf16; in fp16, a sum of unscaled products may be infinite. weight: of fp8, with a scale for each row. one:
-    a 1 on the device, fp32.
+    gate_up: bf16; in fp16, a sum of unscaled products may be infinite. weight: fp8, with a scale per row. one: a 1 on
+    the device, fp32.
     """
     assert gate_up.dtype == torch.bfloat16
     rows = gate_up.reshape(-1, gate_up.shape[-1])
@@ -158,7 +159,7 @@ def unscaled_activated_linear(gate_up: Tensor, activation: Activation, weight: Q
 
 
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """[out_features, in_features]: what the weight stands for, each product of value and scale rounded to `dtype`."""
+    """The dequantized weight, [out_features, in_features]; each product of value and scale is rounded to `dtype`."""
     if not weight.values.is_cuda:
         return reference.dequantize(weight, dtype)
     from baton_kernels.quantized_linear.dequantize_kernel import dequantize as kernel
@@ -196,7 +197,7 @@ def _linear(
 
 
 def _in_type_of(weight: QuantizedWeight, x: Tensor, quantized: QuantizedRows | None) -> QuantizedRows:
-    """x in the weight's type, which may have been made already."""
+    """x quantized to the weight's dtype. quantized: that result, if it exists already."""
     if quantized is not None and quantized[0].dtype == weight.values.dtype:
         return quantized
     from baton_kernels.quantized_linear.quantize_rows_kernel import quantize_rows
@@ -207,7 +208,7 @@ def _in_type_of(weight: QuantizedWeight, x: Tensor, quantized: QuantizedRows | N
 def _quantized_product(
     values: Tensor, scale: Tensor, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Of quantized rows: values of the weight's dtype, with a scale each."""
+    """The product of quantized rows: values in the weight's dtype, with a scale per row."""
     if (tiling := _tiling(values, weight, gated=False)) is not None:
         from baton_kernels.quantized_linear import kernel
 
@@ -236,6 +237,7 @@ def _few_rows(
 
 
 def _keeps_x(weight: QuantizedWeight) -> bool:
-    """Whether x is not quantized, however many rows it has: the weight has 8 bits, and more than a scale per row."""
+    """Whether x is never quantized, however many rows it has: the weight has 8 bits, and more than one scale per
+    row."""
     in_groups = weight.group > 0 and weight.values.dtype == torch.int8
     return not weight.four_bits and (in_groups or weight.zero is not None)

@@ -1,4 +1,4 @@
-"""Quantized weights as plain ones, as a Triton kernel."""
+"""Dequantizes weights, as a Triton kernel."""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
@@ -33,7 +33,7 @@ def _dequantize_kernel(
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """PACKED_COLUMNS: 0, if values have a byte each."""
+    """PACKED_COLUMNS: see `pack_halves`; 0: each value has a byte."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     mask = (row < out_features) & (column < in_features)
@@ -82,7 +82,7 @@ def _dequantize_four_bits_kernel(
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """256 columns of some features, whose bytes are in the order of `FourBitWeight`."""
+    """Dequantizes 256 columns of some features, whose bytes are in the order of `FourBitWeight`."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     step = tl.program_id(1)
     column = tl.arange(0, 256)[None, :]

@@ -9,17 +9,17 @@ from baton_kernels import pdl
 from baton_kernels.quantized_linear.weights import FourBitWeight, QuantizedWeight, unpack_halves
 
 GROUP = 128
-"""Columns with one scale."""
+"""How many columns share a scale."""
 STEP = 2 * GROUP
-"""Columns of a step of the kernel, whose codes share bytes."""
+"""Columns of a step of the kernel; the codes of its two groups share bytes."""
 _PADDING = 128
-"""Scales after the last row of a group, which a tile that is not full reads, and does not use."""
+"""Scales after the last row of a group: a tile that is not full reads them, but does not use them."""
 HALVES = (torch.float16, torch.bfloat16)
-"""Of x, and of scales."""
+"""The possible dtypes of x, and of scales."""
 
 
 def can_arrange(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
-    """Whether there is such an order of the weight, and on its device a kernel for it and x of `dtype`."""
+    """Whether the weight can be arranged, and its device has a kernel for that and for x of `dtype`."""
     device = weight.values.device
     if dtype not in HALVES or not pdl.supported(device) or torch.cuda.get_device_capability(device)[0] != 9:
         return False
@@ -27,13 +27,13 @@ def can_arrange(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
 
 
 def has_order(weight: QuantizedWeight) -> bool:
-    """On any device. Features go in eights, of the gate and of up as well."""
+    """Whether the weight can be arranged, on any device. Features come in eights, those of gate and of up as well."""
     fits = weight.in_features % STEP == 0 and weight.out_features % 16 == 0 and weight.scale_rows == 1
     return weight.four_bits and weight.group == GROUP and fits and weight.scale.dtype in HALVES
 
 
 def arrange(weight: QuantizedWeight) -> FourBitWeight:
-    """`has_order` must hold. The weight is not changed nor referred to."""
+    """The arranged weight; `has_order` must hold. The given weight is not changed or referred to."""
     assert has_order(weight)
     steps = weight.values.view(weight.out_features, -1, 2, 4, 2, 4, 2)  # columns: h, j, q, t, p
     words = steps.permute(0, 1, 5, 2, 3, 6, 4).contiguous().view(weight.out_features, -1).view(torch.int32)
@@ -47,7 +47,7 @@ def arrange(weight: QuantizedWeight) -> FourBitWeight:
 
 
 def dequantize(weight: FourBitWeight, dtype: torch.dtype) -> Tensor:
-    """[out_features, in_features]: what the weight stands for, each product of value and scale rounded to `dtype`."""
+    """The dequantized weight, [out_features, in_features]; each product of value and scale is rounded to `dtype`."""
     if weight.words.is_cuda:
         from baton_kernels.quantized_linear.dequantize_kernel import dequantize_four_bits
 

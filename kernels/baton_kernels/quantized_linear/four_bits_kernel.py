@@ -1,11 +1,11 @@
 """Matmuls of few rows with 4-bit weights in groups of 128, in Gluon: codes become numbers in the registers from which
 the tensor cores take them.
 
-A step has 256 columns, two groups, whose codes share bytes; see `tile_programs` for what copies and multiplies.
+A step has 256 columns: two groups, whose codes share bytes. `tile_programs` says which warps copy and which multiply.
 
-Whatever else is done, a warp has to turn its codes into numbers: 5 logic and 4 floating point instructions for 8 of
-them. The bits of a code, taken for a 16-bit float, are so small that its exponent is 0; such floats are spaced evenly,
-so one exact multiplication and addition makes any multiple of `code - zero` of them.
+In any case, a warp has to turn its codes into numbers, which takes 5 logic and 4 floating point instructions for 8
+codes. The bits of a code, read as a 16-bit float, are so small that the exponent is 0. Such floats are evenly spaced,
+so one exact multiply-add turns them into any multiple of `code - zero`.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -34,10 +34,10 @@ from baton_kernels.quantized_linear.tile_programs import Programs, TileTiling, f
 from baton_kernels.quantized_linear.weights import FourBitWeight
 
 ROWS_IN_PARTS = 128
-"""So many rows of x are copied in two parts: a program's first product begins earlier, and a layer of Llama 3.1 8B
+"""This many rows of x are copied in two parts: a program's first product begins earlier, and a layer of Llama 3.1 8B
 takes an H200 135 us instead of 139."""
 
-# The low halves of bytes times HUGE, less their zero times HUGE; and the high halves: 0x7f00 is 2 ** 127 in bf16.
+# Computes (half - zero) * huge for the low and for the high halves of bytes; 0x7f00 is 2 ** 127 in bf16.
 _DECODE_BF16 = gl.constexpr("""
 {
     .reg .b32 low, high, shifted, a, b, huge, minus_huge;
@@ -69,7 +69,7 @@ _DECODE_FP16 = gl.constexpr(
     .replace("0xff00ff00", "0xf800f800")
 )  # fmt: skip
 
-# A lane has 8 adjacent words of a feature, 32 bytes, and the same of the feature 8 below.
+# A lane has 8 adjacent words of a feature, 32 bytes, and the same words of the feature 8 below.
 _WORDS = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [8, 0]],
@@ -83,14 +83,14 @@ _WORDS = gl.constexpr(
 
 @gluon.jit
 def _operand(a, b, c, d, LEFT: gl.constexpr):
-    """[64, 128], of the elements of words, in the order of `four_bits.arrange`."""
+    """Join the numbers of words, which are in the order of `four_bits.arrange`, into an operand, [64, 128]."""
     split = gl.join(gl.join(a, b), gl.join(c, d)).reshape([64, 4, 2, 4, 2, 2])
     return gl.convert_layout(split.permute([0, 2, 3, 5, 1, 4]).reshape([64, 128]), LEFT, assert_trivial=True)
 
 
 @gluon.jit
 def _numbers(words, low_scale, high_scale, DTYPE: gl.constexpr):
-    """Of 4 low halves and of 4 high ones. The scales' last bits are the zeros."""
+    """The numbers of a word's 4 low halves and 4 high halves. The lower bits of a scale's word are the zero point."""
     if gl.bfloat16 == DTYPE:
         numbers = gl.inline_asm_elementwise(
             _DECODE_BF16, "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r", [words, low_scale[:, None], high_scale[:, None]],
@@ -106,7 +106,7 @@ def _numbers(words, low_scale, high_scale, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _scale(word, SCALE_DTYPE: gl.constexpr, DTYPE: gl.constexpr, HIGH: gl.constexpr):
-    """The first 16 bits, times what numbers are too small by."""
+    """The scale in a word's upper 16 bits, times the factor by which the numbers are too small."""
     SMALL: gl.constexpr = (4.0 if HIGH else 64.0) if gl.bfloat16 == DTYPE else (32.0 if HIGH else 512.0)
     return (word >> 16).to(gl.int16).to(SCALE_DTYPE, bitcast=True).to(gl.float32) * SMALL
 
@@ -127,7 +127,8 @@ def _produce(
     GATED: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """A program that has its codes copied before the wait for x is 1 us later than one that has the first of them."""
+    """Copy the program's codes and rows of x, step by step. Only the first step's codes are copied before the wait for
+    x: copying all stages' before it makes a program 1 us slower."""
     first, end = share(num_steps)
     for step in range(first, end):
         turn = step - first
@@ -176,10 +177,11 @@ def _consume(
     ACTIVATION: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """GROUP: of warps, which has its own features of a tile. The next scales are loaded while these are used.
+    """GROUP: the number of this group of warps, which has its own features of a tile. The next scales are loaded while
+    the current ones are used.
 
-    Where the loads of scales stand is a matter of measurement: of 1, 16, 32, and 64 rows, qkv, o, gate_up, and down
-    together take 47, 49, 65, and 87 us with the loads before the wait, 50, 52, 63, and 81 after it.
+    The place of these loads was chosen by measurement: with 1, 16, 32, and 64 rows, qkv, o, gate_up, and down together
+    take 47, 49, 65, and 87 us with the loads before the wait, and 50, 52, 63, and 81 after it.
     """
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
     GATED: gl.constexpr = ACTIVATION is not None
@@ -212,7 +214,7 @@ def _consume(
         x, high_x = xs.index(2 * buffer).permute([1, 0]), xs.index(2 * buffer + 1).permute([1, 0])
         low_factor = gl.convert_layout(_scale(low_scale, SCALE_DTYPE, DTYPE, False), FEATURES, assert_trivial=True)
         high_factor = gl.convert_layout(_scale(high_scale, SCALE_DTYPE, DTYPE, True), FEATURES, assert_trivial=True)
-        if ROWS == 8:  # with more rows it takes 5 to 9% longer to have both under way
+        if ROWS == 8:  # with more rows, having both under way takes 5 to 9% longer
             part = warpgroup_mma(low, x, nothing, use_acc=False, is_async=True)
             high_part = warpgroup_mma(high, high_x, nothing, use_acc=False, is_async=True)
             part, high_part, low, high = warpgroup_mma_wait(0, deps=[part, high_part, low, high])
@@ -257,7 +259,7 @@ def _four_bits_kernel(
     ACTIVATION: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """X_PARTS: how many copies bring a step's columns of x. REGISTERS: of a thread of the second group of warps."""
+    """X_PARTS: in how many copies a step's columns of x arrive. REGISTERS: of a thread in the second group of warps."""
     GATED: gl.constexpr = ACTIVATION is not None
     EIGHTHS: gl.constexpr = 4 if GATED else 8
     x_buffers = gl.allocate_shared_memory(
@@ -313,8 +315,8 @@ def _four_bits_kernel(
 
 
 def choose(num_rows: int, gated: bool) -> TileTiling:
-    """Shared memory is for `stages` of 512 bytes a row of x and 8192 a group. With one more, 8 rows take 3% longer: the
-    next kernel's programs, which start while these end, have no room.
+    """Shared memory holds `stages` stages of 512 bytes per row of x and 8192 per group. With one more stage, 8 rows
+    take 3% longer: the next kernel's programs, which start while these end, have no room.
 
     Timed as in `tiling`, for 1, 16, 32, 64, and 128 rows: 7.0, 5.6, 22.1, 12.5; 7.4, 6.6, 21.9, 12.6; 10.0, 8.0, 26.3,
     16.7; 13.0, 11.1, 36.1, 20.8; 22.0, 19.5, 53.6, 34.9.

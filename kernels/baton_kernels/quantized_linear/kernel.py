@@ -1,6 +1,7 @@
-"""Matmuls of few rows with quantized weights, in Triton. A weight is read once, in its stored size.
+"""Matmuls of few rows with quantized weights, in Triton. A weight is read once, as it is stored.
 
-Values become x's dtype in registers; or x is quantized too, and the tensor cores multiply fp8 by fp8, or int8 by int8.
+Values are converted to x's dtype in registers; or x is quantized, too, and the tensor cores multiply fp8 by fp8, or
+int8 by int8.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -20,8 +21,8 @@ from baton_kernels.quantized_linear.weights import QuantizedWeight
 
 @triton.jit
 def _nibbles_to_bf16(codes):
-    """The low and the high halves of four bytes at a time, each plus 128: 0x4300 is 128, and its last bits count
-    ones."""
+    """The low and the high halves of four bytes at a time, each plus 128: 0x4300 is 128, and its last bits are
+    units."""
     return tl.inline_asm_elementwise(
         """
         {
@@ -45,7 +46,7 @@ def _nibbles_to_bf16(codes):
 
 @triton.jit
 def _halves(codes, zero, high_zero, DTYPE: tl.constexpr, PACKED: tl.constexpr):
-    """The values of the low and of the high halves of bytes, exactly. zero: what a value of 0 is coded as."""
+    """The exact values of the low and of the high halves of bytes. zero: the code of the value 0."""
     if PACKED:
         low, high = _nibbles_to_bf16(codes)
         return low - (zero + 128).to(tl.bfloat16), high - (high_zero + 128).to(tl.bfloat16)
@@ -86,10 +87,10 @@ def _tile_kernel(
     PDL: tl.constexpr,
 ):
     """`weight @ x.T`, as in `linear.kernel`: the many rows of the weight are the tensor cores' M dimension. The last
-    dimension of the grid is blocks of ROWS rows of x.
+    dimension of the grid counts blocks of ROWS rows of x.
 
-    PACKED_COLUMNS: see `pack_halves`; 0: a column is a byte. A step has DEPTH columns; of packed ones, half of them are
-    PACKED_COLUMNS / 2 after the others.
+    PACKED_COLUMNS: see `pack_halves`; 0: each value has a byte. A step has DEPTH columns; with packed values, half of
+    them are PACKED_COLUMNS / 2 columns after the others.
     """
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     FOUR_BITS: tl.constexpr = PACKED_COLUMNS > 0
@@ -122,7 +123,7 @@ def _tile_kernel(
         low = start
         if FOUR_BITS and DEPTH < PACKED_COLUMNS:
             low = start // PACKED_COLUMNS * PACKED_COLUMNS + start % PACKED_COLUMNS // 2
-            low = tl.multiple_of(low, WIDTH)  # else the compiler takes it for any number, and loads x value by value
+            low = tl.multiple_of(low, WIDTH)  # else the compiler assumes any number, and loads x value by value
         x = tl.load(x_ptrs + low, mask=x_mask, other=0.0)
         x_high = tl.load(x_ptrs + low + HALF, mask=x_mask, other=0.0) if FOUR_BITS else x
         group = low // GROUP if GROUP else 0
@@ -197,10 +198,10 @@ def _add_products(
     ROUND_SCALED: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """sums, [OUT, ROWS], and the products of one step.
+    """`sums`, [OUT, ROWS], plus the products of one step.
 
     ROUND_SCALED: 4-bit values are scaled, and rounded, before their products are summed. With many rows there are too
-    few registers for one more tile of sums: 75 to 127 us at 128 rows, for gate and up.
+    few registers for one more tile of sums, which takes 127 us instead of 75 at 128 rows, for gate and up.
     """
     if FOUR_BITS:
         zero = tl.load(zero_ptrs + group)[:, None].to(tl.float32) if HAS_ZERO else tl.full([1, 1], 8.0, tl.float32)

@@ -1,4 +1,4 @@
-"""Rows quantized with one scale each, optionally after a gated activation, as a Triton kernel."""
+"""Quantizes rows with one scale each, optionally after a gated activation, as a Triton kernel."""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
@@ -21,12 +21,13 @@ def _larger(a, b):
 
 @triton.jit
 def store_quantized(x, out_ptrs, scale_ptrs, mask, row_mask, LARGEST: tl.constexpr, ROUND: tl.constexpr):
-    """x: [rows, columns], fp32, zeros where masked. A NaN makes its row's scale one: int8 has none."""
+    """Quantize and store rows. x: [rows, columns], fp32, zeros where masked. A NaN makes its row's scale NaN, because
+    int8 has no NaN."""
     largest = _larger(tl.reduce(tl.abs(x), 1, _larger), 1e-12)[:, None]
     tl.store(scale_ptrs, largest / LARGEST, mask=row_mask)
-    quantized = x * (LARGEST / largest)  # rounding may bring it beyond LARGEST, but not to where the cast gives more
+    quantized = x * (LARGEST / largest)  # rounding may exceed LARGEST, but not so far that the cast does
     if ROUND:
-        quantized = tl.where(quantized < 0, quantized - 0.5, quantized + 0.5)  # the cast cuts
+        quantized = tl.where(quantized < 0, quantized - 0.5, quantized + 0.5)  # the cast truncates
     tl.store(out_ptrs, quantized.to(out_ptrs.dtype.element_ty), mask=mask)
 
 
@@ -59,8 +60,8 @@ def _quantize_rows_kernel(
 
 
 def quantize_rows(x: Tensor, activation: str | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[num_rows, n] of `dtype`, float8_e4m3fn or int8, and [num_rows, 1] of fp32. x: [num_rows, n], contiguous rows, or
-    [num_rows, 2 * n] with an activation."""
+    """Quantized rows, [num_rows, n] of `dtype`, float8_e4m3fn or int8, and their scales, [num_rows, 1], fp32. x:
+    [num_rows, n], contiguous rows, or [num_rows, 2 * n] with an activation."""
     num_rows = x.shape[0]
     n = x.shape[1] if activation is None else x.shape[1] // 2
     out = torch.empty((num_rows, n), dtype=dtype, device=x.device)

@@ -11,7 +11,7 @@ from baton_kernels.quantized_linear.weights import LARGEST, QuantizedWeight, unp
 
 
 def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    if weight.by_rows and x.dtype != torch.float32:  # a scale per row may wait for the sum, which saves a pass in fp32
+    if weight.by_rows and x.dtype != torch.float32:  # scaling the sums by rows saves a pass over the weight in fp32
         out = F.linear(x, weight.values.to(x.dtype)) * weight.scale.view(-1)
         return (out if bias is None else out + bias).to(x.dtype)
     return F.linear(x, dequantize(weight, x.dtype), bias)
@@ -22,7 +22,8 @@ def gated_linear(x: Tensor, weight: QuantizedWeight, activation: Activation, bia
 
 
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """[out_features, in_features] of `dtype`: exact in fp32, but for the rounding of the product."""
+    """The dequantized weight, [out_features, in_features] of `dtype`: exact in fp32, except for rounding the
+    product."""
     codes = unpack_halves(weight.values, weight.packed_columns) if weight.four_bits else weight.values
     values = codes.float()
     zero = weight.zero if weight.zero is not None else 8 if weight.four_bits else None

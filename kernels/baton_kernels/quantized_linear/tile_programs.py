@@ -1,10 +1,10 @@
-"""How a matmul of few rows is divided among programs, and how they end.
+"""How a matmul of few rows is divided among programs, and how programs store their results.
 
-In a program one warp has the tensor memory accelerator copy tiles, of x and of the weight; one or two groups of 4 warps
-multiply 64 features each by all rows of x, at their own pace. Several programs may divide the columns of a tile.
+In each program, one warp makes the tensor memory accelerator copy tiles of x and of the weight; one or two groups of 4
+warps multiply 64 features each by all rows of x, at their own pace. Several programs may divide the columns of a tile.
 
-Equal shares of all tiles for as many programs as there is room for (Osama et al., "Stream-K", 2023) take 10 to 15%
-longer: more tiles are sums of several programs then.
+Giving equal shares of all tiles to as many programs as there is room for (Osama et al., "Stream-K", 2023) takes 10 to
+15% longer: more tiles are then summed from several programs.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -26,22 +26,22 @@ from baton_kernels.linear.kernel import arrival_counters, gated
 from baton_kernels.linear.tiling import MAX_TILES
 
 OUT = 64
-"""Features of a group of warps: 16 of each."""
+"""Features of a group of 4 warps, 16 for each warp."""
 _COPYING_REGISTERS = 24
-"""Of a thread that copies."""
+"""Registers of a thread that copies."""
 
 
 @gluon.jit
 def share(num_steps):
-    """The first step of this program, and the last plus one."""
+    """The program's steps: [first, end)."""
     split, num_splits = gl.program_id(2), gl.num_programs(2)
     return num_steps * split // num_splits, num_steps * (split + 1) // num_splits
 
 
 @gluon.jit
 def row_of(own, index, out_features, GATED: gl.constexpr):
-    """Of the weight, for a row of the 64 of a tile. With an activation, each 16 are 8 features of the gate and the same
-    of up, so that a thread has both."""
+    """The weight's row for one of the 64 rows of a tile. With an activation, every 16 rows are 8 features of the gate
+    and the same 8 of up, so that one thread has both."""
     eighth = index // 16 * 8 + index % 8
     return own * 32 + eighth + index // 8 % 2 * out_features if GATED else own * 64 + index
 
@@ -61,7 +61,8 @@ def finish(
     HAS_BIAS: gl.constexpr,
     ACTIVATION: gl.constexpr,
 ):
-    """Store the sums of a tile, [64, ROWS]; of several programs', the last that is done adds all. own: the tile."""
+    """Store the sums of a tile, [64, ROWS]. If several programs share the tile, the last one to finish adds all their
+    sums. own: the number of the tile."""
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
     GATED: gl.constexpr = ACTIVATION is not None
     PART: gl.constexpr = 64 * ROWS
@@ -99,8 +100,9 @@ def finish(
 
 @dataclass(frozen=True, slots=True)
 class TileTiling:
-    """rows: of x, in every program. groups: of warps that multiply. programs: on an SM at a time, for which a thread
-    starts with `registers`. least_steps: of a program that divides the columns with others."""
+    """rows: how many rows of x a program has. groups: groups of 4 warps that multiply. programs: how many run on an SM
+    at a time, with `registers` registers per thread at the start. least_steps: the fewest steps of a program that
+    divides the columns with others."""
 
     rows: int
     groups: int
@@ -111,15 +113,15 @@ class TileTiling:
 
     @property
     def registers_of_second(self) -> int:
-        """A thread's of the second group, once those that copy have given theirs up; in eights, as the hardware has
-        them."""
+        """Registers of a thread in the second group of warps, once the threads that copy have given theirs up; a
+        multiple of 8, as the hardware requires."""
         warps = 4 * self.groups
         return min(240, (self.registers * (warps + 4) - _COPYING_REGISTERS * 4) // warps // 8 * 8)
 
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """Of a launch: how many, and what they write. out: [num_rows, features]."""
+    """The programs of a launch, and the tensors that they write. out: [num_rows, features]."""
 
     grid: tuple[int, int, int]
     out: Tensor
@@ -137,7 +139,7 @@ class Programs:
         device: torch.device,
         dtype: torch.dtype,
     ) -> Programs:
-        """out_features: of the weight. dtype: of the results."""
+        """Divide a matmul among programs. out_features: of the weight. dtype: of the results."""
         out = torch.empty((num_rows, out_features // (1 if activation is None else 2)), dtype=dtype, device=device)
         row_blocks, tiles = triton.cdiv(num_rows, tiling.rows), triton.cdiv(out_features, OUT * tiling.groups)
         room = tiling.programs * num_sms(device) // (tiles * row_blocks)
@@ -158,8 +160,8 @@ class Programs:
 
 
 def weight_descriptor(weight: Tensor, gated: bool, columns: int) -> TensorDescriptor:
-    """For tiles of 64 rows, in the order of `row_of`, of [out_features, n] elements. columns: of a tile, 128 bytes.
-    Features go in eights, of the gate and of up as well."""
+    """A descriptor of [out_features, n] elements, for tiles of 64 rows in the order of `row_of`. columns: of a tile,
+    128 bytes. Features come in eights, those of gate and of up as well."""
     out_features, width = weight.shape
     sums = 2 if gated else 1
     features = out_features // sums

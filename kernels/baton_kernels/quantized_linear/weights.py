@@ -1,4 +1,4 @@
-"""Quantized weights as the kernels read them, and what they stand for."""
+"""Quantized weights as the kernels read them, and the values that they stand for."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 
 LARGEST = {torch.float8_e4m3fn: 448, torch.int8: 127}
-"""The largest value that a row is scaled to."""
+"""A row is scaled so that its largest magnitude becomes this value."""
 PACKED_COLUMNS = 256
-"""Columns within which 4-bit codes are packed, if all of a row have one scale."""
+"""Columns within which 4-bit codes are packed, if a row has one scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
     """`(value - zero) * scale`, for [out_features, in_features] values.
 
-    values: [out_features, in_features] of float8_e4m3fn or int8; or [out_features, in_features / 2] of uint8, which
-        `pack_halves` made of codes from 0 to 15.
+    values: [out_features, in_features], float8_e4m3fn or int8; or [out_features, in_features / 2], uint8, codes from 0
+        to 15 that `pack_halves` has packed.
     scale: [out_features / scale_rows, in_features / group]; one column if group is 0. fp32, or a 16-bit dtype.
-    zero: [out_features, in_features / group], of uint8 (4-bit codes) or int8, or None: 8 for 4-bit codes, else 0.
-    group: columns with one scale; 0: all. scale_rows: rows with one scale.
+    zero: [out_features, in_features / group], uint8 (4-bit codes) or int8; None: 8 for 4-bit codes, else 0.
+    group: how many columns share a scale; 0: all. scale_rows: how many rows share a scale.
     """
 
     values: Tensor
@@ -44,7 +44,8 @@ class QuantizedWeight:
 
     @property
     def by_rows(self) -> bool:
-        """Whether values of 8 bits have one scale per row, so that their products with quantized rows can be summed."""
+        """Whether 8-bit values have one scale per row, so that their products with quantized rows can be summed before
+        scaling."""
         return not (self.four_bits or self.group or self.scale_rows > 1 or self.zero is not None)
 
     @property
@@ -54,13 +55,13 @@ class QuantizedWeight:
 
 @dataclass(frozen=True, slots=True)
 class FourBitWeight:
-    """4-bit values in groups of 128 columns, as `four_bits.arrange` makes it.
+    """4-bit values in groups of 128 columns, in the order of `four_bits.arrange`.
 
-    words: [out_features, in_features / 8], int32. Of each 256 columns, those of the first group are the low halves of
-        bytes, the others the high ones: column 64h + 16j + 8q + 2t + p of a group, whose digits h, q, p are 0 or 1,
-        and t and j 0 to 3, is in byte 32t + 16h + 4j + 2p + q. So a lane, t, finds side by side what it holds of a
-        matrix of 16 columns, j, and two words are shifted less to be unpacked.
-    scales: [in_features / 128, at least out_features], int32: 16 bits of scale, then 16 of its zero.
+    words: [out_features, in_features / 8], int32. Of every 256 columns, the first group's are the low halves of bytes,
+        the second group's the high halves. Column 64h + 16j + 8q + 2t + p of a group, with digits h, q, p of 0 or 1
+        and t, j of 0 to 3, is in byte 32t + 16h + 4j + 2p + q. So a lane, t, finds side by side what it holds of a
+        matrix of 16 columns, j, and unpacking two words takes fewer shifts.
+    scales: [in_features / 128, at least out_features], int32: 16 bits of scale, then 16 bits of zero point.
     scale_dtype: fp16 or bf16.
     """
 
@@ -78,15 +79,16 @@ class FourBitWeight:
 
 
 def packed_columns(in_features: int, group: int) -> int:
-    """Columns within which 4-bit codes are packed: two groups, so that a byte's halves belong to neighbours; one, if
-    their number is odd."""
+    """Columns within which 4-bit codes are packed: two groups, so that a byte's halves belong to adjacent groups; or
+    one group if their number is odd."""
     pair = 2 * group or PACKED_COLUMNS
     return pair if in_features % pair == 0 else group or in_features
 
 
 def pack_halves(codes: Tensor, columns: int) -> Tensor:
-    """[out_features, in_features / 2], uint8, of [out_features, in_features] codes from 0 to 15: of each `columns`
-    columns, byte b has the code of column b in its low half and that of column `columns / 2 + b` in its high half."""
+    """Pack codes from 0 to 15, [out_features, in_features], into [out_features, in_features / 2], uint8. Within every
+    `columns` columns, byte b has the code of column b in its low half and that of column `columns / 2 + b` in its high
+    half."""
     low, high = codes.to(torch.uint8).reshape(codes.shape[0], -1, 2, columns // 2).unbind(2)
     return (low | high << 4).flatten(1).contiguous()
 

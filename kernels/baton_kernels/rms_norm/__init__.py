@@ -23,15 +23,16 @@ def rms_norm(
     """Return `x / sqrt(mean(x**2) + eps) * (weight + weight_offset)` over the last dimension, contiguous, of x's dtype.
 
     x: [..., n], the last dimension contiguous; contiguous as a whole, or a [num_tokens, n] or [num_tokens, num_heads,
-        n] view of any strides (leading dimensions of size 1 are ignored). A product whose scales were left to the norm
-        (`quantized_linear.scales_left`) is multiplied by them first.
+        n] view with any strides (leading dimensions of size 1 are ignored). A product whose scales were left to the
+        norm (`quantized_linear.scales_left`) is multiplied by them first.
     weight: [n], contiguous.
-    residual: of x's shape and dtype, contiguous; becomes `residual + x`, rounded to the dtype, and that is normalised.
+    residual: of x's shape and dtype, contiguous; becomes `residual + x`, rounded to the dtype, which is then
+        normalised.
     weight_offset: 1.0 for Gemma, whose checkpoints store the weight minus 1.
     round_once: multiply by the weight in fp32 (OLMo 2, gpt-oss; Gemma, as a nonzero offset implies it). Otherwise the
         normalised row is rounded to the dtype first, as in Llama and most others.
-    quantize: float8_e4m3fn or int8: on a GPU, the result of more than a few rows carries itself in that type, for
-        `quantized_linear`.
+    quantize: float8_e4m3fn or int8: on a GPU, a result of more than a few rows also carries its rows quantized to that
+        dtype (`quantized_linear.quantized_rows`).
     """
     n = weight.shape[0]
     round_once = round_once or weight_offset != 0.0

@@ -17,7 +17,7 @@ TILE = 2048  # elements per program of short rows: 4 warps with two 16-byte acce
 
 @triton.jit
 def normed(x, weight, eps, N: tl.constexpr, ROUND_ONCE: tl.constexpr, DTYPE: tl.constexpr):
-    """x: [rows, columns], fp32, zeros beyond the N columns. weight: with its offset, fp32."""
+    """The normed rows. x: [rows, columns], fp32, zeros beyond the N columns. weight: including its offset, fp32."""
     x *= tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / N) + eps)[:, None]
     if not ROUND_ONCE:
         x = x.to(DTYPE).to(tl.float32)
@@ -51,7 +51,7 @@ def _rms_norm_kernel(
     ROUND: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """LARGEST: what the largest value of a row becomes in its quantized form; 0: there is none."""
+    """LARGEST: what a row's largest value becomes when it is quantized; 0: rows are not quantized."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, N_PADDED)[None, :]
@@ -99,8 +99,8 @@ def rms_norm(
     quantized: QuantizedRows | None = None,
     scales: Scales | None = None,
 ) -> Tensor:
-    """quantized: where to write the result's rows as `quantize_rows` would make them, and their scales. scales: what x
-    has yet to be multiplied by."""
+    """quantized: tensors for the result's rows, quantized as by `quantize_rows`, and for their scales. scales: by which
+    x is still to be multiplied."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     n = x.shape[-1]
     num_rows = x.numel() // n
