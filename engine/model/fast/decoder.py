@@ -1,7 +1,7 @@
-"""Decoder layers whose residual is kept outside of them: what they compute, and their forwards.
+"""Decoder layers that keep the residual outside of the layers: their parts, and their forwards.
 
-A layer receives what the previous one adds to the residual, and returns what it adds itself. The next norm's kernel
-makes the addition, in place.
+A layer takes what the previous layer adds to the residual, and returns what it adds itself. The kernel of the next norm
+does the addition, in place.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """A layer's computations, its norms in the order in which they run. mlp_in_tuple: the MLP's output is the first
-    item of a tuple."""
+    """The parts of a layer. norms: in the order in which they run. mlp_in_tuple: the MLP's output is the first item of
+    a tuple."""
 
     norms: list[Norm]
     attention: Forward
@@ -43,8 +43,8 @@ class LayerParts:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """The layers of a stage, each with its attention module and its parts. final: what follows them, the norm, or what
-    stands in for the next stage's first layer; final_norm: None if it is that."""
+    """The layers of a stage, each with its attention module and its parts. final: the module after them, which is the
+    final norm or the stand-in for the next stage's first layer. final_norm: None for a stand-in."""
 
     layers: list[nn.Module]
     attentions: list[nn.Module]
@@ -54,7 +54,7 @@ class Decoder:
     stream: Stream = field(default_factory=Stream)
 
     def install(self, patches: Patches) -> None:
-        """Set the forwards of the layers and of what follows."""
+        """Set the forwards of the layers and of the module after them."""
         for index, (layer, parts) in enumerate(zip(self.layers, self.parts, strict=True)):
             patches.set_forward(layer, layer_forward(self.stream, parts, first=index == 0))
         add = Tensor.add if self.final_norm is None else norm_forward(self.final_norm)
@@ -86,7 +86,8 @@ def layer_forward(stream: Stream, parts: LayerParts, first: bool) -> Forward:
 
 
 def _final_forward(stream: Stream, add: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """What follows the layers: takes what the last one adds, and adds it to the residual first."""
+    """A forward for the module after the layers. It takes what the last layer adds, and adds that to the residual
+    first."""
 
     def forward(hidden_states: Tensor, **_: object) -> Tensor:
         residual, stream.residual = stream.residual, None

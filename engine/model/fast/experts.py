@@ -1,6 +1,6 @@
-"""Mixtures of experts: the choice of experts as one kernel, their MLPs as products over blocks of rows.
+"""Mixtures of experts: one kernel for the choice of experts, and their MLPs as products over blocks of rows.
 
-Routers are modules of one weight that return logits, weights and ids.
+Routers are modules with one weight that return logits, weights and ids.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from engine.model.tolerance import Tolerance, close, rounding
 
 _BIAS = "e_score_correction_bias"
 _ROUNDED_INPUTS = Tolerance(product=0.12, logits=0.5)
-"""Of experts in fp8, whose inputs are rounded to fp8 twice."""
+"""The tolerance for fp8 experts, whose inputs are rounded to fp8 twice."""
 
 
 def fuse_experts(target: Target, tally: Tally) -> None:
-    """Modules with gate_up_proj and down_proj of three dimensions, called with x, ids and weights."""
+    """Fuse modules whose gate_up_proj and down_proj have three dimensions, and that are called with x, ids and
+    weights."""
     compiled: set[object] = set()
     for name, module in expert_modules(target.model):
         tally.add(name, _fuse_experts(target, module, compiled))
 
 
 def _fuse_experts(target: Target, module: nn.Module, compiled: set[object]) -> str | None:
-    """Why it was not fused, or None. compiled: shapes for which all kernels have run."""
+    """Returns why the module was not fused, or None. compiled: shapes for which all kernels have run."""
     if (refusal := why_not(module)) is not None:
         return refusal
     of = weights_of(module)
@@ -63,7 +64,7 @@ def _fuse_experts(target: Target, module: nn.Module, compiled: set[object]) -> s
         with_padding = forward_of(module, of, lambda x: torch.ones(len(x), dtype=torch.int64, device=x.device))
         for num_tokens in kernel_tokens(ids.shape[1], of.num_experts):
             many = [rows.repeat(-(-num_tokens // len(x)), 1)[:num_tokens] for rows in (x, ids, weights, expected)]
-            for one in (forward, with_padding):  # kernels for steps, some of whose tokens may be padding, are others
+            for one in (forward, with_padding):  # steps that may have padding tokens use other kernels
                 if not close(one(*many[:3]), many[3], tolerance):
                     return f"differs with {num_tokens} tokens"
     target.patches.set_forward(module, forward)
@@ -71,14 +72,14 @@ def _fuse_experts(target: Target, module: nn.Module, compiled: set[object]) -> s
 
 
 def _expected(module: nn.Module, of: ExpertWeights, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """What the module computes; of weights in 8 or 4 bits, which its class does not know, by the reference."""
+    """The module's result; for 8-bit or 4-bit weights, which its class does not know, that of the reference."""
     if of.gate_up_scale is not None:
         return reference(x, ids, weights, of)
     return own_forward(module)(module, x, ids, weights)
 
 
 def _probe(target: Target, of: ExpertWeights) -> tuple[Tensor, Tensor, Tensor]:
-    """x, different experts for each token, and weights."""
+    """x, ids with different experts for each token, and weights."""
     config, generator = target.config, torch.Generator().manual_seed(of.num_experts)
     top_k = next((k for name in ("num_experts_per_tok", "top_k_experts") if (k := getattr(config, name, None))), 1)
     x = target.inputs(of.hidden_size)[0]
@@ -88,7 +89,7 @@ def _probe(target: Target, of: ExpertWeights) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def fuse_routing(target: Target, tally: Tally) -> None:
-    """Modules with a weight, [num_experts, hidden_size], and `top_k`, that return logits, weights and ids."""
+    """Fuse modules with a weight, [num_experts, hidden_size], and `top_k`, that return logits, weights and ids."""
     for name, module in target.model.named_modules():
         weight, top_k = getattr(module, "weight", None), getattr(module, "top_k", None)
         if isinstance(weight, Tensor) and weight.ndim == 2 and isinstance(top_k, int) and not list(module.children()):
@@ -147,7 +148,7 @@ def _router_forward(
 
 
 def _with_bias(module: nn.Module, own: Tensor | None, bias: Tensor | None, call: Callable[[], Any]) -> Any:
-    """The call's result with that bias in place of the module's own, which may be zeros and hide what becomes of it."""
+    """The call's result with `bias` in place of the module's own, which may be zeros and so not show how it is used."""
     if own is None or bias is None:
         return call()
     before = own.clone()
@@ -159,7 +160,7 @@ def _with_bias(module: nn.Module, own: Tensor | None, bias: Tensor | None, call:
 
 
 def _is_in_fp32(module: Any, x: Tensor, logits: Tensor) -> bool | None:
-    """Whether the router multiplies in fp32, and not in the model's type; None: neither makes these logits."""
+    """Whether the router multiplies in fp32, rather than in the model's dtype; None: neither gives these logits."""
     weight, bias = module.weight, getattr(module, "bias", None)
     if close(F.linear(x, weight, bias).to(logits.dtype), logits, rounding(torch.float32)):
         return False
@@ -168,7 +169,7 @@ def _is_in_fp32(module: Any, x: Tensor, logits: Tensor) -> bool | None:
 
 
 def _forms(module: Any, top_k: int) -> list[Routing]:
-    """What routers of that kind may compute, the likelier first."""
+    """The routings that such a router may compute, the likelier ones first."""
     scale = float(getattr(module, "routed_scaling_factor", 1.0))
     groups = next((n for name in ("num_group", "n_group") if (n := getattr(module, name, None))), 1)
     best = getattr(module, "topk_group", None) or 1
@@ -178,7 +179,8 @@ def _forms(module: Any, top_k: int) -> list[Routing]:
 
 
 def _same_choice(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
-    """Whether weights are equal, of whichever experts, and experts in all tokens but one, where two may be equal."""
+    """Whether the weights are equal, regardless of their order, and the chosen experts are, except for one token, for
+    which two experts may have equal scores."""
     if actual[0].dtype != expected[0].dtype or actual[1].shape != expected[1].shape:
         return False
     if not close(actual[0].sort(-1).values, expected[0].sort(-1).values):

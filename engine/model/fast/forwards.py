@@ -23,8 +23,8 @@ class UnpagedAttention:
 
 
 def run_model(target: Target, site: AttentionSite) -> Tensor:
-    """Run one prompt; `site` handles its attention calls. Returns its logits, [NUM_TOKENS, vocab_size], fp32; of a
-    stage, what it has instead."""
+    """Run one prompt; `site` handles its attention calls. Returns its logits, [NUM_TOKENS, vocab_size], fp32; a stage
+    before the last returns hidden states instead."""
     for module in target.layers:
         bind(module, site)
     try:
@@ -35,7 +35,8 @@ def run_model(target: Target, site: AttentionSite) -> Tensor:
 
 
 def logits_as_served(target: Target, kv: tuple[LayerKv, ...]) -> Tensor:
-    """[NUM_TOKENS, vocab_size], fp32: a short prompt and one token decoded after it, over a pool of two blocks."""
+    """The logits, [NUM_TOKENS, vocab_size], fp32, of a short prompt and of one token decoded after it, over a pool of
+    two blocks."""
     device = target.model.device
     (step,) = attach(target.layers, KvPool(kv, 2, BLOCK_SIZE, device))
     rows = []
@@ -51,7 +52,7 @@ def logits_as_served(target: Target, kv: tuple[LayerKv, ...]) -> Tensor:
 
 
 def _forward(target: Target, start: int, end: int) -> Tensor:
-    """Logits of tokens [start, end) of a fixed prompt: [end - start, vocab_size], fp32."""
+    """The logits of tokens [start, end) of a fixed prompt: [end - start, vocab_size], fp32."""
     device = target.model.device
     positions = torch.arange(start, end, device=device)[None]
     logits: Tensor = target.model(

@@ -1,4 +1,4 @@
-"""Linear layers: one product for siblings over the same input, and the faster product itself."""
+"""Linear layers: one product for siblings over the same input, and the faster product for all others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.model.tolerance import close
 
 
 def fuse_linears(target: Target, tally: Tally) -> None:
-    """The products that no other piece computes: o_proj, down_proj, lm_head."""
+    """Replace the products that no other piece computes: o_proj, down_proj, lm_head."""
     for name, module in target.model.named_modules():
         method = method_of(module)
         if method is not None and module not in target.absorbed:
@@ -27,7 +27,7 @@ def fuse_linears(target: Target, tally: Tally) -> None:
 
 
 def fuse_qkv(target: Target, tally: Tally) -> None:
-    """q_proj, k_proj and v_proj over one input: q_proj computes all three, the others return their part."""
+    """Fuse q_proj, k_proj and v_proj over one input: q_proj computes all three, the others return their part."""
     for name, module in target.model.named_modules():
         siblings = fusable(getattr(module, kind, None) for kind in ("q_proj", "k_proj", "v_proj"))
         if siblings and target.absorbed.isdisjoint(siblings):
@@ -35,7 +35,7 @@ def fuse_qkv(target: Target, tally: Tally) -> None:
 
 
 def _fuse_qkv(target: Target, siblings: dict[nn.Module, LinearMethod]) -> str | None:
-    """Why it was not fused, or None."""
+    """Returns why they were not fused, or None."""
     methods = list(siblings.values())
     x = target.inputs(methods[0].in_features)
     expected = [module(x) for module in siblings]
@@ -71,7 +71,7 @@ def _fuse_qkv(target: Target, siblings: dict[nn.Module, LinearMethod]) -> str | 
 
 @dataclass(slots=True)
 class _Stash:
-    """What q_proj computed for k_proj and v_proj, and from which input."""
+    """The results that q_proj has computed for k_proj and v_proj, and the input from which it did."""
 
     x: Tensor | None = None
     key: Tensor | None = None

@@ -18,7 +18,8 @@ _ACTIVATION_NAMES = ("act_fn", "activation_fn", "act")
 
 
 def fuse_gate_up(target: Target, tally: Tally) -> None:
-    """Modules with gate_proj, up_proj and down_proj, or with gate_up_proj and down_proj (Phi-3), and an activation."""
+    """Fuse modules with gate_proj, up_proj and down_proj, or with gate_up_proj and down_proj (Phi-3), and an
+    activation."""
     for name, module in target.model.named_modules():
         function = next((f for f in (getattr(module, n, None) for n in _ACTIVATION_NAMES) if callable(f)), None)
         down = getattr(module, "down_proj", None)
@@ -33,7 +34,7 @@ def fuse_gate_up(target: Target, tally: Tally) -> None:
 def _fuse(
     target: Target, module: nn.Module, function: Any, parts: dict[nn.Module, LinearMethod], down: nn.Module
 ) -> str | None:
-    """Why it was not fused, or None."""
+    """Returns why the module was not fused, or None."""
     activation = _recognise(function)
     if activation is None:
         return "its activation is none of " + ", ".join(ACTIVATIONS)
@@ -64,7 +65,8 @@ def _forward(gated: Product, down: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def _recognise(function: Callable[[Tensor], Tensor]) -> Activation | None:
-    """Compares in fp32, because bf16 cannot tell the two GELUs apart."""
+    """The known activation that `function` computes, or None. Compared in fp32, because bf16 cannot tell the two GELUs
+    apart."""
     x = torch.linspace(-8, 8, 257)
     expected = function(x)
     ones = torch.ones_like(x)

@@ -1,4 +1,4 @@
-"""An RMS norm's forward, with the residual addition before it, and the sum over ranks before that."""
+"""An RMS norm's forward, optionally with the residual addition before it, and with the all-reduce before that."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.model.parallel.group import RankGroup
 
 @dataclass(frozen=True, slots=True)
 class RmsNorm:
-    """What a module was found to compute: the arguments of `rms_norm` besides x and the weight."""
+    """The RMS norm that a module was found to compute: the arguments of `rms_norm` besides x and the weight."""
 
     eps: float
     weight_offset: float
@@ -24,8 +24,8 @@ class RmsNorm:
 
 
 class Norm(NamedTuple):
-    """A module, and what it was found to compute. quantize: the type of its results in which the products over them
-    want them, if not their own. sums: the ranks whose parts it sums first, where `RankGroup.norms_sum` says so."""
+    """A module, and the norm that it was found to compute. quantize: the dtype to which the following products quantize
+    its results; None: they do not. sums: the ranks whose parts it sums first, where `RankGroup.norms_sum` says so."""
 
     module: nn.Module
     kind: RmsNorm
@@ -34,7 +34,7 @@ class Norm(NamedTuple):
 
 
 def norm_forward(norm: Norm) -> Callable[..., Tensor]:
-    """forward(x), or forward(x, residual), which adds x to the residual first, in place."""
+    """A function forward(x), or forward(x, residual), which first adds x to the residual, in place."""
     weight, quantize, ranks = norm.module.weight, norm.quantize, norm.sums
     eps, weight_offset, round_once = norm.kind.eps, norm.kind.weight_offset, norm.kind.round_once
     assert isinstance(weight, Tensor)

@@ -1,4 +1,4 @@
-"""RMS norms, found by what they compute."""
+"""RMS norms, recognised by what they compute."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _VARIANTS = [(0.0, False), (0.0, True), (1.0, True)]  # weight_offset, round_onc
 
 
 def fuse_norms(target: Target, tally: Tally) -> None:
-    """Modules with one weight and an epsilon, if they compute an RMS norm."""
+    """Fuse modules with one weight and an epsilon that compute an RMS norm."""
     for name, module in target.model.named_modules():
         eps = _eps(module)
         if eps is None:
@@ -42,6 +42,6 @@ def _recognise(target: Target, module: nn.Module, eps: float) -> RmsNorm | None:
     expected = module(x)
     norms = [RmsNorm(eps, offset, once) for offset, once in _VARIANTS if once or weight.dtype == x.dtype]
     results = {norm: norm_forward(Norm(module, norm))(x) for norm in norms}
-    # Variants that differ only in where they round may all be within the bound: take the nearest.
+    # Variants that differ only in where they round may all be within the bound: take the closest.
     nearest = min(norms, key=lambda norm: float((results[norm].float() - expected.float()).abs().max()))
     return nearest if close(results[nearest], expected) else None

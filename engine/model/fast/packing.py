@@ -1,5 +1,5 @@
-"""Weights in the layout that the processor multiplies fastest, in place of the plain ones: on a CPU, and on a GPU those
-of 4 bits."""
+"""Replaces plain weights by the layout that the processor multiplies fastest: on a CPU, and for 4-bit weights on a
+GPU."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from engine.model.fast.target import Target
 
 MIN_FP32_BYTES = 64 << 20
-"""Models in fp32 with fewer bytes in their products are left to torch's own: they fit a processor's cache, and tests of
-parity, which small models are for, then compare the very operations of transformers."""
+"""In fp32, models whose weights have fewer bytes keep torch's own products: they fit a processor's cache, and parity
+tests, which use small models, then compare exactly transformers' operations."""
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
 def pack_products(target: Target) -> list[int]:
-    """Pack the products that were put in, one after another, so that only one has its weights twice. For each for which
-    there is such a layout, the bytes of the weights that gave way; the layout takes about as many. An embedding table
-    that makes the logits, too, stays besides."""
+    """Pack the weights of the installed products, one after another, so that only one product has its weights twice at
+    a time. Returns, for each product that has such a layout, the bytes of the weights that were replaced; the layout
+    takes about as many. An embedding table that is tied to the head stays, in addition to the packed weight."""
     if target.model.device.type == "cpu" and target.model.dtype == torch.float32:
         num_bytes = sum(method.in_features * method.out_features * 4 for method in target.products)
         if num_bytes < MIN_FP32_BYTES:
@@ -37,7 +37,7 @@ def pack_products(target: Target) -> list[int]:
 
 
 def _parameters(model: nn.Module) -> tuple[dict[int, list[nn.Parameter]], set[int]]:
-    """By the memory that they are in: the parameters of linear layers; and the memory of all others."""
+    """The parameters of linear layers, by their memory; and the memory of all other parameters."""
     layers: dict[int, list[nn.Parameter]] = {}
     others = set()
     for module in model.modules():

@@ -11,7 +11,7 @@ from torch import nn
 
 @dataclass(slots=True)
 class Patches:
-    """Forwards set on single modules, which are otherwise unchanged."""
+    """Sets forwards on single modules, which are otherwise unchanged."""
 
     undo: list[Callable[[], None]] = field(default_factory=list)
 
@@ -28,7 +28,7 @@ class Patches:
         self.undo.append(restore)
 
     def mark(self) -> int:
-        """A state to go back to."""
+        """The current state, to go back to later."""
         return len(self.undo)
 
     def back_to(self, mark: int) -> None:

@@ -53,8 +53,8 @@ def apply(model: PreTrainedModel, probed: Probe, max_model_len: int) -> FusedRep
     """Put fast modules into the model; once, after `attention.probe` and before `attention.attach`.
 
     Modules for which a piece does not agree are left unchanged and logged. If the logits of a few tokens differ
-    afterwards, all pieces are undone. Never raises because of a model's structure. On a CPU, and on a GPU those of 4
-    bits, weights then change into the layout of the fastest products, and the modules' parameters for them become
+    afterwards, all pieces are undone. Never raises because of a model's structure. Finally, weights change into the
+    layout of the fastest products (on a CPU; on a GPU, 4-bit weights only), and the modules' parameters for them become
     empty.
     """
     if (done := model.__dict__.get(_REPORT)) is not None:
@@ -78,8 +78,8 @@ def apply(model: PreTrainedModel, probed: Probe, max_model_len: int) -> FusedRep
 
 
 def why_not_captured(model: PreTrainedModel) -> str | None:
-    """What may keep steps of the model from being CUDA graphs: experts that stayed transformers' own, which may ask the
-    device how many tokens chose each. None: nothing that is known."""
+    """Why steps of the model may not be captured in CUDA graphs: some experts still run transformers' own forward,
+    which may ask the device how many tokens chose each expert. None: no known reason."""
     report: FusedReport | None = model.__dict__.get(_REPORT)
     experts = report.pieces.get("experts") if report is not None else None
     if report is None or experts is None or not experts.found:
@@ -117,6 +117,6 @@ def _check_whole(target: Target, probed: Probe, expected: torch.Tensor, report: 
 
 
 def packed_bytes(model: nn.Module) -> int:
-    """Of the weights that are no longer the model's parameters; see `pack_products`."""
+    """The bytes of weights that are no longer parameters of the model; see `pack_products`."""
     report: FusedReport | None = model.__dict__.get(_REPORT)
     return report.packed_bytes if report is not None else 0

@@ -34,7 +34,7 @@ _SANDWICH = (
 
 
 def fuse_residuals(target: Target, tally: Tally) -> None:
-    """All decoder layers and the final norm after them, or none."""
+    """Fuse all decoder layers and the final norm after them, or none."""
     chain = _chain(target)
     if chain is None:
         return
@@ -56,8 +56,8 @@ def fuse_residuals(target: Target, tally: Tally) -> None:
 
 
 def _finished_in_norms(target: Target, decoder: Decoder) -> Decoder:
-    """The decoder with MLPs that leave scales to the norm after them, where there is one; as it was, if a forward shows
-    that not every norm gets the very tensor that has them."""
+    """The decoder with MLPs that leave scales to the norm after them, where there is one. The given decoder, if a
+    forward shows that some norm does not get the very tensor that carries the scales."""
     parts, trial = list(decoder.parts), list(decoder.parts)
     for index, (layer, own) in enumerate(zip(decoder.layers, decoder.parts, strict=True)):
         mlp = target.mlps_for_norms.get(layer.get_submodule("mlp"))
@@ -75,7 +75,7 @@ def _finished_in_norms(target: Target, decoder: Decoder) -> Decoder:
 
 
 def _leaving_scales(mlp: Forward) -> Forward:
-    """A stand-in that leaves scales of any number of rows; its results are exact."""
+    """A stand-in for an MLP that leaves scales for any number of rows; its results are exact."""
 
     def forward(x: Tensor) -> Tensor:
         out: Tensor = mlp(x)
@@ -86,8 +86,8 @@ def _leaving_scales(mlp: Forward) -> Forward:
 
 
 def _chain(target: Target) -> tuple[list[nn.Module], list[nn.Module], nn.Module] | None:
-    """The decoder layers that this stage holds, their attention modules, and what follows: the norm, or what stands in
-    for the next stage's first layer."""
+    """The decoder layers that this stage holds, their attention modules, and the module after them: the final norm, or
+    the stand-in for the next stage's first layer. None: they were not found."""
     for module in target.model.modules():
         layers = getattr(module, "layers", None)
         final = getattr(module, "norm", None)
@@ -117,7 +117,8 @@ def _parts(target: Target, layer: nn.Module, attention: nn.Module) -> LayerParts
 
 
 def _input_dtype(module: nn.Module) -> torch.dtype | None:
-    """The type in which a module's first products want their input: that of q, k and v, or of gate and up."""
+    """The dtype to which a module's first products (q, k and v, or gate and up) quantize their input; None: they do
+    not, or differ."""
     names = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj")
     methods = [method for name in names if (method := method_of(getattr(module, name, None))) is not None]
     dtypes = {method.input_dtype for method in methods}
@@ -125,7 +126,7 @@ def _input_dtype(module: nn.Module) -> torch.dtype | None:
 
 
 def _agrees(target: Target, layer: nn.Module, attention: nn.Module, mlp: nn.Module, fakes: LayerParts) -> bool:
-    """Whether the layer's own forward, with cheap fakes for attention and MLP, agrees with the form."""
+    """Whether the layer's own forward agrees with ours, both with cheap fakes for attention and MLP."""
     x = target.inputs(target.config.hidden_size)
     residual = x.flip(-1)
     mark = target.patches.mark()

@@ -1,8 +1,8 @@
 """RoPE: cos and sin from a table; rotation, per-head norms and the KV write in one kernel.
 
-A modeling file's `apply_rotary_pos_emb` is a global that its attention's forward calls. Each fused attention module
-gets that same forward with its own globals, where the function stores cos and sin for our attention function and
-returns query and key unchanged. So nothing changes for other models of the process, whatever runs at the same time.
+`apply_rotary_pos_emb` is a global of a modeling file, which the attention's forward calls. Each fused attention module
+gets that same forward with globals of its own, in which the function stores cos and sin for our attention function and
+returns query and key unchanged. So nothing changes for other models in the process, whatever runs at the same time.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def _pairs(x: Tensor) -> Tensor:
 
 
 _FORMS: list[tuple[Form | None, bool]] = [(None, False), (None, True), (_halves, False), (_pairs, True)]
-"""How cos and sin of transformers become ours, and `interleaved`; of most models, Cohere, gpt-oss and GLM, in this
+"""How transformers' cos and sin become ours, and `interleaved`: for most models, Cohere, gpt-oss and GLM, in this
 order."""
 
 
 def fuse_tables(target: Target, tally: Tally) -> None:
-    """Look up cos and sin in tables (see `engine.model.rope`). RoPE that depends on the batch already has its
-    tables."""
+    """Look cos and sin up in tables (see `engine.model.rope`). RoPE that depends on the batch has its tables
+    already."""
     like = torch.empty(0, dtype=target.model.dtype, device=target.model.device)
     for module in rope.rotary_modules(target.model):
         if not rope.is_table(module):
@@ -53,12 +53,14 @@ def fuse_tables(target: Target, tally: Tally) -> None:
 
 
 def fuse_rotation(target: Target, tally: Tally) -> None:
-    """Attention modules that pass on exactly what apply_rotary_pos_emb returns, as a forward of a few tokens shows."""
+    """Fuse attention modules that pass on exactly what apply_rotary_pos_emb returns, as a forward of a few tokens
+    shows."""
     _fuse(target, tally, _plain_candidate)
 
 
 def fuse_head_norms(target: Target, tally: Tally) -> None:
-    """q_norm and k_norm over single heads, right before the rotation (Qwen3, Gemma 3); instead of `fuse_rotation`."""
+    """Fuse q_norm and k_norm over single heads, right before the rotation (Qwen3, Gemma 3), instead of
+    `fuse_rotation`."""
     _fuse(target, tally, _normed_candidate)
 
 
@@ -109,9 +111,9 @@ def _rotation_of(module: nn.Module) -> FunctionType | None:
 
 @dataclass(slots=True)
 class _Candidate:
-    """An attention module that may be fused. norms: q_norm and k_norm, with what both compute.
+    """An attention module that may be fused. norms: q_norm and k_norm, and the norm that both compute.
 
-    events: what the watched forward did, in order: "q_norm", "k_norm", and the arguments of the rotation.
+    events: what the watched forward called, in order: "q_norm", "k_norm", and the arguments of the rotation.
     """
 
     module: nn.Module
@@ -168,7 +170,7 @@ def _identity(x: Tensor) -> Tensor:
 
 
 def _with_rotation(module: nn.Module, rotate: Callable[..., tuple[Tensor, Tensor]]) -> MethodType:
-    """The module's own forward, in which `apply_rotary_pos_emb` is `rotate`."""
+    """The module's own forward, with `apply_rotary_pos_emb` replaced by `rotate`."""
     forward = inspect.unwrap(type(module).forward)
     scope = {**forward.__globals__, _NAME: rotate}
     copy = FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__)
@@ -177,7 +179,7 @@ def _with_rotation(module: nn.Module, rotate: Callable[..., tuple[Tensor, Tensor
 
 
 class _RotationProbe:
-    """Compares the kernel with each layer's own rotation, and continues with the latter."""
+    """Compares the kernel with each layer's own rotation, and continues with the layer's own."""
 
     def __init__(self, watched: dict[nn.Module, _Candidate]) -> None:
         self._watched = watched

@@ -1,8 +1,8 @@
-"""Sums over ranks that the norms after them make: `baton_kernels.all_reduce_rms_norm`.
+"""All-reduces that are fused into the norms after them: `baton_kernels.all_reduce_rms_norm`.
 
-o_proj and down_proj of a divided layer compute parts of sums. Where attention returns the very tensor that its o_proj
-computed, and the MLP that of its down_proj, nothing reads the sum but the norm that follows. These return their parts
-then, and the norm sums them.
+In a divided layer, o_proj and down_proj compute partial sums. Where attention returns the very tensor that its o_proj
+computed, and the MLP that of its down_proj, only the norm that follows reads the sum. Then the modules return their
+partial sums, and the norm sums them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from engine.model.parallel.layers import RowParallelLinear
 
 
 def fuse_sums(target: Target, tally: Tally) -> None:
-    """The sums of attention modules and MLPs that end with one, as a forward of a few tokens shows."""
+    """Fuse the sums of attention modules and MLPs that end with a sum, as a forward of a few tokens shows."""
     decoder = target.decoder
     if decoder is None:
         return
@@ -49,7 +49,7 @@ def fuse_sums(target: Target, tally: Tally) -> None:
 
 @dataclass(slots=True)
 class _Candidate:
-    """A linear layer that gives parts of sums. result: the last one."""
+    """A linear layer that returns partial sums. result: the last one."""
 
     name: str
     linear: nn.Module
@@ -71,7 +71,8 @@ class _Candidate:
         return record
 
     def watched(self, forward: Forward) -> Forward:
-        """`forward`, which may return this result, alone or as the first item of a tuple."""
+        """`forward`, which also sets the refusal: None if it returned this result, alone or as the first item of a
+        tuple."""
 
         def watch(*given: Any, **named: Any) -> Any:
             found = forward(*given, **named)
@@ -83,7 +84,7 @@ class _Candidate:
 
 
 def _find(target: Target, names: dict[nn.Module, str], owner: object) -> _Candidate | None:
-    """The only part of a sum in an attention module or MLP."""
+    """The only linear layer in an attention module or MLP that returns partial sums; None: there is not exactly one."""
     modules = owner.modules() if isinstance(owner, nn.Module) else ()
     sums = [(module, method) for module in modules if isinstance(method := method_of(module), RowParallelLinear)]
     if len(sums) != 1 or sums[0][1] not in target.products:
@@ -95,7 +96,7 @@ def _find(target: Target, names: dict[nn.Module, str], owner: object) -> _Candid
 def _watch(
     target: Target, decoder: Decoder, attentions: list[_Candidate | None], mlps: list[_Candidate | None]
 ) -> None:
-    """Set what a forward shows of the candidates."""
+    """Run a forward, and record what it shows of the candidates."""
     mark = target.patches.mark()
     watched = []
     for parts, attention, mlp in zip(decoder.parts, attentions, mlps, strict=True):
@@ -112,7 +113,7 @@ def _watch(
 
 
 def _sum_in_norms(decoder: Decoder, attentions: list[_Candidate | None], mlps: list[_Candidate | None]) -> Decoder:
-    """The decoder with norms that sum what was not refused."""
+    """The decoder with norms that sum the results of the candidates that were not refused."""
     norms = [list(parts.norms) for parts in decoder.parts]
     final = [] if decoder.final_norm is None else [decoder.final_norm]
     for index, parts in enumerate(decoder.parts):

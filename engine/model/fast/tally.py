@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Tally:
-    """One piece's candidates. refused: name of the module, and why."""
+    """One piece's candidates. refused: names of modules, and why each was left unchanged."""
 
     fused: int = 0
     refused: list[tuple[str, str]] = field(default_factory=list)
@@ -26,9 +26,9 @@ class Tally:
 
 @dataclass(slots=True)
 class FusedReport:
-    """The pieces in the order in which they were applied. taken_back: why all pieces were undone, if the check of the
-    whole model failed. num_packed: products whose weights have a layout for this processor, in
-    which they take `packed_bytes`, or about as many."""
+    """The pieces, in the order in which they were applied. taken_back: why all pieces were undone, if the check of the
+    whole model failed. num_packed: how many products have weights in a layout for this processor. packed_bytes: the
+    bytes of these weights before, which the layout takes about as well."""
 
     pieces: dict[str, Tally] = field(default_factory=dict)
     taken_back: str | None = None

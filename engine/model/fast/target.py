@@ -1,4 +1,4 @@
-"""What the pieces work on."""
+"""The model that the pieces work on, and what they have found in it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.model.linear_method import LinearMethod, Product
 
 
 class Mark(NamedTuple):
-    """What a piece changes that may be left out again."""
+    """The state of what a piece changes, to go back to if the piece is undone."""
 
     patches: int
     absorbed: set[nn.Module]
@@ -28,9 +28,9 @@ class Mark(NamedTuple):
 class Target:
     """The model, its attention modules in the order of the layers, and what earlier pieces found.
 
-    norms: what each module that is an RMS norm computes. absorbed: linear layers whose product another module computes.
-    products: the linear methods of the products that were put in, which all have weights of their own. mlps_for_norms:
-    forwards of MLPs for where an RMS norm is all that reads the results. decoder: the layers, if their residual is kept
+    norms: for each module that is an RMS norm, what it computes. absorbed: linear layers whose product another module
+    computes. products: the linear methods of the installed products, each with weights of its own. mlps_for_norms:
+    forwards of MLPs for use where only an RMS norm reads the results. decoder: the layers, if their residual is kept
     outside of them.
     """
 
@@ -45,7 +45,7 @@ class Target:
     decoder: Decoder | None = None
 
     def mark(self) -> Mark:
-        """A state to go back to."""
+        """The current state, to go back to later."""
         return Mark(self.patches.mark(), set(self.absorbed), list(self.products), dict(self.mlps_for_norms))
 
     def back_to(self, mark: Mark) -> None:
@@ -57,7 +57,7 @@ class Target:
         return self.model.config.get_text_config()
 
     def inputs(self, width: int) -> Tensor:
-        """Random [1, 3, width] of the model's dtype: a token of tiny, one of usual and one of large values."""
+        """Random [1, 3, width] of the model's dtype: one token each with tiny, usual and large values."""
         generator = torch.Generator().manual_seed(width)
         rows = torch.randn(1, 3, width, generator=generator) * torch.tensor([[1e-3], [1.0], [5.0]])
         return rows.to(self.model.device, self.model.dtype)
