@@ -20,7 +20,7 @@ from engine.model.load.safetensors_index import StoredTensor, read_stored, weigh
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _HUB_COPIES = ["original/*", "metal/*"]
-"""The same weights once more, in forms of their makers' own."""
+"""Files that hold the same weights again, in their makers' own formats."""
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
 
@@ -30,7 +30,7 @@ class Checkpoint:
     """What a model is loaded from. Made by `find` or `open`; the files must not change while it is in use.
 
     stated, stated_generation: config.json and generation_config.json, parsed; the latter is empty if there is no such
-    file. config: transformers' own object for config.json; to build a model, copy it, since that writes to it.
+    file. config: transformers' own object for config.json; copy it to build a model, since that writes to it.
     """
 
     path: Path
@@ -103,8 +103,8 @@ class Checkpoint:
         Over config.json (without the version of the library that wrote it) and, per weight file in order of name: its
         size, its safetensors header (names, shapes, offsets), and 64 spans of 4 KiB spread evenly over its data. Two
         fine-tunes of one model differ in nearly every weight, so in nearly every span. dummy: random weights, which
-        follow from config.json. quantization: what the weights become while they load. `max_model_len` counts where it
-        decides about RoPE (see `engine.model.rope`).
+        follow from config.json. quantization: how the weights are quantized while they load. max_model_len: counts
+        where it decides about RoPE (see `engine.model.rope`).
         """
         stated = {k: v for k, v in self.stated.items() if k != "transformers_version" and not k.startswith("_")}
         digest = hashlib.sha256(json.dumps(stated, sort_keys=True).encode())

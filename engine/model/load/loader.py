@@ -81,7 +81,7 @@ def _load(
     requested: str | None = None,
     part: RankPart = WHOLE_MODEL,
 ) -> PreTrainedModel:
-    """dtype: None for the checkpoint's own."""
+    """dtype: None: the checkpoint's own."""
     path = checkpoint.path
     quantization = choose_quantization(checkpoint.config, checkpoint.weights, requested)
     if (part.is_divided and quantization is None) or (
@@ -119,8 +119,7 @@ def _load_directly(
     device: torch.device,
     part: RankPart = WHOLE_MODEL,
 ) -> PreTrainedModel:
-    """Layer after layer, so that a weight is there as it is stored and as it is served for one layer at a time. Raises
-    NotDirect."""
+    """Load a layer at a time, so that only one layer has its weights both as stored and as served. Raises NotDirect."""
     began = time.monotonic()
     config = checkpoint.config
     unquantized = isinstance(quantization, Unquantized)
@@ -151,8 +150,8 @@ def _load_directly(
 def _skeleton(
     config: Any, dtype: torch.dtype, quantization: Quantization, part: RankPart
 ) -> tuple[PreTrainedModel, Sharding | None, StageWeights]:
-    """The model without weights, or this rank's part of it; which tensors of the files it has, and of which it has
-    parts."""
+    """This rank's part of the model, without weights; how its weights are sharded (None: they are whole); and which of
+    the files' tensors its stage has."""
     model = build_skeleton(config, dtype, IMPLEMENTATION)
     part.require_possible(model)
     weights = keep_stage(model, part.stage)
@@ -188,7 +187,7 @@ def _load_dummy(
     for layer in in_parts(model):
         process_weights_after_loading(model, quantization, dtype, layer)
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # what is left of a layer as it is stored fits none of the next one's tensors
+            torch.cuda.empty_cache()  # the freed memory of a layer as stored fits none of the next layer's tensors
     if sharding is not None:
         connect(model, sharding, part.group, part.experts)
     log.warning("weights are random: --load-format dummy")

@@ -1,8 +1,8 @@
 """Reads bytes of files into tensors, with several threads that each read and copy, without a second copy of a whole
 tensor.
 
-For a GPU, each thread reads spans into its own pinned buffers and copies them to the device while it reads the next.
-One thread reads 3 to 6 GB/s from the page cache, a GPU takes 50 GB/s over PCIe 5, hence the number of threads.
+For a GPU, each thread reads spans into its own pinned buffers and copies each to the device while it reads the next.
+One thread reads 3 to 6 GB/s from the page cache, and a GPU takes 50 GB/s over PCIe 5: hence several threads.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from engine.model.parallel.cut import Runs
 
 SPAN_BYTES = 8 << 20
 MIN_RUN_BYTES = 64 << 10
-"""Of runs that are read one by one: what lies between shorter ones is read in less time than a call takes."""
+"""Runs of at least this size are read one by one. Between shorter runs, reading the gap takes less time than a call."""
 _MAX_THREADS = 12
 _BUFFERS_PER_WORKER = 2
 
 
 @dataclass(frozen=True, slots=True)
 class FileSpan:
-    """Bytes of a file that hold values of `dtype` for `target`, of any dtype or device: [num_values], which lie
-    together; with a pitch [num_runs, length], of which each run begins `pitch` values after the one before, and all
-    that lies between is read with them."""
+    """Bytes of a file that hold values of `dtype` for `target`, which may have another dtype and be on any device.
+    target: [num_values], adjacent in the file; with a pitch, [num_runs, length], where each run begins `pitch` values
+    after the one before. All that lies between runs is read as well."""
 
     file: Path
     offset: int
@@ -41,7 +41,7 @@ class FileSpan:
 
     @property
     def num_bytes(self) -> int:
-        """Of the target's values as they are stored."""
+        """The size of the target's values in the file."""
         return self.target.numel() * self.dtype.itemsize
 
     @property
@@ -52,13 +52,13 @@ class FileSpan:
         return ((runs - 1) * self.pitch + length) * self.dtype.itemsize
 
     def values(self, read: Tensor) -> Tensor:
-        """The target's values among the bytes that were read; a view, of the target's shape."""
+        """The target's values among the bytes that were read: a view of the target's shape."""
         stored = read.view(self.dtype)
         return stored if not self.pitch else stored.as_strided(self.target.shape, (self.pitch, 1))
 
 
 def cut_spans(file: Path, offset: int, dtype: torch.dtype, target: Tensor) -> Iterator[FileSpan]:
-    """Pieces of at most SPAN_BYTES for one contiguous tensor."""
+    """Spans of at most SPAN_BYTES that fill one contiguous tensor."""
     flat = target.view(-1)
     step = SPAN_BYTES // dtype.itemsize
     for start in range(0, flat.numel(), step):
@@ -66,8 +66,8 @@ def cut_spans(file: Path, offset: int, dtype: torch.dtype, target: Tensor) -> It
 
 
 def run_spans(file: Path, offset: int, dtype: torch.dtype, target: Tensor, runs: Runs) -> Iterator[FileSpan]:
-    """As `cut_spans`, for values that lie in runs of a tensor at `offset`. Short runs are read together with what lies
-    between them."""
+    """Like `cut_spans`, for values in runs of a tensor that begins at `offset`. Short runs are read together with the
+    gaps between them."""
     size, (first, length, pitch, num_runs) = dtype.itemsize, runs
     rows = target.view(-1)[: num_runs * length].view(num_runs, length)
     if length * size >= MIN_RUN_BYTES or pitch * size > SPAN_BYTES // 2:
@@ -87,7 +87,7 @@ def read_spans(spans: list[FileSpan], loaded: Callable[[int], None] = lambda num
         return
     device = spans[0].target.device
     if device.type == "cuda":
-        # The workers' streams do not wait for the caller's, whose queued work may still read what was in this memory.
+        # The workers' streams do not wait for the caller's stream, whose queued work may still read this memory.
         torch.cuda.current_stream(device).synchronize()
     spans = sorted(spans, key=lambda span: (span.file, span.offset))
     files = {file: os.open(file, os.O_RDONLY) for file in {span.file for span in spans}}
@@ -123,7 +123,7 @@ def _read_spans(
 
 
 class _HostReadWorker:
-    """Reads straight into the target, or through a buffer if the dtype differs or the values lie in runs."""
+    """Reads straight into the target, or through a buffer if the dtype differs or the values are in runs."""
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
@@ -143,7 +143,7 @@ class _HostReadWorker:
 
 
 class _CudaReadWorker:
-    """Reads into pinned buffers in turn, each free again once its copy to the device is done."""
+    """Reads into pinned buffers in turn; a buffer is free again once its copy to the device is done."""
 
     def __init__(self, device: torch.device) -> None:
         torch.cuda.set_device(device)  # the current device is per thread

@@ -1,7 +1,7 @@
-"""Which tensor of the model each stored one fills, by transformers' conversions for the model's class.
+"""Which tensor of the model each stored tensor fills, following transformers' conversions for the model's class.
 
-Renamed tensors keep their values. Experts that are stored one by one become slices of one tensor for all of them, those
-of gate before those of up. Other conversions are left to transformers.
+Renamed tensors keep their values. Experts that are stored one by one become slices of one tensor for all experts, gate
+before up. Other conversions are left to transformers.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ QUANTIZED = (
     *("weight_scale", "weight_scale_inv", "weight_packed", "weight_zero_point", "weight_shape", "weight_g_idx"),
     *("qweight", "qzeros", "scales", "g_idx"),
 )
-"""What the names of tensors of quantized weights end with, where those of others have "weight"."""
+"""Last parts of the names of quantized weights' tensors, where other weights have "weight"."""
 
 
 class NotDirect(Exception):
-    """Loading this checkpoint takes more than copying its tensors."""
+    """This checkpoint cannot be loaded by just copying its tensors; the text says why."""
 
 
 class Place(NamedTuple):
-    """A tensor of the model, by name; or of one with an expert in each row of its first dimension, `part` of the
-    expert's `num_parts` equal parts, which follow each other along the next dimension."""
+    """The place of a stored tensor in the model: a tensor, by name. With `expert`, a slice of a tensor that has an
+    expert in each row of its first dimension: part `part` of the expert's `num_parts` equal parts, which are
+    concatenated along the next dimension."""
 
     name: str
     expert: int | None = None
@@ -38,18 +39,18 @@ class Place(NamedTuple):
     num_parts: int = 1
 
     def stored_shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the stored tensor, if the model's has that shape."""
+        """The shape of the stored tensor, if the model's tensor has the shape `whole`."""
         if self.expert is None:
             return whole
         _, rows, *columns = whole
         return (rows // self.num_parts, *columns)
 
     def is_in(self, cut: Cut | None) -> bool:
-        """Whether something of the stored tensor is in that part of the model's; None: all of it."""
+        """Whether that part of the model's tensor contains any of the stored tensor. None: the whole tensor."""
         return cut is None or self.expert is None or cut.dim > 0 or cut.first <= self.expert < cut.end
 
     def cut(self, cut: Cut | None) -> Cut | None:
-        """What is in that part; None: all of it."""
+        """The part of the stored tensor that is in that part of the model's tensor; None: all of it."""
         if cut is None or self.expert is None:
             return cut
         if cut.dim == 0:
@@ -60,7 +61,7 @@ class Place(NamedTuple):
         return Cut(cut.dim - 1, cut.first, cut.end, shape)
 
     def slices(self, cut: Cut | None, shape: tuple[int, ...]) -> tuple[int | slice, ...]:
-        """Where it goes in the model's tensor, which is `cut`, and has that shape."""
+        """Where the stored tensor goes in the part `cut` of the model's tensor, which has the shape `shape`."""
         if self.expert is None:
             return ()
         first = cut.first if cut is not None and cut.dim == 0 else 0
@@ -69,7 +70,7 @@ class Place(NamedTuple):
 
 
 class Placing:
-    """Of one model's class."""
+    """Finds the places of stored tensors in one model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         transforms: Sequence[Any] = get_model_conversion_mapping(model)
@@ -77,8 +78,8 @@ class Placing:
         self._others = [one for one in transforms if not isinstance(one, WeightRenaming)]
 
     def of(self, stored: str) -> Place:
-        """Of the stored tensor of that name. What files have of an expert's quantized weight is placed like the weight,
-        in a tensor that has its own name after the weight's. Raises NotDirect."""
+        """The place of the stored tensor of that name. The tensors of an expert's quantized weight are placed like the
+        weight, each in a tensor that is named after the weight and itself. Raises NotDirect."""
         layer, _, kind = stored.rpartition(".")
         if kind in QUANTIZED and (weight := self._of(f"{layer}.weight")).expert is not None:
             return weight._replace(name=f"{weight.name}_{kind}")
@@ -99,7 +100,7 @@ class Placing:
 
 
 def _expert_place(converter: Any, pattern: str, name: str, target: str) -> Place | None:
-    """None: it does more than to put experts together."""
+    """The place of an expert's tensor; None: the converter does more than stack experts."""
     if not isinstance(converter, WeightConverter):
         return None
     sources, steps = converter.source_patterns, [(type(step), vars(step)) for step in converter.operations]

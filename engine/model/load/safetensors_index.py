@@ -1,6 +1,7 @@
-"""What safetensors files hold, read from their headers alone.
+"""The tensors of safetensors files, read from their headers alone.
 
-A file: 8 bytes with the header's length, the header (JSON: name -> dtype, shape, offsets), the data without gaps.
+A file consists of 8 bytes with the header's length, the header (JSON: name -> dtype, shape, offsets), and the data
+without gaps.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where one tensor's bytes are. `dtype`: as the file spells it. `offset`: from the file's beginning."""
+    """Where one tensor's bytes are. `dtype`: as the file spells it. `offset`: from the beginning of the file."""
 
     name: str
     file: Path

@@ -28,7 +28,7 @@ _DUMMY_SEED = 0  # not --seed: nodes of one cluster must have the same weights
 
 
 def build_skeleton(config: Any, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    """The model of that configuration on the CPU, in eval mode; its parameters are in untouched memory.
+    """The model of that configuration on the CPU, in eval mode, with parameters in untouched memory.
 
     Raises what transformers raises for a configuration without a model.
     """
@@ -46,7 +46,7 @@ def build_skeleton(config: Any, dtype: torch.dtype, attention: str) -> PreTraine
 
 
 def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """What transformers keeps in fp32 in a model of either type of 16 bits: biases of the choice of experts
+    """Keep in fp32 what transformers keeps in fp32 for both 16-bit dtypes: biases for the choice of experts
     (GLM-4.5)."""
     patterns = getattr(model, "_keep_in_fp32_modules_strict", None)
     if not patterns or dtype not in (torch.float16, torch.bfloat16):
@@ -58,8 +58,8 @@ def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def move_empty(model: nn.Module, device: torch.device) -> None:
-    """Give the state dict's tensors new memory on the device, without their values; other buffers keep their values.
-    Tensors that are on the device keep their memory."""
+    """Give the state dict's tensors new, uninitialized memory on the device; other buffers keep their values. Tensors
+    that are on the device already keep their memory."""
     stored = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.device.type != device.type:
@@ -67,15 +67,15 @@ def move_empty(model: nn.Module, device: torch.device) -> None:
 
 
 def in_parts(model: nn.Module) -> list[nn.Module]:
-    """The model's decoder layers, and then the model, which contains them: what can be loaded one after another, so
-    that only one of them has its weights twice at a time."""
+    """The model's decoder layers, and then the model, which contains them: the parts to load one after another, so that
+    only one of them has its weights twice at a time."""
     layers = next((module for module in model.modules() if isinstance(module, nn.ModuleList)), ())
     return [*layers, model]
 
 
 def fill_with_dummies(model: PreTrainedModel) -> None:
-    """Random weights by the model class's own rules (matrices normal, norms one or, where the class adds one, zero),
-    drawn on the model's device; the same every time on one device. Quantized layers and experts get random codes."""
+    """Draw random weights by the model class's own rules (matrices normal, norms one or, where the class adds one,
+    zero), on the model's device; the same every time on one device. Quantized layers and experts get random codes."""
     untouched: list[nn.Module | torch.Tensor] = [*model.modules(), *model.state_dict(keep_vars=True).values()]
     for initialized in untouched:
         vars(initialized).pop("_is_hf_initialized", None)
@@ -88,5 +88,5 @@ def fill_with_dummies(model: PreTrainedModel) -> None:
         filled = {id(parameter) for module in quantized for parameter in module.parameters()}
         for parameter in model.parameters():
             if id(parameter) not in filled:
-                parameter.zero_()  # in case the rules leave one out
+                parameter.zero_()  # in case the rules leave it out
         model.initialize_weights()

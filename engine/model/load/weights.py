@@ -1,4 +1,4 @@
-"""Reads a checkpoint's weights straight into an empty model, if they need no more than to be put in their places.
+"""Reads a checkpoint's weights straight into an empty model, if they only have to be put in their places.
 
 A checkpoint that needs conversion, or whose tensors are not exactly the model's, is left to transformers: `NotDirect`
 says why.
@@ -25,7 +25,7 @@ _COMPARE_BYTES = 16 << 20
 _BIAS_OF_EXPERT = r"\.experts\.\d+\.\w+\.bias$"
 _COMPUTED = r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$"
 _CODES = frozenset({torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2})
-"""Types whose numbers mean nothing without scales."""
+"""Dtypes whose numbers mean nothing without scales."""
 
 
 def stored_weights(checkpoint: Checkpoint) -> Mapping[str, StoredTensor]:
@@ -50,7 +50,7 @@ def stored_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype:
 
 
 class Source(NamedTuple):
-    """What fills `slices` of one of the model's tensors: a stored tensor, or the part `cut` of it."""
+    """The stored tensor, or its part `cut`, that fills `slices` of one of the model's tensors."""
 
     stored: StoredTensor
     target: Tensor
@@ -59,7 +59,7 @@ class Source(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """What is wanted of the stored tensor."""
+        """The size of the wanted part of the stored tensor."""
         if self.cut is None:
             return self.stored.num_bytes
         runs = self.cut.runs()
@@ -69,10 +69,11 @@ class Source(NamedTuple):
 def match(
     model: PreTrainedModel, stored: Mapping[str, StoredTensor], cut_of: Callable[[Tensor], Cut | None] = lambda _: None
 ) -> dict[int, list[Source]]:
-    """What fills each of the model's tensors, by their ids. Tied tensors are one, stored once, or more often with equal
-    bytes; experts may be stored one by one. cut_of: the part of a tensor that this model has.
+    """The sources that fill each of the model's tensors, by the tensors' ids. Tied tensors are one, which may be stored
+    once, or several times with equal bytes; experts may be stored one by one. cut_of: the part of a tensor that this
+    model has.
 
-    Raises NotDirect unless names, but for transformers' renamings, and shapes are exactly the model's.
+    Raises NotDirect unless shapes, and names after transformers' renamings, are exactly the model's.
     """
     if kept := _kept_in_fp32(model):
         raise NotDirect(f"the model keeps {', '.join(kept)} in fp32")
@@ -99,9 +100,9 @@ def match(
 
 
 def _is_left_out(model: PreTrainedModel, own: Mapping[str, Tensor], placing: Placing, tensor: StoredTensor) -> bool:
-    """Whether files may hold this tensor and the model may not have it: tables that are computed (files of Llama 2),
-    biases of experts that are zero (AutoGPTQ), and what the class knows of, as layers that predict several tokens
-    (GLM-4.5, DeepSeek-V3)."""
+    """Whether files may contain this tensor although the model does not have it: computed tables (files of Llama 2),
+    experts' biases that are zero (AutoGPTQ), and tensors that the model class ignores, such as layers that predict
+    several tokens (GLM-4.5, DeepSeek-V3)."""
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     name = tensor.name
     is_zero_bias = re.search(_BIAS_OF_EXPERT, name) and not any(_bytes(tensor))
@@ -120,7 +121,7 @@ def _bytes(tensor: StoredTensor) -> bytes:
 
 
 def _require_fitting(tensor: StoredTensor, place: Place, own: torch.dtype, whole: tuple[int, ...]) -> None:
-    """Raises NotDirect. Codes are for models that have them so, with their scales."""
+    """Raises NotDirect if the tensor does not fit its place. Codes fit only a tensor of the same dtype."""
     dtype = DTYPES[tensor.dtype]
     if dtype != own and not _CODES.isdisjoint((dtype, own)):
         raise NotDirect(f"transformers converts {tensor.name}, which is {tensor.dtype}")
@@ -147,7 +148,7 @@ def _require_all(
     found: Mapping[tuple[int | None, int], StoredTensor],
     places: Mapping[str, Place],
 ) -> None:
-    """Raises NotDirect for a tensor of the model of which something is not stored."""
+    """Raises NotDirect if some of a tensor of the model is not stored."""
     if not found:
         raise NotDirect(f"the checkpoint has no {name}")
     if found.keys() == {(None, 0)}:
@@ -159,7 +160,7 @@ def _require_all(
 
 
 def fill(sources: Iterable[Source], loaded: Loaded) -> None:
-    """Read the tensors, or their parts, into their targets, which may have got their memory since they were matched."""
+    """Read the tensors, or their parts, into their targets, which may have got memory only after `match`."""
     read_spans([span for source in sources for span in _spans(source)], loaded.add)
 
 
