@@ -1,6 +1,6 @@
-"""Beam search in the engine: the beams of a request are sequences, replaced by their children after each step.
+"""Beam search in the engine: the beams of a request are sequences, which their children replace after each step.
 
-`engine.beams` chooses which beams go on; here they get sequences, blocks and places in the batch.
+`engine.beams` chooses which beams go on; this module gives them sequences, blocks and places in the batch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class BeamSearch:
         self._forks = forks
 
     def require_possible(self, width: int, num_tokens: int) -> None:
-        """Raises InvalidRequest if so many beams of so many tokens may not fit, without sharing any block."""
+        """Raises InvalidRequest if `width` beams of `num_tokens` tokens might not fit without sharing any block."""
         config = self._config
         if width > config.max_num_seqs:
             raise InvalidRequest(f"beam_width {width} is more than --max-num-seqs {config.max_num_seqs}", "beam_width")
@@ -41,7 +41,7 @@ class BeamSearch:
             raise InvalidRequest(text, "max_tokens")
 
     def begin(self, seq: Sequence) -> None:
-        """The sequence, which the engine has, is the first and only beam of its group."""
+        """Begin a search: the sequence, which the engine already has, is the first and only beam of its group."""
         assert seq.beams is not None
         seq.beams.members[seq] = Beam()
 
@@ -52,7 +52,7 @@ class BeamSearch:
             self._sequences.release(member)
 
     def advance(self, group: BeamGroup[Sequence], result: StepResult) -> None:
-        """The best beams become the group's sequences; those of one parent share its blocks."""
+        """Replace the group's sequences by the best beams; the beams of one parent share its blocks."""
         parents = list(group.members)
         chosen = group.advance(self._config.max_model_len)
         tables: dict[Sequence, tuple[list[int], list[Sequence]]] = {}
@@ -72,7 +72,7 @@ class BeamSearch:
             result.searched.append(group)
 
     def _place(self, forks: list[tuple[list[int], list[Sequence]]], num_computed: int) -> None:
-        """Run the children beside each table, if there are blocks and places for all of the group's; else all wait as
+        """Run the children of each table if there are blocks and places for the whole group; else all of them wait as
         if preempted."""
         num_children = sum(len(children) for _, children in forks)
         num_fresh = sum(self._forks.num_new_blocks(len(children), num_computed) for _, children in forks)

@@ -1,4 +1,4 @@
-"""Beam search of one request: which of its sequences go on, and what it has found.
+"""Beam search for one request: which of its sequences go on, and the outputs that it has found.
 
     each live sequence's step gives its most likely next tokens  ->  when all have: the best beams become its sequences
 
@@ -19,8 +19,8 @@ from baton.messages import AttemptId, TokenLogprobs
 from baton.sampling import FinishReason, SamplingParams
 
 CANDIDATES_PER_BEAM = 2
-"""Times the width: so many next tokens of each beam are considered. Half of them may be an EOS of some beam, and the
-others still fill the width."""
+"""For each beam, this many times the width next tokens are considered. Even if half of them are an EOS of some beam,
+the others still fill the width."""
 
 _serials = itertools.count(1)
 
@@ -38,7 +38,7 @@ class Beam:
 
 
 class Member(Protocol):
-    """What a search wants to know of a sequence."""
+    """What a search needs to know about a sequence."""
 
     num_computed_tokens: int
 
@@ -71,12 +71,13 @@ class BeamGroup(Generic[M]):
 
     @staticmethod
     def sampling_of(sampling: SamplingParams) -> SamplingParams:
-        """What its sequences are sampled with: their choices do not count, only the logprobs."""
+        """The sampling parameters of the beams' sequences: only the logprobs count, not the choices."""
         num_logprobs = max(sampling.num_logprobs, CANDIDATES_PER_BEAM * sampling.beam_width)
         return replace(sampling, num_logprobs=num_logprobs)
 
     def record(self, member: M, logprobs: TokenLogprobs) -> None:
-        """What may follow a member, by its last step. Once more, after a preemption, replaces it."""
+        """Record a member's most likely next tokens, from its last step. After a preemption, this replaces what was
+        recorded before."""
         self._next[member] = logprobs
 
     @property
@@ -85,8 +86,8 @@ class BeamGroup(Generic[M]):
         return all(m in self._next and m.num_computed_tokens == m.num_tokens for m in self.members)
 
     def advance(self, most_tokens: int) -> list[tuple[M, Beam]]:
-        """Choose the next beams, each with the member that it comes from; none: the search has ended. `is_complete`
-        must hold. most_tokens: how long prompt and output may become."""
+        """Choose the next beams, each with the member that it continues; empty: the search has ended. `is_complete`
+        must hold. most_tokens: how long prompt and output may become together."""
         candidates: list[tuple[M, Beam]] = []
         for member, beam in self.members.items():
             for token, logprob in self._next[member].top[: CANDIDATES_PER_BEAM * self.width]:
@@ -106,7 +107,7 @@ class BeamGroup(Generic[M]):
 
     @property
     def best(self) -> list[Beam]:
-        """Those that have ended, best first."""
+        """The beams that have ended, best first."""
         return self._ended
 
     def score(self, beam: Beam) -> float:

@@ -1,6 +1,6 @@
-"""Which KV block belongs to whom: counters per block, from which its state follows. No tensor is touched here.
+"""Who owns which KV block: counters per block, from which its state follows. No tensor is touched here.
 
-    LOADING     writer                     its content comes from elsewhere: parts of a lease, or what a tier kept
+    LOADING     writer                     its content comes from elsewhere: parts of a lease, or a tier
     IN_FLIGHT   else readers > 0           a gather is reading it
     OWNED       else ref > 0               a block table or a lease holds it
     CACHED      else it has a hash         evictable, least recently used first
@@ -10,8 +10,8 @@ Block 0 is the null block: graph padding may write to it, it never has an owner,
 it where they need no block. The prefix cache keeps the hashes (`engine.prefix_cache`). Every operation is O(1) per
 block named. Misuse is a bug and fails an assertion.
 
-Blocks may be claimed: as many stay free or evictable for those who need them later. Which ones is open until they
-allocate.
+Blocks may be claimed: that many stay free or evictable for a caller who needs them later. Which blocks these are is
+open until the caller allocates them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class BlockState(enum.Enum):
 
 
 class Allocation(NamedTuple):
-    """Blocks that now belong to the caller, and those of them that were evicted for it. The content of an evicted block
-    stays until the caller, or a later owner of the block, writes; whatever is to be kept must be copied before that."""
+    """Blocks that now belong to the caller, and those of them that were evicted for it. An evicted block keeps its
+    content until the caller, or a later owner, writes to it; whatever is to be kept must be copied before that."""
 
     blocks: list[int]
     evicted: list[Evicted]
@@ -59,8 +59,8 @@ class BlockManager:
         self._since_s = [0.0] * num_blocks
         self._cache = PrefixCache(num_blocks)
         self._free = deque(range(1, num_blocks))
-        self._in_flight: set[int] = set()  # those with readers
-        self._loading: set[int] = set()  # those with a writer
+        self._in_flight: set[int] = set()  # blocks with readers
+        self._loading: set[int] = set()  # blocks with a writer
         self.num_claimed = 0
         """How many blocks, free or cached, are promised to somebody who will allocate them."""
 
@@ -102,7 +102,8 @@ class BlockManager:
         return BlockState.FREE if self._cache.hash_of(block) is None else BlockState.CACHED
 
     def hash_of(self, block: int) -> BlockHash | None:
-        """The hash under which the block was sealed or is being loaded; None: none, so a step may write to it."""
+        """The hash under which the block was sealed or is being loaded; None: it has none, so a step may write to
+        it."""
         return self._cache.hash_of(block)
 
     def num_owners(self, block: int) -> int:
@@ -117,10 +118,10 @@ class BlockManager:
         """When (by `now`) it entered its current state."""
         return self._since_s[block]
 
-    # ---- for those that follow what the prefix cache holds ----
+    # ---- for those that follow the content of the prefix cache ----
 
     def hashes(self) -> list[BlockHash]:
-        """The hashes of all blocks that have one, those that are loading among them."""
+        """The hashes of all blocks that have one, including loading blocks."""
         return self._cache.hashes()
 
     def record_changes(self, on: bool) -> None:
@@ -230,8 +231,8 @@ class BlockManager:
         return tables, [pair for own in others for pair in zip(last, own, strict=True)] if partial else []
 
     def seal(self, block: int, block_hash: BlockHash) -> bool:
-        """Put a full block whose KV is complete into the prefix cache. False: another block has the hash, and this one
-        gets none. A block that already has the hash is left as it is."""
+        """Put a full block whose KV is complete into the prefix cache. Returns False if another block has the hash, and
+        then this block gets none. A block that already has the hash is left as it is."""
         assert self._ref[block] > 0, f"block {block} has no owner"
         assert block not in self._loading, f"block {block} is loading"
         if (known := self._cache.hash_of(block)) is not None:
@@ -262,8 +263,8 @@ class BlockManager:
         """Mark blocks as loading: their content arrives from elsewhere, at any time until `finish_load` or `fail_load`.
         Each has one owner, which may release it meanwhile.
 
-        hashes: one for each block, none of which another block has; or none at all. `is_loading` finds a block that has
-        one from now on, and `match` once it is loaded, so that sequences can wait for it.
+        hashes: one for each block, which no other block may have; or none at all. From now on, `is_loading` finds a
+        block by its hash, and `match` does once it is loaded, so that sequences can wait for it.
         """
         assert not hashes or len(hashes) == len(blocks), f"{len(hashes)} hashes for {len(blocks)} blocks"
         for block in blocks:
@@ -278,15 +279,15 @@ class BlockManager:
             assert added, f"block {block} would be loaded as what another block is"
 
     def finish_load(self, blocks: Sequence[int]) -> None:
-        """The content is there for everything launched from now on."""
+        """End a load: everything launched from now on finds the content in the blocks."""
         for block in blocks:
             assert block in self._loading, f"block {block} is not loading"
             self._loading.remove(block)
             self._settle(block)
 
     def fail_load(self, blocks: Sequence[int]) -> None:
-        """The content will not arrive: the blocks lose their hashes, and sequences that waited for them compute their
-        tokens."""
+        """End a load whose content will not arrive: the blocks lose their hashes, and sequences that waited for them
+        compute the tokens themselves."""
         for block in blocks:
             if self._cache.hash_of(block) is not None:
                 self._cache.remove(block)
@@ -333,6 +334,6 @@ class BlockManager:
         assert (state is BlockState.CACHED) == self._cache.is_evictable(block), f"block {block} is {state.name}"
         assert times_free == (state is BlockState.FREE), f"block {block} is {state.name}, and {times_free} x free"
         if state is BlockState.LOADING:
-            # Its owner may have released it, but no other can acquire it during the load.
+            # Its owner may have released it, but nobody else can acquire it during the load.
             assert self._ref[block] <= 1, f"block {block} is shared and loading"
             assert not self._readers[block], f"block {block} is read and loading"

@@ -1,10 +1,10 @@
-"""The block tables of an engine's sequences: what a sequence finds in the prefix cache, what it gets beside that, and
-what it gives back once no token will read it again. See `baton.table_shape`.
+"""The block tables of an engine's sequences: the blocks that a sequence finds in the prefix cache, those that it gets
+in addition, and those that it gives back once no token will read them again. See `baton.table_shape`.
 
-A sequence gets blocks for all of its tokens when it is admitted. Of groups with a window that would be too many: there
-it claims as many as it needs at a time, gets a step's columns when that is scheduled, and claims anew what falls behind
-the window. So it has blocks to go on with, as long as those that it gives back are not shared. If they are, it may have
-to wait for the sequence that still reads them, which is behind it.
+When a sequence is admitted, it gets blocks for all of its tokens. For groups with a window, that would be too many:
+there it claims as many as it needs at a time, gets a step's columns when the step is scheduled, and claims again what
+falls behind the window. So it always has blocks to go on with, unless those that it gives back are shared. Then it may
+have to wait for the sequence that still reads them, which is behind it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.sequence import Sequence
 
 
 class BlockTables:
-    """Every call costs what it names of tables. `blocks`: who owns and counts the blocks."""
+    """A call's cost is proportional to the parts of tables that it names. `blocks`: owns and counts the blocks."""
 
     def __init__(self, config: EngineConfig, blocks: BlockManager) -> None:
         self.shape = config.table_shape
@@ -36,8 +36,8 @@ class BlockTables:
     # ---- the prefix cache ----
 
     def match(self, hashes: Seq[BlockHash]) -> tuple[list[int], BlockHash | None]:
-        """The table of the longest prefix of `hashes` of which all is cached that the next token reads; and the name of
-        a block that ends it and is being loaded. Changes nothing."""
+        """The table of the longest prefix of `hashes` for which everything that the next token reads is cached; and the
+        name of a missing block that cut the prefix short, if one is being loaded. Changes nothing."""
         if self._width == 1 and not self.has_windows:
             hits = self._blocks.match(hashes)
             return hits, next(filter(self._blocks.is_loading, hashes[len(hits) : len(hits) + 1]), None)
@@ -57,7 +57,7 @@ class BlockTables:
         return table, next(filter(self._blocks.is_loading, missing), None)
 
     def _last_gap(self, hashes: Seq[BlockHash], num: int) -> tuple[int, int] | None:
-        """(column, group) of a block that is not cached and that the token after `num` columns reads: no hit goes
+        """(column, group) of a block that the token after `num` columns reads, but that is not cached: no hit goes
         beyond that column. None: there is none."""
         for group, window in enumerate(self.shape.windows):
             if window is not None:
@@ -67,18 +67,18 @@ class BlockTables:
         return None
 
     def match_from(self, hashes: Seq[BlockHash], num_tokens: int) -> list[list[int]]:
-        """For each group, the blocks that are cached from the first column on which a token after `num_tokens` reads,
-        up to the first that is not. Changes nothing."""
+        """For each group, the cached blocks from the first column on that a token after `num_tokens` reads, up to the
+        first block that is not cached. Changes nothing."""
         firsts = (self.shape.first_column(group, num_tokens) for group in range(self._width))
         return [self._blocks.match(_names(hashes[first:], group)) for group, first in enumerate(firsts)]
 
     def ends_of(self, found: Seq[Seq[int]], num_tokens: int) -> tuple[int, ...]:
-        """For each group the first column after those of `match_from`."""
+        """For each group, the first column after those that `match_from` found."""
         return tuple(self.shape.first_column(group, num_tokens) + len(blocks) for group, blocks in enumerate(found))
 
     def table_of(self, found: Seq[Seq[int]], num_tokens: int, lacking: Seq[int], fresh: Seq[int]) -> list[int]:
-        """A table with what `match_from` found, and fresh blocks in the entries that it lacks. The last one is
-        lacking."""
+        """A table with the blocks that `match_from` found, and fresh blocks in the entries `lacking`, which include the
+        last one."""
         table = [NULL_BLOCK] * (lacking[-1] + 1)
         for group, blocks in enumerate(found):
             first = self.shape.first_column(group, num_tokens)
@@ -88,7 +88,7 @@ class BlockTables:
         return table
 
     def seal(self, table: Seq[int], hashes: Seq[BlockHash], first: int) -> None:
-        """Seal the columns from `first` on, which are full; hashes: of all columns up to the last of these."""
+        """Seal the columns from `first` on, which must be full. hashes: of all columns up to the last one to seal."""
         for group in range(self._width):
             names = _names(hashes[first:], group)
             for block, name in zip(table[first * self._width + group :: self._width], names, strict=False):
@@ -98,8 +98,8 @@ class BlockTables:
     # ---- a sequence's blocks ----
 
     def admit(self, seq: Sequence, hits: list[int]) -> bool:
-        """Give it the hits, as from `match`, and claims to the blocks for all of its tokens after them. False: too few
-        are left."""
+        """Give the sequence the hits, as from `match`, and claims to the blocks for all tokens after them. Returns
+        False if too few are left."""
         num_columns, first = self.shape.num_columns(seq.num_tokens), self.num_columns(hits)
         needed = self._num_needed(hits, num_columns - first)
         if not self._blocks.can_allocate(needed, keep=hits):
@@ -111,8 +111,8 @@ class BlockTables:
         return True
 
     def _num_needed(self, hits: list[int], num_columns: int) -> int:
-        """Blocks for so many columns after the hits. Hits that nobody else has are given back when they fall behind
-        their window, and then claimed."""
+        """How many blocks `num_columns` columns need in addition to the hits. Hits that nobody else holds are given
+        back when they fall behind their window, and then claimed."""
         if not self.has_windows:
             return num_columns * self._width
         needed = self.shape.most_held(num_columns, self._num_in_flight)
@@ -125,8 +125,8 @@ class BlockTables:
         return needed
 
     def cover(self, seq: Sequence, num_tokens: int) -> list[Evicted]:
-        """Give it the columns for its first `num_tokens` tokens, or as many of these as there are blocks for. Returns
-        what was evicted."""
+        """Give the sequence the columns for its first `num_tokens` tokens, or as many of these as there are blocks for.
+        Returns the blocks that were evicted."""
         lacking = (self.shape.num_columns(num_tokens) - self.num_columns(seq.block_table)) * self._width
         room = seq.num_claimed_blocks + max(0, self._blocks.num_unclaimed)
         taken = max(0, min(lacking, room // self._width * self._width))
@@ -136,16 +136,16 @@ class BlockTables:
         return evicted
 
     def is_growing(self, seq: Sequence) -> bool:
-        """Whether it was admitted with claims, and has not got all of its columns yet."""
+        """Whether the sequence was admitted with claims, and does not have all of its columns yet."""
         return len(seq.block_table) < seq.num_promised_columns * self._width
 
     def num_covered_tokens(self, seq: Sequence) -> int:
-        """How many tokens its columns are for."""
+        """How many tokens the sequence's columns cover."""
         return self.num_columns(seq.block_table) * self._block_size
 
     def give_back_read(self, seq: Sequence, before: int) -> None:
-        """Release what its next token will not read any more, and those after `before` tokens did. As long as it is
-        growing, as much is claimed again."""
+        """Release the blocks that the token after `before` tokens read, and that the sequence's next token does not. As
+        long as the sequence is growing, claim as many again."""
         table, released = seq.block_table, 0
         for entry in self.shape.fallen_behind(before, seq.num_computed_tokens):
             self._blocks.release((table[entry],))
@@ -165,11 +165,11 @@ class BlockTables:
             table[entry] = NULL_BLOCK
 
     def release(self, seq: Sequence) -> None:
-        """Release all that it has, and its claims."""
+        """Release all blocks and claims of the sequence."""
         self._blocks.release(self.take(seq))
 
     def take(self, seq: Sequence) -> list[int]:
-        """Its table, which is the caller's from now on, without claims."""
+        """Take the sequence's table, which is the caller's from now on, and drop its claims."""
         self._unclaim(seq, seq.num_claimed_blocks)
         table, seq.block_table, seq.num_promised_columns = seq.block_table, [], 0
         return table
@@ -181,8 +181,8 @@ class BlockTables:
     # ---- checks ----
 
     def check_integrity(self, seq: Sequence) -> None:
-        """Assert that a running sequence has the blocks that its next token reads, and no others, and claims only what
-        it has yet to get."""
+        """Assert that a running sequence has exactly the blocks that its next token reads, and claims only blocks that
+        it does not have yet."""
         lacking = seq.num_promised_columns * self._width - len(seq.block_table)
         assert seq.num_claimed_blocks <= max(0, lacking), f"{seq.attempt_id} claims {seq.num_claimed_blocks}"
         for group in range(self._width):
@@ -193,5 +193,5 @@ class BlockTables:
 
 
 def _names(hashes: Seq[BlockHash], group: int) -> Iterator[BlockHash] | Seq[BlockHash]:
-    """The names of the group's blocks of these columns."""
+    """The names of the group's blocks in these columns."""
     return (of_group(block_hash, group) for block_hash in hashes) if group else hashes

@@ -1,4 +1,4 @@
-"""Which folder `--model` means and what it lacks: found from its files, before torch and transformers are imported."""
+"""Which folder `--model` means, and what it lacks, judged from its files before torch and transformers are imported."""
 
 from __future__ import annotations
 

@@ -16,15 +16,15 @@ class EngineConfig:
     `num_blocks` is the length of the pool tensor and includes the null block 0. `max_num_batched_tokens` bounds the
     prompt tokens of a step; the tokens of decodes come on top. `max_num_seqs` bounds the running sequences.
     `async_scheduling`: launch a step before the previous one has retired, for a runner that computes on a device of its
-    own. `num_stages`: of a runner that computes so many steps at a time, each in another stage of its own; the engine
-    then launches so many before the oldest has retired. `saturating_num_tokens`: a step with this many prompt tokens
-    takes no further prompt, since it keeps the device busy and another prompt would only delay the first tokens of the
-    others; the budget above is for chunks of long prompts, whose attention gains from it (idea from DistServe, section
-    4.3). None: only the budget bounds a step. `target_itl_s`: the time that a step with decodes should take at most;
-    its prompts get chunks for which that is predicted, see `engine.prompt_budget`. None: only the budget bounds it.
-    `padding`: to how many tokens the device pads a step with prompts and decodes. `num_speculative_tokens`: the most
-    draft tokens of a sequence that a step verifies after its last token. `windows`: of each KV group of the model's
-    layers, see `baton.table_shape`.
+    own. `num_stages`: the pipeline stages of the runner, each of which computes another step at the same time; the
+    engine launches as many steps before the oldest has retired. `saturating_num_tokens`: a step with this many prompt
+    tokens takes no further prompt, since it keeps the device busy and another prompt would only delay the first tokens
+    of the others; the budget above is for chunks of long prompts, whose attention gains from it (idea from DistServe,
+    section 4.3). None: only the budget bounds a step. `target_itl_s`: the most time that a step with decodes should
+    take; its prompts get chunks for which that is predicted, see `engine.prompt_budget`. None: only the budget bounds
+    it. `padding`: to how many tokens the device pads a step with prompts and decodes. `num_speculative_tokens`: the
+    most draft tokens of a sequence that a step verifies. `windows`: of each KV group of the model's layers, see
+    `baton.table_shape`.
     """
 
     num_blocks: int
@@ -75,7 +75,7 @@ class EngineConfig:
         return (1 + self.num_steps_ahead) * max(self.max_num_batched_tokens, 1 + self.num_speculative_tokens)
 
     def most_blocks(self, num_tokens: int) -> int:
-        """The most blocks that a sequence of so many tokens needs at a time."""
+        """The most blocks that a sequence of `num_tokens` tokens needs at a time."""
         if self.windows == NO_WINDOW:
             return num_blocks_for(num_tokens, self.block_size)
         shape = self.table_shape

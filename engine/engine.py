@@ -41,17 +41,18 @@ from engine.tier import KvTier, allocate
 
 
 class Engine:
-    """Runs sequences to their end. Owned by one thread; nothing here blocks but the model.
+    """Runs sequences to their end. Owned by one thread; nothing here blocks except the model.
 
-    Sequences come by `add` or `adopt`, and leave when they finish or by `sequences.release`. `waiting` says what waits,
-    and `scheduler` reserves places in the batch; `sequences` also parks them, and `beam_search` has the searches.
+    Sequences arrive by `add` or `adopt`, and leave when they finish or by `sequences.release`. `waiting` knows the
+    waiting sequences, `scheduler` reserves places in the batch, `sequences` also parks sequences, and `beam_search`
+    runs the searches.
 
     A sequence's blocks belong to it from its admission until it finishes, is preempted or is released. With
     `hand_off` it is parked after its prompt and keeps them until it is released. Blocks that others `allocate`, as a
     role does for its leases, are theirs until they release them to `blocks`, or `adopt` takes them over. `tier` gets
-    each evicted block while its content is still there. `keep_up`, of a node that steps together with others, takes
-    part in a step of theirs unless told that this one is busy, and returns whether one of them has begun the next, so
-    that it must soon be called again.
+    each evicted block while its content is still there. `keep_up`, for a data parallel node, takes part in a step of
+    the other nodes unless told that this node is busy. It returns whether one of them has begun the next step, so that
+    it must be called again soon.
     """
 
     def __init__(
@@ -81,9 +82,9 @@ class Engine:
         self.beam_search = BeamSearch(config, self.blocks, self.scheduler, self.sequences, self._forks)
         self._output = StepOutput(config, self.tables, self.sequences, self._forks)
         self.counters = StepCounters()
-        """Where the time of the steps goes."""
+        """How the time of steps is spent."""
         self.num_preemptions = 0
-        """How often sequences were preempted."""
+        """How many times a sequence was preempted."""
 
     # ---- state ----
 
@@ -97,9 +98,9 @@ class Engine:
 
     @property
     def only_launches(self) -> bool:
-        """Whether the runner's launches leave the computing to a device of its own. That idles until the launch, so
-        callers defer what can wait until after it. If False, `compute` takes as long as the step itself, or as its
-        first stage."""
+        """Whether the runner computes on a device of its own, so that a launch only starts the step. The device idles
+        until the launch, so callers defer what can wait until after it. If False, `compute` takes as long as the step
+        itself, or as its first stage."""
         return self._runner.only_launches
 
     @property
@@ -137,9 +138,9 @@ class Engine:
         return self._timing.prompt_tokens_per_s(bool(self.num_running))
 
     def layers_computed(self) -> dict[Sequence, int]:
-        """For each sequence whose last token a launched step computes: how many layers have its KV, and so that of all
-        earlier tokens, since steps are computed in order. Sequences for which no layer is known to be done are left
-        out."""
+        """For each sequence whose last token a launched step computes, how many layers have that token's KV, and thus
+        the KV of all earlier tokens, since steps are computed in order. Sequences for which no layer is known to be
+        done are left out."""
         computed: dict[Sequence, int] = {}
         for launched in self._in_flight:
             if num_layers := launched.step.num_layers_done():
@@ -168,7 +169,7 @@ class Engine:
         assert all(len(seq.prompt_tokens) + len(output) - 1 == num_computed for output in outputs.values())
         assert len(spare_blocks) == (len(outputs) - 1) * self.tables.shape.width
         table = self.tables.take(seq)
-        self.tables.give_back_behind(table, num_computed)  # what is there may be nothing
+        self.tables.give_back_behind(table, num_computed)  # there may be nothing behind the windows
         seq.move_to(SequenceState.FINISHED)
         seq.started_s = seq.arrived_s
         num_full = num_computed // self.config.block_size
@@ -186,9 +187,9 @@ class Engine:
         return allocate(self.blocks, self._tier, n)
 
     def propose(self, seq: Sequence, draft_tokens: Seq[int]) -> None:
-        """Have the sequence's next step verify these draft tokens: those accepted, and one more, are its next tokens,
-        all at once. Of a long draft only the beginning is used, and none of it if blocks are short. `seq.takes_drafts`
-        must hold."""
+        """Make the sequence's next step verify these draft tokens. The accepted ones and one more token become its next
+        tokens, all at once. Only the beginning of a long draft is used, and nothing if there are too few blocks.
+        `seq.takes_drafts` must hold."""
         assert seq.takes_drafts
         room = min(
             self.config.num_speculative_tokens,

@@ -1,4 +1,4 @@
-"""Sequences that come from one and share its blocks: samples of a prompt, and beams of a parent."""
+"""Splits one sequence into several that share its blocks: samples of a prompt, and beams of a parent."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Forks:
         self._tier = tier
 
     def fork(self, seq: Sequence, sampled: list[SampledToken]) -> list[SampledToken]:
-        """Each sample becomes a sequence of its own; finished ones hold no blocks, the others share the prompt's KV."""
+        """Make each sample a sequence of its own. Finished ones hold no blocks; the others share the prompt's KV."""
         table, seq.block_table = seq.block_table, []
         self._sequences.release(seq)
         num_computed = seq.num_computed_tokens
@@ -63,20 +63,20 @@ class Forks:
             self._sequences.requeue(child)
 
     def num_new_blocks(self, num_children: int, num_computed: int) -> int:
-        """How many blocks `run` allocates: a column for each child but the first, and one for that too if the table of
-        so many tokens has no room for the next."""
+        """How many blocks `run` allocates: a column for each child but the first, and one for the first as well if the
+        table of `num_computed` tokens has no room for the next token."""
         num_columns = num_children if num_computed % self._config.block_size == 0 else num_children - 1
         return num_columns * self._width
 
     def run(self, children: list[Sequence], table: list[int], num_computed: int) -> None:
-        """Run the children from the KV of `num_computed` tokens in `table`, which becomes theirs, in new blocks beside
-        it. There must be blocks and places for all."""
+        """Run the children from the KV of `num_computed` tokens in `table`, which becomes theirs, and in newly
+        allocated blocks. There must be blocks and places for all."""
         fresh = allocate(self._blocks, self._tier, self.num_new_blocks(len(children), num_computed))
         room = len(fresh) - (len(children) - 1) * self._width
         self.start(children, table + fresh[:room], num_computed, fresh[room:])
 
     def start(self, children: list[Sequence], table: list[int], num_computed: int, spares: list[int]) -> None:
-        """The same where the blocks are there: `table` has room for the next token, and there is a spare column for
+        """Like `run`, with blocks that exist already: `table` has room for the next token, and `spares` is a column for
         each child but the first."""
         tables, copies = self._blocks.fork(table, num_computed, spares, self._width)
         if copies:

@@ -1,4 +1,4 @@
-"""Which blocks each holder has: the input of a recount of the block manager's counters, and of an audit."""
+"""The blocks of each holder: the input for recounting the block manager's counters, and for an audit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Holding:
 
 
 def recount(blocks: BlockManager, holdings: Iterable[Holding]) -> None:
-    """Assert that the block manager counts exactly what these hold."""
+    """Assert that the block manager's counters equal what these holdings add up to."""
     held: dict[KvUse, list[Sequence[int]]] = {use: [] for use in KvUse}
     for holding in holdings:
         held[holding.use].append(holding.blocks)

@@ -18,6 +18,6 @@ class InFlight:
     step: LaunchedStep
     size: StepSize
     decided: float  # when its turn began, by the engine's clock
-    launch_s: float  # that its launch took
-    leaves_prompts: bool  # unfinished, so that the next step continues them
+    launch_s: float  # how long its launch took
+    leaves_prompts: bool  # whether it leaves prompts unfinished, which the next step continues
     released: list[tuple[Sequence, list[int]]] = field(default_factory=list)

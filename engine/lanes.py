@@ -24,7 +24,8 @@ Lane = Hashable
 class Lanes:
     """The sequences that have not run yet, in the order in which they are due, and the blocks that each lane holds.
     Every call costs at most O(lanes), what `WaitingQueue` costs, and for `first` the sequences that it skips; `None` is
-    the lane of sequences that wait for no other node. most_blocks: how many a sequence of so many tokens needs."""
+    the lane of sequences that wait for no other node. most_blocks: how many blocks a sequence of so many tokens
+    needs."""
 
     def __init__(self, num_blocks: int, most_blocks: Callable[[int], int]) -> None:
         self._num_blocks = num_blocks
@@ -33,7 +34,7 @@ class Lanes:
         self._serials = itertools.count()
         self._num_waiting = 0
         self.num_waiting_tokens = 0
-        """Of all sequences that wait."""
+        """The tokens of all waiting sequences."""
         self._holders: dict[Sequence, int] = {}  # admitted sequences still in their lanes -> blocks
         self._num_held = Counter[Lane]()
         self._last_arrival: OrderedDict[Lane, float] = OrderedDict()  # of known lanes, oldest first
@@ -46,7 +47,7 @@ class Lanes:
         return itertools.chain.from_iterable(self._queues.values())
 
     def add(self, seq: Sequence) -> None:
-        """Queue it behind all that are due no later."""
+        """Queue the sequence behind all that are due no later."""
         self._queues.setdefault(seq.lane, WaitingQueue(self._serials)).add(seq, seq.due_s)
         self._num_waiting += 1
         self.num_waiting_tokens += seq.num_tokens
@@ -56,7 +57,7 @@ class Lanes:
             self._forget_old(seq.arrived_s)
 
     def remove(self, seq: Sequence) -> None:
-        """Take it out of its queue, if it is in one."""
+        """Take the sequence out of its queue, if it is in one."""
         queue = self._queues.get(seq.lane)
         if queue and queue.remove(seq):
             self._num_waiting -= 1
@@ -65,8 +66,8 @@ class Lanes:
                 del self._queues[seq.lane]
 
     def first(self, without: Container[Sequence] = ()) -> Sequence | None:
-        """The next sequence to admit: the one due first among the first of each lane that has room for it,
-        without those in `without`, which are skipped. None: there is none."""
+        """The next sequence to admit: of the first sequence of each lane that has room for it, the one that is due
+        first. Sequences in `without` are skipped. None: there is none."""
         heads = list[tuple[Rank, Sequence]]()
         for queue in self._queues.values():
             head = next((seq for seq in queue if seq not in without), None)
@@ -75,17 +76,17 @@ class Lanes:
         return min(heads)[1] if heads else None
 
     def num_up_to(self, due_s: float) -> int:
-        """How many wait that are due at that time or earlier."""
+        """How many waiting sequences are due at that time or earlier."""
         return sum(queue.num_up_to(due_s) for queue in self._queues.values())
 
     def hold(self, seq: Sequence) -> None:
-        """Count its blocks against its lane's share: it is admitted, and has blocks for all of its tokens."""
+        """Count an admitted sequence's blocks, which are for all of its tokens, against its lane's share."""
         if seq.lane is not None:
             self._holders[seq] = num_blocks = self._most_blocks(seq.num_tokens)
             self._num_held[seq.lane] += num_blocks
 
     def leave(self, seq: Sequence) -> None:
-        """Stop counting its blocks: the other node has room for it, or it has ended. Idempotent."""
+        """Stop counting the sequence's blocks: the other node has room for it, or it has ended. Idempotent."""
         if num_held := self._holders.pop(seq, 0):
             self._num_held[seq.lane] -= num_held
 

@@ -17,8 +17,9 @@ from engine.step import ModelRunner
 
 
 class LiveSequences:
-    """Each sequence from the time it is queued or started until its `release`. Its blocks are in its block table; those
-    of one that ended while a launched step writes into them are kept in `in_flight`, the engine's, until that retires.
+    """Tracks each sequence from the time it is queued or started until its `release`. Its blocks are in its block
+    table. If it ends while a launched step still writes into them, the engine's `in_flight` keeps them until that step
+    retires.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class LiveSequences:
         self._in_flight = in_flight
         self._live: dict[Sequence, None] = {}
         self.on_sealed: Callable[[Sequence, list[BlockHash], int], None] | None = None
-        """Is called with a sequence, the hashes of its blocks so far, and the first of them that is new."""
+        """Is called with a sequence, the hashes of its blocks so far, and the index of the first new one."""
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._live)
@@ -56,7 +57,7 @@ class LiveSequences:
         self._scheduler.waiting.add_preempted(seq)
 
     def start(self, seq: Sequence, table: list[int], num_computed: int) -> None:
-        """Run a sequence whose first `num_computed` tokens have their KV in `table`, which becomes its own."""
+        """Run a sequence whose first `num_computed` tokens have KV in `table`, which becomes the sequence's."""
         seq.block_table = table
         seq.rewind(num_computed)
         self._live[seq] = None
@@ -92,13 +93,13 @@ class LiveSequences:
     # ---- parking ----
 
     def stop(self, seq: Sequence) -> None:
-        """Launch no step with a running sequence any more. It `is_settled` when those that are launched have
-        retired."""
+        """Launch no more steps with this running sequence. It `is_settled` when the launched ones have retired."""
         seq.stops = True
         seq.draft_tokens = ()
 
     def is_settled(self, seq: Sequence) -> bool:
-        """Whether a sequence that stops has all of its tokens, and KV of all but the last, and may be parked."""
+        """Whether a stopped sequence has all of its tokens, and the KV of all but the last, so that it may be
+        parked."""
         return seq.stops and seq.state is SequenceState.RUNNING and not seq.in_flight
 
     def park(self, seq: Sequence) -> None:
@@ -109,7 +110,7 @@ class LiveSequences:
         self.park_prompt(seq)
 
     def resume(self, seq: Sequence) -> None:
-        """Go on with a sequence that stops, parked or not yet."""
+        """Continue a stopped sequence, whether it is parked already or not."""
         seq.stops = False
         if seq.state is SequenceState.PARKED:
             self._scheduler.unreserve_seqs(1)

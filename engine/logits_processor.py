@@ -1,4 +1,4 @@
-"""Code of others that changes the logits of a sequence, before anything else does."""
+"""Third-party code that changes the logits of a sequence, before anything else does."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _WITH_PROMPT = 3
-"""Arguments."""
+"""The number of arguments of a processor that also takes the prompt."""
 
 
 class ProcessorFailed(Exception):
-    """A processor raised, or returned no logits; the text names it."""
+    """A processor raised, or did not return logits; the text names the processor."""
 
 
 class LogitsProcessorChain:
     """The processors of one request, in order; all of its samples share them.
 
     Each takes (output token ids, logits), or (prompt token ids, output token ids, logits), and returns logits, as in
-    vLLM's first engine. logits: [vocab_size], fp32, on the engine's device; it may change and return them. What it
-    returns must follow from the tokens alone: any node may go on with the sequence, from any of its tokens.
+    vLLM's first engine. logits: [vocab_size], fp32, on the engine's device; a processor may change and return them.
+    The result must depend on the tokens alone: any node may continue the sequence, from any of its tokens.
     """
 
     def __init__(self, processors: Sequence[tuple[str, Callable[..., Any]]]) -> None:
-        """Of each its name and what is called. Raises ValueError if that takes other arguments."""
+        """processors: (name, function) pairs. Raises ValueError if a function takes other arguments."""
         self._processors = [(name, process, _takes_prompt(name, process)) for name, process in processors]
 
     def __call__(self, prompt_tokens: Sequence[int], output_tokens: Sequence[int], logits: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ class LogitsProcessorChain:
             tokens = [list(prompt_tokens), list(output_tokens)] if takes_prompt else [list(output_tokens)]
             try:
                 result = process(*tokens, logits)
-            except Exception as error:  # a request's boundary: whatever code of others raises ends that request
+            except Exception as error:  # a request's boundary: whatever third-party code raises ends that request
                 raise ProcessorFailed(f"{name} failed: {type(error).__name__}: {error}") from error
             shape = getattr(result, "shape", None)
             if shape != logits.shape:

@@ -8,14 +8,14 @@ If N+1 is launched as soon as N begins, requests that arrive while N runs cannot
 and all of N+1. If it is launched too late, the device idles for as long as a turn of the loop takes, since the end of N
 starts one. So if nothing is known, a step is launched at once, and the expected time of a step is a lower bound.
 
-A launch costs more if requests join the step, or if it has prompts. What each kind costs is tracked separately: else a
-few launches with newcomers would make all others early, and requests that come in between wait for one more step. One
-that comes when only a launch without newcomers is still in time joins nevertheless, and the device idles for the
-difference.
+A launch costs more if requests join the step, or if it has prompts. The cost of each kind is tracked separately:
+otherwise a few launches with newcomers would make all others early, and requests that arrive in between would wait for
+one more step. A request that arrives when only a launch without newcomers would still be in time joins nevertheless,
+and the device idles for the difference.
 
-The margin is what most of the last launches cost, not the most that one did: a request that joined a step waits for its
-begin that much longer. With 5 ms steps and launches of 0.7 ms, of which some take twice that, the time between launch
-and begin falls from 2.4 to 1.7 ms, and the device idles for 6 us a step instead of 2 (computed, not measured).
+The margin covers the cost of most of the last launches, not of the most expensive one: it delays the start of the step
+for every request that joins it. With 5 ms steps and launches of 0.7 ms, of which some take twice that, the time between
+launch and start falls from 2.4 to 1.7 ms, and the device idles for 6 us a step instead of 2 (computed, not measured).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from typing import NamedTuple
 from engine.step import Chunk
 
 SHARE = 0.95
-"""The share of the expected time after which the next step is launched, less the margin."""
+"""The next step is launched after this share of the expected time, less the margin."""
 SLACK_S = 0.0004
-"""The margin, besides the cost of a launch: the start of a step is noticed a little late."""
+"""Added to the cost of a launch to give the margin, since the start of a step is noticed a little late."""
 NUM_COSTS = 32
-"""Launches of a kind whose costs are remembered."""
+"""How many launches of each kind have their costs remembered."""
 QUANTILE = 0.9
-"""The share of them that the margin suffices for. The slack covers most of the others."""
+"""The share of these launches for which the margin suffices. The slack covers most of the others."""
 NUM_REMEMBERED = 3
 """The expected time is the shortest of this many steps. A step looks too short if its start was noticed late, and too
 long if its end was."""
@@ -42,9 +42,9 @@ long if its end was."""
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """What a step's time depends on. num_seqs: its sequences, a decode counted once for each of its tokens.
-    num_context_tokens: of all decodes. num_prompt_pairs: for each other chunk, its tokens times the tokens that its
-    last one attends to."""
+    """What a step's time depends on. num_seqs: its sequences; a decode counts once for each of its tokens.
+    num_context_tokens: the context of all decodes. num_prompt_pairs: summed over all other chunks, the number of
+    tokens times the number of tokens that the last one attends to."""
 
     num_seqs: int
     num_context_tokens: int
@@ -69,13 +69,13 @@ class StepSize:
         return self.num_prompt_tokens > 0
 
     def least_share(self, other: StepSize) -> float:
-        """A lower bound of this step's time as a share of the other's, whatever each of these costs: a step's time is a
-        constant plus a multiple of each, none of them negative."""
+        """A lower bound of this step's time as a share of the other's, whatever each of these numbers costs: a step's
+        time is a constant plus a multiple of each number, none of them negative."""
         return min(1.0, *(a / b for a, b in zip(self._numbers, other._numbers, strict=True) if b))
 
     @property
     def _numbers(self) -> tuple[int, ...]:
-        """What `dataclasses.astuple` gives, which takes 15 us, ten times a turn."""
+        """Like `dataclasses.astuple`, which would take 15 us, ten times a turn."""
         return self.num_seqs, self.num_context_tokens, self.num_prompt_tokens, self.num_prompt_pairs
 
 
@@ -125,8 +125,9 @@ class Pace:
         waited_s: float = 0.0,
     ) -> None:
         """Record a launch. decided: when its turn began. idle: the step before it, if there is one in flight, was done
-        before this one was launched. newcomers_since: when the first of them came; None: there are none. waited_s: for
-        data parallel nodes, which is no cost: each would launch before the others."""
+        before this one was launched. newcomers_since: when the first newcomer arrived; None: there are none. waited_s:
+        how long the launch waited for other data parallel nodes. That is not a cost: else each node would launch before
+        the others."""
         kind = LaunchKind(size.has_prompts, newcomers_since is not None)
         due, known_s = self.launch_at(kind), self._cost_s[kind]
         if due is not None and newcomers_since is not None and newcomers_since > due:
@@ -145,7 +146,7 @@ class Pace:
         self._in_flight.append(size)
 
     def retired(self, now: float) -> float | None:
-        """Record the end of the oldest step. Returns how long it took, None if that is unknown."""
+        """Record the end of the oldest step. Returns how long it took; None if that is unknown."""
         size, took_s = self._in_flight.popleft(), None
         if size is not None and self.busy_since is not None:
             took_s = now - self.busy_since

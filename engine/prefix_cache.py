@@ -1,4 +1,4 @@
-"""Which full block holds the KV of which tokens, and which of these blocks may be evicted. No tensor is touched here.
+"""Which full blocks hold the KV of which tokens, and which of them may be evicted. No tensor is touched here.
 
 A block's hash covers all tokens up to its end (`baton.block_hash`), so equal hashes mean equal KV. No two blocks have
 the same hash. `engine.block_manager` counts the owners of a block and reports when the last one is gone. Every
@@ -44,7 +44,7 @@ class PrefixCache:
         return self._block_of.get(block_hash)
 
     def add(self, block: int, block_hash: BlockHash) -> bool:
-        """Give a block its hash. False: another block has that hash, and this one gets none."""
+        """Give a block its hash. Returns False if another block has that hash, and then this block gets none."""
         assert self._hash[block] is None, f"block {block} has a hash"
         if block_hash in self._block_of:
             return False
@@ -65,12 +65,12 @@ class PrefixCache:
         return block_hash
 
     def retire(self, block: int) -> None:
-        """Its last owner is gone: it may be evicted from now on, after all blocks used before it."""
+        """Make a block whose last owner is gone evictable, after all blocks that were used before it."""
         assert self._hash[block] is not None, f"block {block} has no hash"
         self._evictable[block] = None
 
     def revive(self, block: int) -> None:
-        """It has an owner again, so it may not be evicted."""
+        """Make a block that has an owner again not evictable."""
         del self._evictable[block]
 
     def evict(self) -> Evicted:
@@ -78,14 +78,14 @@ class PrefixCache:
         block, _ = self._evictable.popitem(last=False)
         return Evicted(block, self.remove(block))
 
-    # ---- for those that follow what is here ----
+    # ---- for those that follow the cache's content ----
 
     def hashes(self) -> list[BlockHash]:
         """All hashes, oldest first."""
         return list(self._block_of)
 
     def record(self, on: bool) -> None:
-        """Begin or stop to record changes. What was recorded so far is dropped."""
+        """Start or stop recording changes. Changes recorded so far are dropped."""
         self._changes = {} if on else None
 
     def take_changes(self) -> dict[BlockHash, bool]:

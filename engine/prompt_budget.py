@@ -1,8 +1,8 @@
-"""How many prompt tokens a step may have: a number of tokens, and with --target-itl a time.
+"""How many prompt tokens a step may have: limited by a number of tokens, and with --target-itl by time.
 
 A prompt in a step makes the step longer, and with it the gap between two tokens of every stream. If the time of a step
-is limited, a prompt is given the largest chunk with which the step is predicted to keep the limit. So that no prompt
-starves, the first one of a step always gets a least chunk, also where even that breaks the limit, or nothing is known.
+is limited, a prompt gets the largest chunk with which the step is predicted to keep the limit. So that no prompt
+starves, the first prompt of a step always gets a minimum chunk, even if that exceeds the limit or nothing is known yet.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from engine.pace import StepSize
 from engine.step_time import StepTime
 
 LEAST_CHUNK = 32
-"""Tokens of the least chunk, where the device does not pad; else the smallest size, which costs the same."""
+"""Tokens of the minimum chunk, if the device does not pad; else the chunk fills the smallest padded size, at the same
+cost."""
 
 
 class PromptBudget:
-    """What is left of one step for prompts.
+    """The budget that is left for prompts in one step.
 
-    size: the step without prompts. limit_s: of the step's time; None: only tokens are limited, as in a step that no
-        stream waits for.
+    size: the step without prompts. limit_s: the limit of the step's time; None: only tokens are limited, as in a step
+        that no stream waits for.
     """
 
     def __init__(self, config: EngineConfig, step_time: StepTime, size: StepSize, limit_s: float | None) -> None:
@@ -40,12 +41,12 @@ class PromptBudget:
         return not self._is_spent and self._left > 0 and (enough is None or taken < enough)
 
     def fitting(self, start: int, to_go: int) -> int:
-        """The longest chunk for a prompt whose next token is `start`, and which has `to_go` tokens left. 0: none."""
+        """The longest chunk for a prompt that continues at token `start` and has `to_go` tokens left. 0: none."""
         wanted = min(to_go, self._left)
         return wanted if self._limit_s is None else self._within_limit(start, wanted)
 
     def spend(self, start: int, length: int, to_go: int) -> None:
-        """The prompt gets a chunk of this length. If that is not all of it, no other prompt has room."""
+        """Give the prompt a chunk of this length. If that is not all of the prompt, no other prompt has room."""
         self._is_spent = length < to_go
         self._size = self.with_chunk(start, length)
 
@@ -54,7 +55,7 @@ class PromptBudget:
         return self._config.max_num_batched_tokens - self._size.num_prompt_tokens
 
     def with_chunk(self, start: int, length: int) -> StepSize:
-        """The step's size with this chunk of a prompt."""
+        """The step's size with this prompt chunk."""
         size = self._size
         return replace(
             size,
@@ -80,8 +81,8 @@ class PromptBudget:
         return 0 if taken else min(wanted, sizes[0] if sizes else LEAST_CHUNK)
 
     def _in_a_graph(self, start: int, wanted: int) -> int:
-        """As many of the tokens as the largest graph has room for, if there is one, and launching a step op by op is
-        not known to keep the limit: it takes a host longer than a device may need for the step."""
+        """As many of the tokens as the largest graph has room for, unless there is no graph or a step launched op by op
+        is known to keep the limit: such a launch may take the host longer than the step takes the device."""
         assert self._limit_s is not None
         padding, size = self._config.padding, self._size
         largest = padding.largest(self._num_decodes)

@@ -1,4 +1,4 @@
-"""How fast an engine would compute a prompt beside what it decodes now, for a router that chooses between nodes."""
+"""How fast an engine would compute a prompt beside its current decodes, for a router that chooses between nodes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engine.prompt_budget import PromptBudget
 from engine.step_time import StepTime
 
 PERIOD_S = 0.25
-"""The rate is computed no more often: it is asked for in each turn, and costs as much as planning a step."""
+"""The rate is computed at most once in this time: it is wanted in each turn, and costs as much as planning a step."""
 
 
 class PromptRate:
@@ -21,9 +21,9 @@ class PromptRate:
         self._due: float | None = None
 
     def tokens_per_s(self, decodes: StepSize, now: float) -> float:
-        """Prompt tokens per second, to two digits, of a prompt from its first token on. 0: not known yet.
+        """Prompt tokens per second, rounded to two digits, for a prompt from its first token on. 0: not known yet.
 
-        decodes: those that go on, as a step of their own; empty if nothing does.
+        decodes: the running decodes, as a step of their own; empty if nothing runs.
         """
         if self._due is None or now >= self._due:
             self._due = now + PERIOD_S

@@ -28,17 +28,17 @@ from engine.waiting_sequences import WaitingSequences, rank_of
 
 @dataclass(slots=True)
 class Plan:
-    """A step that is decided but not launched: block tables already cover its chunks. The blocks `evicted` for it keep
+    """A step that is decided but not launched. Block tables already cover its chunks. The blocks `evicted` for it keep
     their content until it is launched."""
 
     chunks: list[Chunk] = field(default_factory=list)
-    started: list[Sequence] = field(default_factory=list)  # first time scheduled
+    started: list[Sequence] = field(default_factory=list)  # scheduled for the first time
     preempted: list[Sequence] = field(default_factory=list)
     evicted: list[Evicted] = field(default_factory=list)
 
 
 class Scheduler:
-    """Owns the running set, and has the others in `waiting`; allocates blocks for what it schedules.
+    """Owns the running sequences, and the others in `waiting`; allocates blocks for the chunks that it schedules.
 
     - A waiting sequence is admitted when its lane has room and blocks for all of its tokens after the prefix hit can be
       allocated, or claimed (`engine.block_tables`). If there are too few blocks, all sequences behind it wait too, so
@@ -51,15 +51,15 @@ class Scheduler:
     - Only generating sequences need more blocks. If there are none, the running sequence that is due last is
       preempted: it gives back all of its blocks and is computed again later, in its turn. Sequences to hand off are
       never preempted: a prefill node has promised their blocks to a transfer.
-    - Beams of a group are preempted together: alone, the others would hold their blocks and wait. A group of which only
-      some have come back gives way to what is before it in the queue.
+    - Beams of a group are preempted together: if only some were, the others would hold their blocks and wait. A group
+      of which only some beams run again gives way to sequences that are before it in the queue.
     """
 
     def __init__(
         self, config: EngineConfig, blocks: BlockManager, tables: BlockTables, step_time: StepTime | None = None
     ) -> None:
         self.num_reserved_seqs = 0
-        """Places in the batch reserved for leases; waiting sequences are admitted only to the others."""
+        """Places in the batch reserved for leases; waiting sequences are admitted only to the other places."""
         self._config = config
         self._step_time = step_time or StepTime(config.padding)
         self._blocks = blocks
@@ -93,7 +93,7 @@ class Scheduler:
         self._running[seq] = None
 
     def remove(self, seq: Sequence) -> None:
-        """Remove it from the queue or set that it is in; the caller must release its blocks."""
+        """Remove a sequence from the queue or set that it is in; the caller must release its blocks."""
         self._running.pop(seq, None)
         self.waiting.remove(seq)
 
@@ -118,7 +118,7 @@ class Scheduler:
         return plan
 
     def _lacking(self) -> dict[Sequence, int]:
-        """How many blocks the next step needs that the tables lack, by sequence."""
+        """By sequence, how many blocks the next step needs that its table lacks."""
         return {seq: num for seq in self._running if (num := self._num_lacking_blocks(seq)) > 0}
 
     def _extend_tables(self, plan: Plan, lacking: Iterable[Sequence]) -> None:
@@ -142,7 +142,7 @@ class Scheduler:
         return seq.num_tokens_to_go(self._config.max_model_len)
 
     def _preempt_last(self, plan: Plan) -> None:
-        """Preempt the sequence of the highest rank."""
+        """Preempt the sequence with the highest rank."""
         # A sequence that lacks a block is never one to hand off, so there is always a victim: at worst itself.
         victim = max((seq for seq in self._running if not seq.hand_off), key=rank_of)
         members = victim.beams.members if victim.beams is not None else (victim,)
@@ -157,8 +157,8 @@ class Scheduler:
         plan.preempted.append(victim)
 
     def _preempt_stalled(self, plan: Plan, before: Sequence) -> bool:
-        """Preempt what runs of the last group behind `before` that waits for members in the queue. No launched step
-        has any of it, once it has taken its step. False: there is none."""
+        """Preempt the running members of the last group behind `before` that waits for members in the queue. They have
+        taken their step, so no launched step includes them. Returns False if there is no such group."""
         stalled = [seq for seq in self._running if _is_stalled(seq) and seq.rank > before.rank]
         if not stalled:
             return False
@@ -168,8 +168,8 @@ class Scheduler:
         return True
 
     def _schedule_running(self, plan: Plan) -> PromptBudget:
-        """Add chunks of the running sequences: first those with only their last token to go, which use no budget.
-        Returns the budget left."""
+        """Add chunks of the running sequences: first of those with only their last token to go, which use no budget.
+        Returns the budget that is left."""
         prompts = list[tuple[Sequence, int]]()
         has_streams, has_windows = False, self._has_windows
         max_model_len = self._config.max_model_len
@@ -189,7 +189,7 @@ class Scheduler:
         return budget
 
     def _budget(self, plan: Plan, has_streams: bool) -> PromptBudget:
-        """For the prompts beside the chunks that the plan has."""
+        """The budget for prompts beside the chunks that the plan has."""
         limit_s = self._config.target_itl_s if has_streams else None
         size = StepSize.of(plan.chunks) if limit_s is not None else NO_PROMPTS
         return PromptBudget(self._config, self._step_time, size, limit_s)
@@ -228,7 +228,7 @@ class Scheduler:
             self._take_prompt(plan, seq, budget, self._to_go(seq))
 
     def _match(self, seq: Sequence) -> tuple[list[int], BlockHash | None]:
-        """The table of its prefix hit, and the name of the block that ends it if that is being loaded."""
+        """The table of the sequence's prefix hit, and the name of a block that cut it short, if one is being loaded."""
         if seq.lacks_prompt_logprobs:
             return [], None
         block_size = self._config.block_size
@@ -237,8 +237,8 @@ class Scheduler:
         return self._tables.match(hashes)
 
     def _allocate_all(self, plan: Plan, seq: Sequence, hits: list[int]) -> bool:
-        """Give it blocks for all of its tokens: the hits, then fresh ones, or claims to these. False: too few are
-        left."""
+        """Give the sequence blocks for all of its tokens: the hits, then fresh blocks or claims to them. Returns False
+        if too few are left."""
         if not self._tables.admit(seq, hits):
             return False
         if not self._has_windows:
@@ -246,7 +246,7 @@ class Scheduler:
         return True
 
     def _allocate(self, plan: Plan, seq: Sequence, n: int) -> None:
-        """Append `n` blocks to its table, whole columns."""
+        """Append `n` blocks, in whole columns, to the sequence's table."""
         blocks, evicted = self._blocks.allocate(n)
         seq.block_table += blocks
         plan.evicted += evicted
@@ -288,7 +288,8 @@ class Scheduler:
 
 
 def _is_stalled(seq: Sequence) -> bool:
-    """Whether it is a beam that has taken its step, and waits for others of which one is in the queue."""
+    """Whether the sequence is a beam that has taken its step and waits for other beams, of which one is in the
+    queue."""
     if seq.beams is None or seq.num_computed_tokens < seq.num_tokens:
         return False
     return any(member.state is SequenceState.WAITING for member in seq.beams.members)

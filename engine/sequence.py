@@ -53,13 +53,13 @@ class Sequence:
     `hand_off`: park after the prompt, with its blocks held, instead of generating. `priority`: a lower one is admitted
     earlier and preempted later, see `baton.priority`. `arrived_s`: when it came to this node; it had waited elsewhere
     for `age_s` by then. `lane`: what it may have to wait for while it holds its blocks, see `engine.lanes`.
-    `runs_ahead`: its next step may be launched before the host knows the tokens of the last one. False if the host
-    takes part in what the next step computes, by draft tokens or by masks for the logits. `extensions`: what its steps
-    carry besides tokens, by name, see `engine.model.extensions`. `matcher`: what its output must match; it has accepted
-    the output so far, and the sequence then does not run ahead. `processors`: see `engine.logits_processor`; with them
-    it does not run ahead either. `beams`: the group that it is a beam of; likewise. `num_prompt_logprobs`: report
-    logprobs of the prompt, with so many of the most likely tokens; None: do not. Forks and adopted sequences do not. If
-    KV depends on `extensions`, `cache_salt` must differ from that of other sequences with the same tokens.
+    `runs_ahead`: whether its next step may be launched before the host knows the tokens of the last one. False if the
+    host contributes draft tokens or masks for the logits to the next step. `extensions`: what its steps carry besides
+    tokens, by name, see `engine.model.extensions`. `matcher`: what its output must match; it has accepted the output so
+    far. `processors`: see `engine.logits_processor`. `beams`: the group that it is a beam of. With any of these three,
+    the sequence does not run ahead. `num_prompt_logprobs`: report logprobs of the prompt, with this many of the most
+    likely tokens; None: do not. Forks and adopted sequences do not report them. If KV depends on `extensions`,
+    `cache_salt` must differ from that of other sequences with the same tokens.
     """
 
     attempt_id: AttemptId
@@ -82,17 +82,17 @@ class Sequence:
 
     # Written by the engine only; others may read them (Engine.adopt has the exception, block_table).
     block_table: list[int] = field(default_factory=list)  # see `baton.table_shape`
-    num_claimed_blocks: int = 0  # that it will get with its next columns
-    num_promised_columns: int = 0  # that it was admitted for: while it has fewer, it gets those of its next chunk
+    num_claimed_blocks: int = 0  # blocks that it will get with its next columns
+    num_promised_columns: int = 0  # columns that it was admitted for; while it has fewer, each chunk brings its own
     num_computed_tokens: int = 0  # tokens whose KV exists
     num_launched_tokens: int = 0  # tokens whose KV exists or is being computed
-    num_pending_tokens: int = 0  # being sampled: not yet in `tokens`, but a later step may continue from them
+    num_pending_tokens: int = 0  # tokens being sampled: not yet in `tokens`, but a later step may continue from them
     draft_tokens: tuple[int, ...] = ()  # guesses at what follows `tokens`, for the next step to verify
-    num_scored_tokens: int = 0  # of the prompt, whose logits have given logprobs of the tokens after them
-    num_cached_tokens: int = 0  # prefix hit when it was first scheduled
+    num_scored_tokens: int = 0  # prompt tokens whose logits have given the logprobs of the tokens after them
+    num_cached_tokens: int = 0  # the prefix hit when it was first scheduled
     started_s: float | None = None  # when it was first scheduled
     num_preemptions: int = 0
-    stops: bool = False  # in no step that is launched from now on, see `LiveSequences.stop`
+    stops: bool = False  # no further step includes it, see `LiveSequences.stop`
     state: SequenceState = SequenceState.WAITING
     _hashes: list[BlockHash] = field(default_factory=list)
 
@@ -116,7 +116,7 @@ class Sequence:
 
     @property
     def due_s(self) -> float:
-        """Where it stands in a queue."""
+        """When the sequence is due, which is its place in a queue."""
         return due_s(self.priority, self.arrived_s - self.age_s)
 
     @property
@@ -141,15 +141,15 @@ class Sequence:
 
     @property
     def takes_forced(self) -> bool:
-        """Whether a token that its matcher leaves no alternative to may be appended without a choice by the sampler:
-        not if the choice's logprobs are wanted, if the sampler counts tokens, or if it may forbid this one."""
+        """Whether a token to which the matcher leaves no alternative may be appended without asking the sampler: not if
+        the choice's logprobs are wanted, if the sampler counts tokens, or if it may forbid this one."""
         params = self.sampling
         forbids = params.min_tokens or params.bad_words_token_ids or params.allowed_token_ids
         return self.matcher is not None and params.num_logprobs < 0 and not params.has_penalties and not forbids
 
     @property
     def awaits_matcher(self) -> bool:
-        """Whether what its output must match is still being compiled."""
+        """Whether its matcher is still being compiled."""
         return self.matcher is not None and not self.matcher.ready
 
     @property
@@ -164,8 +164,8 @@ class Sequence:
         return self.num_launched_tokens > self.num_computed_tokens
 
     def num_tokens_to_go(self, max_model_len: int) -> int:
-        """Tokens whose KV the next step may compute, including draft tokens. 0: what comes next is known only when a
-        launched step retires, or it waits for its matcher, or it stops."""
+        """How many tokens' KV the next step may compute, including draft tokens. 0: the next tokens are known only when
+        a launched step retires, or the sequence waits for its matcher, or it is stopped."""
         if self.stops or self.awaits_matcher:
             return 0
         total = len(self.tokens) + self.num_pending_tokens
@@ -176,7 +176,7 @@ class Sequence:
         return total + len(self.draft_tokens) - self.num_launched_tokens
 
     def rewind(self, num_computed_tokens: int) -> None:
-        """Reset it to KV of so many tokens in its blocks, and nothing in flight."""
+        """Reset the sequence to KV of `num_computed_tokens` tokens in its blocks, with nothing in flight."""
         self.num_computed_tokens = self.num_launched_tokens = num_computed_tokens
         self.num_pending_tokens = 0
         self.draft_tokens = ()

@@ -41,7 +41,8 @@ class Chunk:
 
     @property
     def is_decode(self) -> bool:
-        """Whether all its tokens have logits: those of its sequence's answer, or the last token of its prompt alone."""
+        """Whether all its tokens have logits: they belong to the sequence's answer, or are just the last token of its
+        prompt."""
         return self.length == self.num_logits
 
     @property
@@ -51,8 +52,8 @@ class Chunk:
 
     @property
     def scored_positions(self) -> range:
-        """Its positions whose logits give logprobs of the prompt: each those of the token after it. Empty unless the
-        sequence asks."""
+        """Its positions whose logits give logprobs of the prompt, each for the token after it. Empty unless the
+        sequence asks for them."""
         seq = self.sequence
         if not seq.lacks_prompt_logprobs:
             return range(0)
@@ -67,8 +68,8 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A chosen token, and its logprobs if they were asked for. `failure`: why it must not count, and its request must
-    end."""
+    """A chosen token, and its logprobs if they were asked for. `failure`: why the token must not count and its request
+    must end."""
 
     token: int
     logprobs: TokenLogprobs | None = None
@@ -99,7 +100,7 @@ class LaunchedStep(Protocol):
 
 
 class ModelRunner(Protocol):
-    """Computes batches over a pool of KV blocks that it owns. Block tables say where; the runner never picks a block.
+    """Computes batches over a pool of KV blocks that it owns. Block tables name the blocks; the runner never picks one.
 
     Launches take effect in the order of the calls; the host may run ahead of them. A runner that computes on a device
     of its own wakes the loop of the engine's thread when a step, or a group of its layers, is done.
@@ -112,7 +113,7 @@ class ModelRunner(Protocol):
 
     @property
     def waited_s(self) -> float:
-        """For how long the last launch waited for data parallel nodes."""
+        """How long the last launch waited for other data parallel nodes."""
 
     def launch(self, chunks: Seq[Chunk]) -> LaunchedStep:
         """Start to compute the chunks in one batch."""
@@ -127,7 +128,7 @@ class ModelRunner(Protocol):
 @dataclass(frozen=True, slots=True)
 class SampledToken:
     """Token `index` of the output of sample `sample`. `finish`: this token ended the sample (an EOS is reported too).
-    `error`: why its matcher accepts no further token; the request must then end with that.
+    `error`: why its matcher accepts no further token; the request must then end with this error.
 
     `sequence` is the sample's own sequence; for a hand_off prompt it is the parked one, whose `tokens` stay those of
     the prompt.
@@ -149,12 +150,12 @@ class StepResult:
     has them in order. A prompt to hand off is parked once its first tokens are sampled, and holds its blocks until
     `release`."""
 
-    advanced: list[Sequence] = field(default_factory=list)  # had KV of their prompt computed
+    advanced: list[Sequence] = field(default_factory=list)  # sequences that had KV of their prompt computed
     searched: list[BeamGroup[Sequence]] = field(default_factory=list)  # beam searches that have ended
     failed: list[tuple[Sequence, str]] = field(
         default_factory=list
-    )  # no token can follow, and why: their requests must end
+    )  # sequences that no token can follow, and why: their requests must end
     sampled: list[SampledToken] = field(default_factory=list)
     prompt_logprobs: list[tuple[Sequence, PromptLogprobs]] = field(default_factory=list)  # to report before `sampled`
-    num_tokens: int = 0  # computed by the retired step
+    num_tokens: int = 0  # tokens that the retired step computed
     again: bool = False  # compute again at once; False: nothing to do before an event or the end of a step

@@ -1,8 +1,8 @@
-"""Where the time of the steps goes: running totals, kept always.
+"""How the time of steps is spent: running totals, which are always kept.
 
     end of step N -- gap -- schedule -- launch --> step N+1 computes (device) --> output
 
-What they cost a step is a handful of additions and four readings of a clock: about a microsecond.
+They cost a handful of additions and four clock readings per step: about a microsecond.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ KINDS = ("prompt", "decode", "mixed")
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """Totals since the start. seconds: by phase. num_steps: by what was in them. num_tokens: computed, of prompts and
-    of decodes."""
+    """Totals since the start. seconds: by phase. num_steps: by the content of the steps. num_tokens: computed tokens,
+    of prompts and of decodes."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     num_steps: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
@@ -30,9 +30,9 @@ class StepTotals:
 class StepCounters:
     """Engine's thread only.
 
-    schedule, launch and output are the host's: deciding the step, building its inputs and launching it, applying what
-    it chose. device: while it computes, as far as its beginning and end are known. gap: the device idles between two
-    steps, although there is work.
+    schedule, launch and output are times of the host: deciding the step, building its inputs and launching it, applying
+    its choices. device: the time that the device computes, as far as the beginning and end are known. gap: the time
+    that the device idles between two steps although there is work.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class StepCounters:
         self._watcher: Callable[[], None] | None = None
 
     def watch(self, call: Callable[[], None] | None) -> None:
-        """Have `call` called at the end of each step from now on; None: nothing is."""
+        """Call `call` at the end of each step from now on; None: nothing."""
         self._watcher = call
 
     def scheduled(self, began: float, launches: bool) -> None:
@@ -60,8 +60,8 @@ class StepCounters:
             self._idle_since = None
 
     def retired(self, size: StepSize, num_tokens: int, device_s: float, began: float, goes_on: bool) -> None:
-        """device_s: that the device took for it, as far as it is known and was not counted at the launch. began: the
-        end of the step. goes_on: there is work, and nothing is launched yet."""
+        """device_s: how long the device took for the step, as far as that is known and was not counted at the launch.
+        began: the end of the step. goes_on: there is work, and nothing is launched yet."""
         totals, num_prompt_tokens = self._totals, size.num_prompt_tokens
         totals.seconds["device"] += device_s
         totals.seconds["output"] += time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""What a step chose, entered into its sequences: their next tokens, whether these end them, which blocks are full."""
+"""Applies a step's choices to its sequences: appends tokens, finds which sequences end, and seals full blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.token_matcher import TokenMatcher
 
 
 class StepOutput:
-    """Applies the output of a step, chunk by chunk, and notes in the step's result what happened."""
+    """Applies the output of a step, chunk by chunk, and records in the step's result what happened."""
 
     def __init__(self, config: EngineConfig, tables: BlockTables, sequences: LiveSequences, forks: Forks) -> None:
         self._config = config
@@ -69,7 +69,7 @@ class StepOutput:
             result.failed += [(token.sequence, token.error) for token in sampled if token.error is not None]
 
     def _append(self, chunk: Chunk, choices: list[Choice]) -> list[SampledToken]:
-        """The sequence's next tokens, up to the one that ends it: those chosen, and those that must follow them."""
+        """The sequence's next tokens, up to the one that ends it: the chosen ones, and those that must follow them."""
         seq, sampled = chunk.sequence, []
         assert len(choices) <= chunk.num_logits, f"{seq.attempt_id}: a step chose tokens that it has no logits of"
         if chunk.num_logits and seq.num_pending_tokens:
@@ -85,8 +85,9 @@ class StepOutput:
 
     def _settle(self, chunk: Chunk, num_computed: int) -> None:
         """Count the sequence's first `num_computed` tokens as computed, and seal its full blocks. Its last token counts
-        only once its logits have chosen. Any KV of the chunk beyond that will be overwritten. What is behind a window
-        now is given back: no launched step reads it, since a step that is launched ahead begins where this one ends."""
+        only once its logits have led to a choice. Any KV of the chunk beyond that will be overwritten. Blocks that are
+        now behind a window are given back: no launched step reads them, since a step that is launched ahead begins
+        where this one ends."""
         seq, block_size = chunk.sequence, self._config.block_size
         self._sequences.seal(seq, seq.block_table, chunk.start // block_size, num_computed // block_size)
         seq.num_computed_tokens = num_computed
@@ -96,7 +97,8 @@ class StepOutput:
             seq.rewind(num_computed)
 
     def _check_stop(self, seq: Sequence, sample: int, choice: Choice, matcher: TokenMatcher | None) -> SampledToken:
-        """Whether the token ends its sample, and why. matcher: the sample's own, which accepts the token."""
+        """The sampled token, with the reason if it ends its sample. matcher: the sample's own, which accepts the
+        token."""
         index, token, sampling = seq.num_output_tokens, choice.token, seq.sampling
         finish: FinishReason | None = None
         stop_token_id: int | None = None
@@ -115,8 +117,8 @@ class StepOutput:
 
 
 def _and_forced(seq: Sequence, choices: list[Choice]) -> Iterator[Choice]:
-    """The choices; then, once the sequence's matcher has accepted these, the tokens that must come next. One step
-    computes the KV of them all."""
+    """The choices; then, once the sequence's matcher has accepted them, the tokens that must come next. One step
+    computes the KV of all of these."""
     yield from choices
     if choices and seq.takes_forced and seq.matcher is not None:
         yield from map(Choice, seq.matcher.forced())

@@ -1,4 +1,4 @@
-"""To how many tokens a device pads a step with prompts, as CUDA graphs do."""
+"""To how many tokens a device pads steps with prompts, as CUDA graphs do."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StepPadding:
-    """`ladders`: for each number of places for decodes, in order, the numbers of prompt tokens, in order, with which
-    there is a graph; 0 places are for prompts without decodes. A step gets the graph with the fewest tokens that has
-    room for it. Without ladders nothing is padded. `most_prompts`, `most_context`: graphs are for so many prompts at
-    most, none of which is longer; None: for any."""
+    """`ladders`: for each number of places for decodes, ascending, the numbers of prompt tokens, ascending, for which
+    there is a graph; 0 places are for prompts without decodes. A step uses the graph with the fewest tokens that has
+    room for it. Without ladders nothing is padded. `most_prompts`, `most_context`: the most prompts of a graph, and the
+    longest context of any of them; None: unlimited."""
 
     ladders: tuple[tuple[int, tuple[int, ...]], ...] = ()
     most_prompts: int | None = None
     most_context: int | None = None
 
     def fitting(self, num_decodes: int, num_prompt_tokens: int) -> tuple[int, int] | None:
-        """Places for decodes and for prompt tokens of the smallest graph. None: there is none so large."""
+        """How many decodes and prompt tokens the smallest fitting graph has places for. None: no graph is large
+        enough."""
         found = []
         for places, sizes in self.ladders:
             index = bisect.bisect_left(sizes, num_prompt_tokens)
@@ -27,12 +28,12 @@ class StepPadding:
         return min(found, key=sum, default=None)
 
     def takes(self, num_prompts: int, context: int) -> bool:
-        """Whether graphs are for so many prompts, the longest of which has so many tokens by the end of the step."""
+        """Whether graphs take this many prompts. context: how many tokens the longest has by the end of the step."""
         fits = self.most_context is None or context <= self.most_context
         return fits and (self.most_prompts is None or num_prompts <= self.most_prompts)
 
     def largest(self, num_decodes: int) -> int:
-        """Prompt tokens of the largest graph beside so many decodes. 0: there is none."""
+        """The prompt tokens of the largest graph with places for `num_decodes` decodes. 0: there is none."""
         return max((sizes[-1] for places, sizes in self.ladders if places >= num_decodes), default=0)
 
     def padded(self, num_decodes: int, num_prompt_tokens: int) -> int:
@@ -42,8 +43,8 @@ class StepPadding:
         return sum(graph) - num_decodes
 
     def sizes(self, num_decodes: int) -> tuple[int, ...]:
-        """Numbers of prompt tokens that leave no place for prompts empty beside so many decodes, in order. Empty: it
-        does not matter."""
+        """The numbers of prompt tokens, ascending, that leave no place for prompts empty in a graph with `num_decodes`
+        decodes. Empty: nothing is padded."""
         return next((sizes for places, sizes in self.ladders if places >= num_decodes), ())
 
 

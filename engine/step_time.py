@@ -1,10 +1,10 @@
 """How long a step will take, learned from the steps that have ended.
 
-A step's time is taken for a constant, plus a price for each of its sequences, tokens of context, prompt tokens and
-prompt pairs (`StepSize`). The prices are those that fit best in least squares of the relative error, and none is
-negative: a larger step is never predicted to be faster. Only sums over the steps are kept, in which older ones count
-less (recursive least squares with forgetting; the prices are found by coordinate descent from the last ones). Steps
-with and without prompts have sums of their own, so that hours of decodes do not wipe out what is known of prompts.
+A step's time is modelled as a constant, plus a price for each of its sequences, tokens of context, prompt tokens and
+prompt pairs (`StepSize`). The prices minimise the squared relative errors, and none is negative: a larger step is never
+predicted to be faster. Only sums over the steps are kept, in which older steps count less (recursive least squares with
+forgetting; coordinate descent from the last prices finds the new ones). Steps with and without prompts have separate
+sums, so that hours of decodes do not wipe out what is known about prompts.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from engine.pace import StepSize
 from engine.step_padding import UNPADDED, StepPadding
 
 FORGETTING = 1 / 64
-"""Share by which the weight of earlier steps of a kind falls with each step of the kind."""
+"""The share by which each step lowers the weight of earlier steps of its kind."""
 MOST_SURPRISE = 4.0
-"""A step that took more than this many times what was predicted counts as this many times: one that waited for a
+"""A step that took more than this many times its predicted time counts as this many times: one that waited for a
 compiler must not make all others look slow. If steps have become slower for good, a few of them suffice."""
 MARGIN = 2.0
-"""Added to a prediction with prompts: this many times the mean share by which such steps took longer than predicted.
-Likewise taken off, where a step must not be predicted to be longer than it is."""
+"""Added to the prediction for a step with prompts: this many times the mean share by which such steps took longer than
+predicted. Likewise subtracted where a step must not be predicted to be longer than it is."""
 GROWTH = 2.0
 """The prices are trusted up to this many times the most prompt tokens in a recent step."""
 
 _SCALES = (1.0, 16.0, 16_384.0, 512.0, 262_144.0)
-"""Of the features, so that they are of one magnitude."""
+"""Divisors of the features, which bring them to one magnitude."""
 _RIDGE = 1e-6
 _SWEEPS = 40
 _SETTLED = 1e-5
@@ -50,10 +50,11 @@ class StepTime:
         self._shortfall = 0.0  # the same for those that took less
         self._most_prompt_tokens = 0.0  # in a recent step
         self.launch_s = 0.0
-        """What launching a step with prompts op by op took the host lately, at most. 0: none was."""
+        """The most time that the host recently took to launch a step with prompts op by op. 0: there was no such
+        launch."""
 
     def learn_launch(self, size: StepSize, took_s: float) -> None:
-        """Learn what the launch of a step took the host."""
+        """Learn how long the host took to launch a step."""
         if size.has_prompts and self._padding.fitting(size.num_seqs - 1, size.num_prompt_tokens) is None:
             self.launch_s = max(took_s, self.launch_s + (took_s - self.launch_s) * 4 * FORGETTING)
 
@@ -76,12 +77,12 @@ class StepTime:
         self._is_stale = True
 
     def predict(self, size: StepSize) -> float | None:
-        """No less than it will take, as a rule. None: nothing is known of steps with so many prompt tokens."""
+        """A time that the step will usually not exceed. None: nothing is known of steps with so many prompt tokens."""
         expected_s = self._expect(size)
         return expected_s * (1 + MARGIN * self._excess) if expected_s and size.has_prompts else expected_s
 
     def predict_least(self, size: StepSize) -> float | None:
-        """No more than it will take, as a rule. None as of `predict`."""
+        """A time that the step will usually take at least. None: as for `predict`."""
         expected_s = self._expect(size)
         return expected_s * max(1 - MARGIN * self._shortfall, 0.0) if expected_s and size.has_prompts else expected_s
 
@@ -100,7 +101,7 @@ class StepTime:
         return graph[1] if graph else most
 
     def _features(self, size: StepSize) -> Features:
-        if size.has_prompts:  # one of its sequences is taken for the only prompt
+        if size.has_prompts:  # one of its sequences counts as the only prompt
             num_tokens = self._padding.padded(size.num_seqs - 1, size.num_prompt_tokens)
             size = replace(size, num_prompt_tokens=num_tokens)
         values: tuple[int, ...] = astuple(size)
@@ -133,7 +134,7 @@ class StepTime:
 
 
 class _Sums:
-    """What least squares need of the steps of one kind: sums of features / time and of their products."""
+    """What least squares need to know about steps of one kind: sums of features / time and of their products."""
 
     def __init__(self) -> None:
         num = len(_SCALES)

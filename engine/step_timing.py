@@ -1,4 +1,4 @@
-"""How long steps take, learned from those that retire: when to launch the next one, and how fast a prompt would go."""
+"""How long steps take, learned from retired steps: when to launch the next step, and how fast a prompt would be."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.step_time import StepTime
 
 
 class StepTiming:
-    """`pace` is told of each launch and says when the next one is due; `step_time` predicts what a step would take.
+    """`pace` records each launch and says when the next one is due; `step_time` predicts how long a step would take.
     Both are in seconds by `clock`, the engine's."""
 
     def __init__(self, config: EngineConfig, clock: Callable[[], float]) -> None:
@@ -24,13 +24,13 @@ class StepTiming:
         self._decodes = NO_PROMPTS  # the size of the latest step that has retired, without its prompts
 
     def prompt_tokens_per_s(self, is_running: bool) -> float:
-        """How fast a prompt would be computed beside what runs now, without breaking `target_itl_s`. 0: not known, or
-        there is no such limit."""
+        """How fast a prompt would be computed beside the running sequences, without exceeding `target_itl_s`. 0: not
+        known, or there is no such limit."""
         return self._prompt_rate.tokens_per_s(self._decodes if is_running else NO_PROMPTS, self._clock())
 
     def learn(self, retired: InFlight) -> float:
-        """Learn how long a step took: on a device of its own from the end of the one before, else with its turn.
-        Returns how long the device had it, 0 if that is unknown."""
+        """Learn how long a step took: on a device of its own since the end of the step before, else including its turn.
+        Returns how long the device computed it; 0 if that is unknown."""
         now = self._clock()
         device_s = took_s = self.pace.retired(now)
         if self._config.target_itl_s is None:

@@ -1,4 +1,4 @@
-"""A second place for KV beside the pool, as the engine sees it: it gets each evicted block before the block is
+"""The engine's interface to a second place for KV beside the pool, which gets each evicted block before it is
 overwritten.
 
     block evicted  -->  KvTier.store  -->  the block is overwritten by its new owner
@@ -25,8 +25,8 @@ class KvTier(Protocol):
 
 
 def allocate(blocks: BlockManager, tier: KvTier | None, n: int) -> list[int]:
-    """`n` blocks that belong to the caller and may be written from now on; the tier has got those that were evicted for
-    it. All or nothing: raises CacheExhausted."""
+    """`n` blocks that belong to the caller and may be written from now on; blocks that were evicted for them have been
+    passed to the tier. All or nothing: raises CacheExhausted."""
     allocated, evicted = blocks.allocate(n)
     if evicted and tier is not None:
         tier.store(evicted)

@@ -1,4 +1,4 @@
-"""What constrains a sequence's output: a matcher follows the tokens, and says which may come next."""
+"""The interface of constraints on a sequence's output: a matcher follows the tokens, and says which may come next."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class TokenMatcher(Protocol):
-    """How far one sample's output has got in what it must match. This follows from the output's tokens alone, so that
+    """The state of one sample's output in what it must match. The state depends on the output's tokens alone, so that
     any node can rebuild it. Engine's thread only.
 
     It may be compiled on another thread; until it is `ready`, its sequence is in no step. Once `error` is set, the
@@ -20,7 +20,7 @@ class TokenMatcher(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether it is compiled, or could not be (`error`)."""
+        """Whether compiling has ended, possibly with an `error`."""
 
     @property
     def error(self) -> str | None:
@@ -31,11 +31,11 @@ class TokenMatcher(Protocol):
         """Whether the output is complete: nothing but EOS may follow."""
 
     def accept(self, token: int) -> None:
-        """The next token of the output."""
+        """Advance by the next token of the output."""
 
     def forced(self) -> list[int]:
-        """Tokens that must come next, in order: at each of them the mask would leave no other. Those that follow the
-        token accepted last, as far as the mask before it told."""
+        """Tokens that must come next, in order: at each of them, the mask would allow only that token. They follow the
+        token accepted last, as far as they were known from the mask before it."""
 
     def fork(self, tokens: Seq[int] = ()) -> TokenMatcher:
         """Another matcher in the same state, which then accepts these tokens."""

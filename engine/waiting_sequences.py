@@ -1,4 +1,4 @@
-"""The sequences that wait to run, and which of them is next: new ones in their lanes, and preempted ones."""
+"""The sequences that wait to run, new ones in their lanes and preempted ones, and which of them is next."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from engine.sequence import Sequence, SequenceState
 
 
 class WaitingSequences:
-    """In the order in which they are due. One that waits for more than room, for a block that is being loaded or for
-    its matcher, is deferred: others go ahead of it."""
+    """The waiting sequences, in the order in which they are due. A sequence that waits not for room, but for a block
+    that is being loaded or for its matcher, is deferred: others go ahead of it."""
 
     def __init__(self, blocks: BlockManager, most_blocks: Callable[[int], int]) -> None:
         self._blocks = blocks
         self._lanes = Lanes(blocks.num_total, most_blocks)  # those that have not run yet
-        self._preempted: list[Sequence] = []  # in order of rank; of those due at once, before those in the lanes
-        # Of both: sequences that wait for a load -> the block's hash; for their matchers -> None.
+        self._preempted: list[Sequence] = []  # in order of rank; if due at the same time, before those in the lanes
+        # Deferred sequences of both kinds, with the hash of the block whose load they wait for; None: for the matcher.
         self._deferred: dict[Sequence, BlockHash | None] = {}
 
     def __len__(self) -> int:
@@ -31,12 +31,12 @@ class WaitingSequences:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompts of which nothing is computed yet."""
+        """The tokens of prompts of which nothing is computed yet."""
         return self._lanes.num_waiting_tokens
 
     @property
     def num_deferred(self) -> int:
-        """Those that waited for a load or their matcher, and not for room, when the last step was scheduled."""
+        """How many sequences waited for a load or their matcher, not for room, when the last step was scheduled."""
         return len(self._deferred)
 
     def has_preempted(self, due_s: float) -> bool:
@@ -58,8 +58,8 @@ class WaitingSequences:
         self._lanes.add(seq)
 
     def add_preempted(self, seq: Sequence) -> None:
-        """Queue it where it is due, before one that is due at the same time and has not run yet; its KV, if it had
-        any, is gone."""
+        """Queue a preempted sequence, whose KV is gone, where it is due, before sequences that are due at the same time
+        and have not run yet."""
         seq.rewind(0)
         seq.num_preemptions += 1
         bisect.insort(self._preempted, seq, key=rank_of)
@@ -72,17 +72,18 @@ class WaitingSequences:
             self._preempted.remove(seq)
 
     def hold_lane(self, seq: Sequence) -> None:
-        """Count its blocks against its lane's share: it was admitted."""
+        """Count an admitted sequence's blocks against its lane's share."""
         self._lanes.hold(seq)
 
     def leave_lane(self, seq: Sequence) -> None:
-        """Stop counting its blocks against its lane's share: the other node has room for it, or it has ended."""
+        """Stop counting the sequence's blocks against its lane's share: the other node has room for it, or it ended."""
         self._lanes.leave(seq)
 
     # ---- whose turn it is ----
 
     def first(self) -> Sequence | None:
-        """The next to admit, among those that are not deferred. None: there is none, or its lane has no room."""
+        """The next sequence to admit, among those that are not deferred. None: there is none, or its lane has no
+        room."""
         preempted = next((seq for seq in self._preempted if seq not in self._deferred), None)
         fresh = self._lanes.first(without=self._deferred)
         if preempted is None or fresh is None:
@@ -90,12 +91,12 @@ class WaitingSequences:
         return preempted if preempted.due_s <= fresh.due_s else fresh
 
     def defer(self, seq: Sequence, wanted: BlockHash | None) -> None:
-        """Have others go ahead of it until the block with that hash is loaded, or the load has failed. None: until its
-        matcher is ready."""
+        """Let others go ahead of the sequence until the load of the block `wanted` has ended or failed; None: until the
+        sequence's matcher is ready."""
         self._deferred[seq] = wanted
 
     def end_deferrals(self) -> None:
-        """Of those for which what they waited for is there, or will not come."""
+        """End the deferral of sequences whose load has ended or failed, or whose matcher is ready."""
         if self._deferred:
             self._deferred = {seq: wanted for seq, wanted in self._deferred.items() if self._still_waits(seq, wanted)}
 
@@ -103,7 +104,7 @@ class WaitingSequences:
         return seq.awaits_matcher if wanted is None else self._blocks.is_loading(wanted)
 
     def check_integrity(self) -> None:
-        """Assert that all wait, hold no blocks, and are counted right."""
+        """Assert that all sequences here are waiting, hold no blocks, and are counted correctly."""
         for seq in self:
             assert seq.state is SequenceState.WAITING
             assert not seq.in_flight
