@@ -1,5 +1,6 @@
-"""A model that only takes time: what a node computes with `--engine simulated`.
+"""A simulated model, which only takes time: what a node runs with `--engine simulated`.
 
-`profile` reads what the steps of a real node cost, `tokens` makes up what the model says, `runner` is the engine's
-ModelRunner. Everything above it (scheduler, blocks, prefix cache, the roles) is a real node's. No torch, no numpy.
+`profile` reads how long the steps of a real node take, `tokens` makes up the model's tokens, and `runner` is the
+engine's ModelRunner. Everything above it (scheduler, blocks, prefix cache, the roles) is a real node's. No torch, no
+numpy.
 """

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 
 class Alarm:
-    """Calls `wake` at each time given to `at` (`time.monotonic`), on its thread, which ends with the process."""
+    """Calls `wake` at each time given to `at` (`time.monotonic`), on a thread of its own, which ends with the
+    process."""
 
     clock = staticmethod(time.monotonic)
 

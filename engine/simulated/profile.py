@@ -1,9 +1,9 @@
 """How long the steps and transfers of a real node take: the file of `--profile`.
 
-[step]            a step of decodes alone, in microseconds
-[prompt_step]     a step with prompt tokens, which never takes less than its decodes alone
-[mixed_step]      a step with prompt tokens and decodes; without this table, as [prompt_step] has it
-[link]            what carries KV between nodes
+[step]            a step with only decodes, in microseconds
+[prompt_step]     a step with prompt tokens, which never takes less time than its decodes alone
+[mixed_step]      a step with prompt tokens and decodes; without this table, [prompt_step] holds
+[link]            the link that carries KV between nodes
 [model]           the shape of the KV, and the longest context
 [node]            the sizes of a node, where no flag says otherwise
 """
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """Microseconds of a step, as a function of its `StepSize`; none is negative."""
+    """The microseconds that a step takes, as a function of its `StepSize`; no number is negative."""
 
     constant_us: float
     per_seq_us: float = 0.0
@@ -47,8 +47,8 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkCost:
-    """`bandwidth_gb_s`: GB/s that a node sends, or receives, in all. `latency_us`: of a message between two processes,
-    with the work of both ends."""
+    """`bandwidth_gb_s`: total GB/s that a node sends, or receives. `latency_us`: of a message between two processes,
+    including the work of both ends."""
 
     bandwidth_gb_s: float
     latency_us: float = 0.0
@@ -56,7 +56,7 @@ class LinkCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What the layers of the model store, see `LayerKv`, and how many tokens of context it has."""
+    """The KV that the model's layers store, see `LayerKv`, and the model's context length in tokens."""
 
     num_layers: int
     num_kv_heads: int
@@ -67,7 +67,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSizes:
-    """See EngineConfig. `layer_groups`: groups of layers in which the KV of a prompt's last chunk leaves."""
+    """See EngineConfig. `layer_groups`: in how many groups of layers the KV of a prompt's last chunk is sent."""
 
     num_blocks: int
     max_num_seqs: int = 256
@@ -77,7 +77,7 @@ class NodeSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """`source`: where the numbers come from, for people."""
+    """The contents of a profile. `source`: where the numbers come from, for people."""
 
     source: str
     step: StepCost

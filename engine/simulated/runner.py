@@ -1,4 +1,4 @@
-"""The ModelRunner of a simulated node: a step is over when a real one would be."""
+"""The ModelRunner of a simulated node: a step ends when a real one would."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class SimulatedModelRunner:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """Implements `engine.step.LaunchedStep`. `marks`: (when, number of layers that are done then), in order; the last
-    is the step's end."""
+    """Implements `engine.step.LaunchedStep`. `marks`: (time, number of layers that are done by then), in order; the
+    last one is the step's end."""
 
     chunks: list[Chunk]
     tokens: MadeUpTokens

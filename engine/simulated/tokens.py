@@ -1,6 +1,6 @@
-"""What a model without weights says: each token is a function of the prompt and of its own place in the answer.
+"""The tokens of a model without weights: each is a function of the prompt and of its own place in the answer.
 
-So an answer that goes on at another node, or is computed again, is the same, and a test can tell every token.
+So an answer that continues on another node, or is computed again, is the same, and a test can predict every token.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _LN2 = math.log(2)
 
 
 class MadeUpTokens:
-    """Never says a token of `never`, such as EOS: answers end at max_tokens or at the end of the context.
+    """Makes up tokens, never one of `never`, such as EOS: answers end at max_tokens or at the end of the context.
 
-    Of the n-th most likely token the probability is 2**-n, and the first is always chosen: no sampling parameter
-    changes that. The samples of a request say different things.
+    The n-th most likely token has the probability 2**-n, and the first is always chosen: no sampling parameter changes
+    that. The samples of a request get different tokens.
     """
 
     def __init__(self, vocab_size: int, never: tuple[int, ...] = ()) -> None:
@@ -40,7 +40,7 @@ class MadeUpTokens:
         return self._said[(place + rank) % len(self._said)]
 
     def choices(self, chunk: Chunk) -> list[Choice]:
-        """What follows the chunk's last token, for each sample. Nothing if it has no logits."""
+        """The token that follows the chunk's last one, for each sample. Empty if the chunk has no logits."""
         if not chunk.num_logits:
             return []
         seq = chunk.sequence
@@ -57,7 +57,7 @@ class MadeUpTokens:
         return TokenLogprobs(-_LN2, top)
 
     def prompt_logprobs(self, chunk: Chunk) -> PromptLogprobs:
-        """Of the tokens after the chunk's scored positions: each the most likely, with probability 1/2."""
+        """Logprobs of the tokens after the chunk's scored positions: each is the most likely, with probability 1/2."""
         seq, scored = chunk.sequence, chunk.scored_positions
         num_top = seq.num_prompt_logprobs or 0
         top_ids, top = array.array("I"), array.array("f")
