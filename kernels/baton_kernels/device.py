@@ -1,4 +1,4 @@
-"""What kernels must know of a device to divide their work."""
+"""What kernels must know about a device to divide their work."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def num_sms(device: torch.device) -> int:
-    """SMs of the device; a small number in the interpreter."""
+    """The number of SMs of the device; a small number in Triton's interpreter."""
     if device.type != "cuda":
         return 4
     index = torch.cuda.current_device() if device.index is None else device.index

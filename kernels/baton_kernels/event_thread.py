@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 END_S = 5.0
-"""Timeout for the end of a thread at the end of the process: that of a device which hangs never comes."""
+"""How long the end of the process waits for a thread to end: one that waits for a hung device never does."""
 
 _Work = tuple[torch.cuda.Event, Callable[[], None]]
 _running: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue[_Work | None]] = weakref.WeakKeyDictionary()
@@ -41,19 +41,20 @@ class EventThread:
 
 
 def _run(device: torch.device, work: queue.SimpleQueue[_Work | None]) -> None:
-    """Until None comes. It does not refer to its EventThread, which may therefore be collected."""
+    """The thread's loop, until it gets None. It does not refer to its EventThread, which may therefore be collected."""
     torch.cuda.set_device(device)  # a new thread defaults to device 0, and would create a context there
     while (item := work.get()) is not None:
         event, after = item
         with contextlib.suppress(RuntimeError):
             event.synchronize()
         after()
-        del item, event, after  # what they refer to need not live until the next event
+        del item, event, after  # so that what they refer to need not live until the next event
 
 
 @atexit.register
 def _end_all() -> None:
-    """A thread that comes back from a wait for the device when the interpreter is gone aborts the process."""
+    """End all threads: one that returns from a wait for the device after the interpreter has ended aborts the
+    process."""
     for thread, work in list(_running.items()):
         work.put(None)
         thread.join(END_S)

@@ -63,7 +63,7 @@ def _normalised(heads: Tensor, weight: Tensor, norm: HeadNorm) -> Tensor:
 
 
 def _side_by_side(query: Tensor, key: Tensor) -> list[Tensor]:
-    """Both as one tensor where they are slices of one product, for half as many operations."""
+    """Query and key as one tensor if they are slices of one product, which takes half as many operations."""
     num_tokens, num_heads, head_dim = query.shape
     query_row, key_row = (x.stride()[1:] if num_tokens == 1 else x.stride() for x in (query, key))
     follows = key.storage_offset() == query.storage_offset() + num_heads * head_dim

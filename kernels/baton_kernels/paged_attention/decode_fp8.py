@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 TILE_KEYS = 32
-"""Of a turn: two halves, each within one block."""
+"""Keys of a turn: two halves, each within one block."""
 NOTHING = gl.constexpr(-1.0e30)
 
 _PRODUCT = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8]))
@@ -34,8 +34,8 @@ def _layout(registers: list[list[int]], lanes: list[list[int]], words: int) -> g
     return gl.constexpr(gl.DistributedLinearLayout(registers, lanes, [], [], [16, words]))
 
 
-# Of tiles of 16 tokens, in words of 4 elements. Of keys, a thread has 4 adjacent words, or several such runs; 8 lanes
-# have 8 keys. Of values, a thread has adjacent words of 4 tokens, two and two of which are adjacent.
+# Layouts for tiles of 16 tokens, in words of 4 elements. For keys, a thread has 4 adjacent words, or several such runs;
+# 8 lanes have 8 keys. For values, a thread has adjacent words of 4 tokens, which are two pairs of adjacent tokens.
 _KEY_64 = _layout([[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], 16)
 _KEY_128 = _layout([[0, 1], [0, 2], [0, 16], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], 32)
 _VALUE_64 = _layout([[0, 1], [1, 0], [8, 0]], [[2, 0], [4, 0], [0, 2], [0, 4], [0, 8]], 16)
