@@ -1,4 +1,4 @@
-"""Common base of a rank's sender and receiver: a transport and slots of its own, and a pool viewed as slices."""
+"""Common base of a rank's sender and receiver, each with its own transport and slots, and a pool viewed as slices."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class PartFailed:
 
 
 class Sent:
-    """A node's KV as it is sent to a peer. layout: the node's, with the layers that are sent; `rows` of its slices,
-    found once."""
+    """A node's KV as it is sent to a peer. layout: the node's, with the layers as they are sent. `rows` of its slices
+    are computed once."""
 
     def __init__(self, layout: KvLayout) -> None:
         self.layout = layout
@@ -45,8 +45,8 @@ class KvMover:
     """The mover of one rank, over a transport that no other mover uses.
 
     pool_bytes: [num_blocks, bytes of a block on that rank], uint8, on the staging's device. `verify`: the node requires
-    checksums on all its parts. spin_wait: see SlotCopies. Without a pool, on a simulated node, no byte is copied.
-    With one on another host, staging and transport are those of a link to it.
+    checksums on all its parts. spin_wait: see SlotCopies. Without a pool, on a simulated node, no byte is copied. For a
+    pool on another host, staging and transport are those of a link to it.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class KvMover:
         """Free the slots that nothing uses any more."""
 
     def _sent(self, layers: tuple[LayerKv, ...] | None) -> Sent:
-        """What is sent with layers like these; None: with those of the pool."""
+        """The KV as it is sent with these layers; None: with those of the pool."""
         if layers is None or layers is self.layout.layers:
             return self._own
         if (sent := self._converted.get(layers)) is None:

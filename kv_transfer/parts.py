@@ -73,8 +73,8 @@ def part_blocks_for(slot_bytes: int, block_bytes: int) -> int:
 class Piece:
     """The contents of a part: from rank `source` to rank `target`, the slice `what` (`num_bytes` per block) of each of
     the blocks [first, first + num_blocks) of those that travel for a request. layers: of the model as they are sent,
-    which say what a byte means. groups: of each block, its KV group; empty: there is one. `num_bytes` is then that of
-    the group with the most layers in the slice."""
+    which say what a byte means. groups: the KV group of each block; empty: there is one group. With several groups,
+    `num_bytes` is that of the group with the most layers in the slice."""
 
     first: int
     num_blocks: int
@@ -101,7 +101,7 @@ class _Round(NamedTuple):
 class PartPlanner:
     """Plans the parts of requests between two nodes of compatible layouts, whose slots hold `part_blocks` of their
     ranks' blocks. Parts come in rounds of one part per pair of ranks, in the order of `pairs`, so a part's number alone
-    identifies its pair. own: that of both which belongs to this node."""
+    identifies its pair. own: the one of the two layouts that is this node's."""
 
     def __init__(self, sender: KvLayout, receiver: KvLayout, part_blocks: int, own: KvLayout | None = None) -> None:
         self.pairs = pair_ranks(sender, receiver)

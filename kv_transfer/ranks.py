@@ -46,7 +46,7 @@ class _Ranks(Generic[Mover]):
         self.verify = ranks[0].verify
         self.num_slots = sum(mover.num_slots for mover in ranks)
         self.part_blocks = min(mover.part_blocks for mover in ranks)
-        """The smallest `KvMover.part_blocks` of any rank."""
+        """The smallest `KvMover.part_blocks` of all ranks."""
         self._connected: dict[str, Sequence[Route]] = {}
 
     def connect(self, peer: str, routes: Sequence[Route], timeout_s: float) -> None:

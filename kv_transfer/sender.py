@@ -133,7 +133,7 @@ class KvSender(KvMover):
     def batched(self) -> Iterator[None]:
         """On a GPU, launch the copies of all parts sent within before announcing any but the first to a peer.
         Announcing takes as long as a launch, and the woken transport thread would compete for the interpreter, so the
-        link would idle between parts. Of the first one the peer hears early: it takes 0.2 ms to begin to look for it,
+        link would idle between parts. The first one is announced early: the peer takes 0.2 ms to start looking for it,
         as long as the part takes to arrive."""
         self._is_batched = True
         try:

@@ -9,10 +9,10 @@ from baton.layout import KvLayout, KvSlice
 
 
 class Rows(NamedTuple):
-    """A slice in one rank's pool, viewed as `per_block` rows per block: the bytes [offset, offset + row_bytes) of a
-    block's rows `runs[group]`, if the block is of that KV group; of one run, whatever the group. In that order they are
-    the slice's bytes; sent, each has `sent_bytes`. is_converted: they are sent in another form than the pool has, which
-    may have as many bytes."""
+    """A slice in one rank's pool, viewed as `per_block` rows per block. It consists of the bytes [offset, offset +
+    row_bytes) of a block's rows `runs[group]`, where the block belongs to that KV group; if there is only one run, it
+    holds for all groups. In this order, the rows are the slice's bytes. A row is sent as `sent_bytes` bytes.
+    is_converted: rows are sent in another form than in the pool, which may have the same number of bytes."""
 
     per_block: int
     runs: tuple[range, ...]
@@ -27,7 +27,7 @@ class Rows(NamedTuple):
         return max(map(len, self.runs))
 
     def of(self, blocks: Sequence[int], groups: Sequence[int]) -> Sequence[int]:
-        """The pool's rows that hold the slice of these blocks. groups: of each block, its KV group."""
+        """The pool's rows that hold the slice of these blocks. groups: the KV group of each block."""
         if len(self.runs) == 1:
             if self.per_block == 1:
                 return blocks
@@ -40,9 +40,10 @@ class Rows(NamedTuple):
 
 
 def rows_of(layout: KvLayout, rank: int, what: KvSlice, sent: KvLayout) -> Rows:
-    """`what` in that rank's pool, which holds all of it: one row per block if it has all heads that the rank holds, and
-    blocks of all KV groups have it at the same place; one for each layer if they do not; else one for each layer's K
-    and V. The last case requires `layout.has_equal_runs`. sent: the layout as it is sent."""
+    """The rows of `what` in that rank's pool, which must hold all of it. If `what` has all heads that the rank holds,
+    there is one row per block, or one per layer where blocks of different KV groups have the slice at different places.
+    Otherwise there is one row for each layer's K and V, which requires `layout.has_equal_runs`. sent: the layout as it
+    is sent."""
     held = layout.ranks[rank]
     assert what.overlap(held) == what
     is_converted = sent.layers[0].form != layout.layers[0].form
@@ -75,8 +76,8 @@ class RankPair(NamedTuple):
 
 
 def pair_ranks(sender: KvLayout, receiver: KvLayout) -> tuple[RankPair, ...]:
-    """The pairs by which each rank of the receiver gets all that it holds exactly once; of ranks that hold the same
-    slice, the first sends. The layouts must be compatible."""
+    """The pairs with which each rank of the receiver gets everything that it holds exactly once. If several ranks of
+    the sender hold the same slice, the first one sends it. The layouts must be compatible."""
     sources = {held: rank for rank, held in reversed(list(enumerate(sender.ranks)))}
     return tuple(
         RankPair(source, target, what)

@@ -28,8 +28,8 @@ class SlotCopies:
     """Gathers blocks into slots, or scatters slots into blocks, on a stream of its own; on a CPU at once. One thread at
     a time, and one copy at a time per slot, since each slot has one set of ids on either side and one event.
 
-    pool_bytes: [num_blocks, block_bytes], uint8, on the staging's device, of that layout. Rows that are sent in another
-    form than they have are quantized by a gather, and dequantized by a scatter.
+    pool_bytes: [num_blocks, block_bytes], uint8, on the staging's device, of that layout. If rows are sent in another
+    form than the pool's, a gather quantizes them, and a scatter dequantizes them.
 
     A copy does not wait for steps under way; steps launched after a gather wait for it, those launched after
     `make_stream_wait` wait for a scatter. Steps are launched on the thread that calls `mark`, `gather` and
@@ -134,8 +134,8 @@ class SlotCopies:
                 block_checksums(self._staging.memory(0)[: rows.sent_bytes].view(1, rows.sent_bytes))
 
     def num_damaged(self, slot: int, header: PartHeader) -> int:
-        """How many of the pieces that have arrived in the slot, one at least, differ from their checksums. They are
-        those that a header says which was checked. Waits some tens of microseconds for a GPU."""
+        """How many of the pieces that have arrived in the slot, at least one, differ from their checksums. header: the
+        part's, already checked. Waits some tens of microseconds for a GPU."""
         memory = self._staging.memory(slot)
         with self._staging.reading():
             rows = memory[: header.payload_bytes].view(header.num_pieces, header.piece_bytes)
@@ -192,4 +192,4 @@ class SlotCopies:
 
 
 def _nothing() -> None:
-    """To copy for a part whose blocks have no layer in its slice."""
+    """The copy for a part whose blocks have no layer in its slice."""

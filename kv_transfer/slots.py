@@ -1,4 +1,4 @@
-"""Staging slots and their states, without their memory: all that a simulated node has of them."""
+"""Staging slots and their states, without their memory, which simulated nodes do not have."""
 
 from __future__ import annotations
 

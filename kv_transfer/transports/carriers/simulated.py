@@ -1,6 +1,6 @@
-"""Moves nothing, and takes the time that the bytes would take: what carries the KV of simulated nodes.
+"""The carrier of simulated nodes: moves no bytes, but takes the time that they would take.
 
-The connection, the grants and the headers are those of any `PairTransport`. All that a node sends shares its bandwidth:
+The connection, the grants and the headers are those of any `PairTransport`. All messages of a node share its bandwidth:
 a message begins when the one before it has left.
 """
 
