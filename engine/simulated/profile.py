@@ -46,6 +46,15 @@ class StepCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeCost(StepCost):
+    """`per_adopted_seq_us`: for each sequence that the step is the first to decode here, after a handoff. Its row is
+    uploaded, its last blocks are copied beside the step, and the host has only the rest of the step before to prepare
+    it: the launch is late, and the device idles for the difference."""
+
+    per_adopted_seq_us: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LinkCost:
     """`bandwidth_gb_s`: total GB/s that a node sends, or receives. `latency_us`: of a message between two processes,
     including the work of both ends."""
@@ -80,7 +89,7 @@ class Profile:
     """The contents of a profile. `source`: where the numbers come from, for people."""
 
     source: str
-    step: StepCost
+    step: DecodeCost
     prompt_step: StepCost
     link: LinkCost
     model: ModelShape
@@ -88,12 +97,13 @@ class Profile:
     mixed_step: StepCost | None = None
     name: str = field(default="", compare=False)
 
-    def step_s(self, size: StepSize) -> float:
-        """How long the step takes, in seconds."""
+    def step_s(self, size: StepSize, num_adopted: int = 0) -> float:
+        """How long the step takes, in seconds, if it is the first of so many sequences that were handed over."""
+        adopted_s = _US * self.step.per_adopted_seq_us * num_adopted
         if not size.has_prompts:
-            return self.step.seconds(size)
+            return adopted_s + self.step.seconds(size)
         cost = self.mixed_step if self.mixed_step and size.num_context_tokens else self.prompt_step
-        return max(self.step.seconds(size), cost.seconds(size))
+        return adopted_s + max(self.step.seconds(size), cost.seconds(size))
 
     def layout(self, block_size: int, fingerprint: str) -> KvLayout:
         shape = self.model
@@ -122,7 +132,7 @@ def load_profile(name: str) -> Profile:
 
 def _profile(stated: Mapping[str, Any], name: str) -> Profile:
     """Raises ValueError."""
-    tables: dict[str, type[Any]] = {"step": StepCost, "prompt_step": StepCost, "mixed_step": StepCost}
+    tables: dict[str, type[Any]] = {"step": DecodeCost, "prompt_step": StepCost, "mixed_step": StepCost}
     tables |= {"link": LinkCost, "model": ModelShape, "node": NodeSizes}
     if unknown := sorted(stated.keys() - tables.keys() - {"source"}):
         raise ValueError(f"unknown: {', '.join(unknown)}")

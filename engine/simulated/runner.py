@@ -43,11 +43,12 @@ class SimulatedModelRunner:
         self._num_layers = profile.model.num_layers
         self._groups = [end for _, end in layer_groups_of(self._num_layers, layer_groups)]
         self._idle_from = 0.0  # when the last launched step ends
+        self._known = set[Sequence]()  # those that have been in a step
 
     def launch(self, chunks: Seq[Chunk]) -> SimulatedStep:
         """See `engine.step.ModelRunner`."""
         begins = max(self._clock(), self._idle_from)
-        takes_s = self._profile.step_s(StepSize.of(chunks)) / self._time_scale
+        takes_s = self._profile.step_s(StepSize.of(chunks), self._num_adopted(chunks)) / self._time_scale
         self._idle_from = begins + takes_s
         marks = [(self._idle_from, self._num_layers)]
         if any(chunk.samples_token and chunk.sequence.hand_off for chunk in chunks):
@@ -56,11 +57,18 @@ class SimulatedModelRunner:
             self._wake_at(when)
         return SimulatedStep(list(chunks), self._tokens, marks, self._clock)
 
+    def _num_adopted(self, chunks: Seq[Chunk]) -> int:
+        """Sequences that are decoded although no step here has computed anything of them."""
+        new = {chunk.sequence: chunk.is_decode for chunk in chunks if chunk.sequence not in self._known}
+        self._known.update(new)
+        return sum(new.values())
+
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Nothing: blocks have no content."""
 
     def forget(self, sequence: Sequence) -> None:
         """See `engine.step.ModelRunner`."""
+        self._known.discard(sequence)
         self._tokens.forget(sequence)
 
 
