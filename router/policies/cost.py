@@ -21,8 +21,9 @@ NUM_BEST = 4
 """Of each kind of node that are looked at in pairs: but for what does not fit together, the cost of a pair is the sum
 of what each of its nodes costs."""
 NEAR = 0.05
-"""The second-best option is as good if it costs at most this share more. Several routers that know the same would
-otherwise all choose the same node."""
+"""An option is as good as the best if no part of it starts later and it costs at most this share more. One of them is
+drawn: several routers that know the same would otherwise all choose the same nodes, and so would one router for all
+prompts that find nodes idle, which then meet again when a conversation goes on."""
 HANDOFF_WEIGHT = 0.5
 """Of a second of handoff, which delays the second token and not the first."""
 FULL_S = 0.05
@@ -35,50 +36,72 @@ DISTURBED = 0.01
 """The price of a second of slower decoding, for each stream that shares steps with a prompt. The target of the node
 bounds each gap; this is for the sum of them."""
 
-
-REPEATED = 1.0
-"""Of a second for which a prefill node computes what another one has cached already: prompts that come later wait for
-it, and it evicts what they could have used. Without it, a burst of prompts with one beginning has it computed on every
-node."""
+REPEATED = 2.0
+"""The price of a prompt that is computed although another prefill node has it cached, in queues of a prefill node: the
+mean of all at that moment. Prompts that come later wait for that work, the more of them the longer the queues are: by
+the theory of queues (M/G/1: Haviv and Ritov 1998) all together about twice as long as one of them. On idle nodes
+nobody waits, and a second node with a popular beginning is welcome; in a rush on empty caches, a burst of prompts with
+one beginning would have it computed on every node."""
 
 
 class Cost(Policy):
-    """Of two options that cost about the same, one is drawn at random."""
+    """Of options that cost about the same, one is drawn at random."""
 
     uses_decode_alone = True
 
     def choose(self, options: Options, draw: Random) -> Option:
         price = Prices.of(options)
-        prefills = _least(options.prefills, price.prefill)
-        decodes = _least(options.decodes, decode_cost)
-        priced: list[_Priced] = [
-            (prefill_s + decode_s, (prefill.node_id, decode.node_id), Option(prefill, decode))
+        prefills = _least(options.prefills, price.prefill, draw)
+        decodes = _least(options.decodes, decode_cost, draw)
+        priced = [
+            _Priced(prefill_s + decode_s, (prefill.node_id, decode.node_id), Option(prefill, decode), decode_s)
             for prefill_s, prefill in prefills
             for decode_s, decode in decodes
             if options.fits(prefill, decode)
         ]
         if not priced:
-            priced = [(price.option(pair), _names(pair), pair) for pair in options.pairs()]
+            priced = [_Priced(price.option(pair), _names(pair), pair) for pair in options.pairs()]
         if options.alone:
-            alone = _least(options.alone, alone_cost)
-            priced += [(alone_s, (node.node_id,), Option(node, None)) for alone_s, node in alone]
+            alone = _least(options.alone, alone_cost, draw)
+            priced += [_Priced(alone_s, (node.node_id,), Option(node, None)) for alone_s, node in alone]
         if len(priced) > 1:
             priced.sort(key=_PRICE_AND_NAMES)
-        near = [option for cost_s, _, option in priced[:2] if cost_s <= (1 + NEAR) * priced[0][0]]
+        near = [each.option for each in priced if each.is_as_good_as(priced[0])]
         return near[0] if len(near) == 1 else draw.choice(near)
 
 
-_Priced = tuple[float, tuple[str, ...], Option]
-"""What it costs in seconds, and the names of its nodes, which order what costs the same."""
+class _Priced(NamedTuple):
+    """What an option costs in seconds, the names of its nodes, which order what costs the same, and what its decode
+    node adds to the price, if that is known."""
+
+    cost_s: float
+    names: tuple[str, ...]
+    option: Option
+    decode_s: float = 0.0
+
+    def is_as_good_as(self, best: _Priced) -> bool:
+        return (
+            self.cost_s <= (1 + NEAR) * best.cost_s
+            and self.decode_s <= (1 + NEAR) * best.decode_s
+            and self.option.prefill.queue_s <= best.option.prefill.queue_s
+        )
+
+
 _PRICE_AND_NAMES = itemgetter(0, 1)
 
 
-def _least(nodes: Sequence[Candidate], price: Callable[[Candidate], float]) -> list[tuple[float, Candidate]]:
-    """The cheapest of them, with their prices, in order; of equal ones the first by name."""
+def _least(
+    nodes: Sequence[Candidate], price: Callable[[Candidate], float], draw: Random
+) -> list[tuple[float, Candidate]]:
+    """The cheapest of them, with their prices; some, drawn at random, if too many are as good as the first."""
     if len(nodes) == 1:
         return [(price(nodes[0]), nodes[0])]
     ranked = sorted([(price(node), node.node_id, i) for i, node in enumerate(nodes)])
-    return [(price_s, nodes[i]) for price_s, _, i in ranked[:NUM_BEST]]
+    if len(ranked) > NUM_BEST:
+        least_s, queue_s = (1 + NEAR) * ranked[0][0], nodes[ranked[0][2]].queue_s
+        equal = [each for each in ranked if each[0] <= least_s and nodes[each[2]].queue_s <= queue_s]
+        ranked = draw.sample(equal, NUM_BEST) if len(equal) > NUM_BEST else ranked[:NUM_BEST]
+    return [(price_s, nodes[i]) for price_s, _, i in ranked]
 
 
 def _names(option: Option) -> tuple[str, ...]:
@@ -86,14 +109,22 @@ def _names(option: Option) -> tuple[str, ...]:
 
 
 class Prices(NamedTuple):
-    """What options cost, in seconds, for a prompt of `num_tokens`, of which a prefill node has `most_cached`."""
+    """What options cost, in seconds, for a prompt of which a prefill node has `most_cached` tokens. `repeated_s`: of
+    each of them that another prefill node computes once more."""
 
-    num_tokens: int
     most_cached: int
+    repeated_s: float
 
     @classmethod
     def of(cls, options: Options) -> Prices:
-        return cls(options.num_tokens, max((node.num_cached for node in options.prefills), default=0))
+        most_cached, queue_s = 0, 0.0
+        for node in options.prefills:
+            queue_s += node.queue_s
+            if node.num_cached > most_cached:
+                most_cached = node.num_cached
+        if not most_cached:
+            return cls(0, 0.0)
+        return cls(most_cached, REPEATED * queue_s / len(options.prefills) / max(options.num_tokens, most_cached))
 
     def option(self, option: Option) -> float:
         prefill, decode = option
@@ -101,10 +132,7 @@ class Prices(NamedTuple):
 
     def prefill(self, node: Candidate) -> float:
         """What a pair's prefill node adds."""
-        num_uncached = self.num_tokens - node.num_cached
-        num_repeated = self.most_cached - node.num_cached
-        repeated_s = node.prefill_s * num_repeated / num_uncached if num_uncached > 0 else 0.0
-        return node.queue_s + node.prefill_s + REPEATED * repeated_s
+        return node.queue_s + node.prefill_s + self.repeated_s * (self.most_cached - node.num_cached)
 
 
 def alone_cost(node: Candidate) -> float:

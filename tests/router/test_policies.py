@@ -117,11 +117,22 @@ def test_cost_uses_a_decode_node_alone_where_that_is_cheaper(prefill, decode, ex
     assert names(choose("cost", Options([prefill], [decode], lambda p, d: True, alone))) == expected
 
 
-def test_cost_waits_for_a_node_that_has_the_prompt_as_long_again_as_others_save() -> None:
+def test_cost_lets_a_prompt_be_computed_again_the_more_readily_the_less_others_wait() -> None:
+    """It waits for the node that has it as long as others save, and longer for what the fleet's queues add to that."""
     holder, idle = Candidate("p0", "p0", num_cached=1000, prefill_s=0.02), Candidate("p1", "p1", prefill_s=0.12)
-    for queue_s, expected in ((0.15, "p0"), (0.25, "p1")):
-        options = Options([holder._replace(queue_s=queue_s), idle], [D], lambda p, d: True, num_tokens=1200)
+    for queues_s, expected in (
+        ((0.09, 0.0), "p0"),  # less than is saved
+        ((0.25, 0.0), "p0"),  # more, while a prompt of either node waits for 125 ms
+        ((0.70, 0.0), "p1"),
+        ((0.25, 0.1), "p0"),
+        ((0.70, 0.55), "p0"),  # as much more as above, while prompts wait for longer
+    ):
+        nodes = [node._replace(queue_s=queue_s) for node, queue_s in zip((holder, idle), queues_s, strict=True)]
+        options = Options(nodes, [D], lambda p, d: True, num_tokens=1200)
         assert names(choose("cost", options)) == (expected, "d")
+    rest = [Candidate(f"q{i}", f"q{i}", prefill_s=0.12) for i in range(6)]
+    options = Options([holder._replace(queue_s=0.25), idle, *rest], [D], lambda p, d: True, num_tokens=1200)
+    assert names(choose("cost", options)) != ("p0", "d")
 
 
 def test_cost_finds_a_pair_that_works_behind_better_ones_that_do_not() -> None:
@@ -131,11 +142,26 @@ def test_cost_finds_a_pair_that_works_behind_better_ones_that_do_not() -> None:
     assert names(choose("cost", options)) == ("p5", "d5")
 
 
-def test_cost_draws_between_equals() -> None:
-    equal = [Candidate(f"p{i}", f"p{i}", prefill_s=0.1) for i in range(3)]
-    slow = Candidate("p3", "p3", prefill_s=0.2)
-    drawn = {names(choose("cost", Options([*equal, slow], [D], lambda p, d: True), seed)) for seed in range(20)}
-    assert drawn == {("p0", "d"), ("p1", "d")}
+def drawn_by_cost(prefills: list[Candidate], decodes: list[Candidate]) -> set[tuple[str | None, ...]]:
+    options = Options(prefills, decodes, lambda p, d: True)
+    return {names(choose("cost", options, seed)) for seed in range(200)}
+
+
+def test_cost_draws_among_equals() -> None:
+    """Among all of them, however many nodes it looks at in pairs."""
+    equal = [Candidate(f"p{i}", f"p{i}", prefill_s=0.1 + 1e-4 * i) for i in range(9)]
+    slow = Candidate("q", "q", prefill_s=0.2)
+    assert drawn_by_cost([*equal[:3], slow], [D]) == {(f"p{i}", "d") for i in range(3)}
+    assert drawn_by_cost([*equal, slow], [D]) == {(f"p{i}", "d") for i in range(9)}
+    decodes = [Candidate(f"d{i}", f"d{i}", handoff_s=0.01) for i in range(9)]
+    assert {decode for _, decode in drawn_by_cost([P], decodes)} == {f"d{i}" for i in range(9)}
+
+
+def test_cost_draws_neither_a_longer_queue_nor_a_busier_decode_node() -> None:
+    prefills = [Candidate(f"p{i}", f"p{i}", queue_s=0.5 + 1e-3 * i, prefill_s=0.1) for i in range(6)]
+    decodes = [Candidate(f"d{i}", f"d{i}", busy=(1000 * i, i), handoff_s=0.004) for i in range(6)]
+    assert drawn_by_cost(prefills, decodes) == {("p0", "d0")}
+    assert drawn_by_cost(prefills[:2], decodes[:2]) == {("p0", "d0")}
 
 
 def test_prefix_goes_where_most_is_cached_and_least_loaded_does_not() -> None:
