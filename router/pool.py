@@ -260,7 +260,7 @@ class Pool:
         """That prompt is computed, so many tokens of it; None: it is no longer needed. `prefill_s` as it was placed."""
         if node := self._nodes.get(incarnation):
             if num_computed is not None:
-                for learner in (node.prefill_time, self._prefill_time):
+                for learner in (self._prefill_time, node.prefill_time):  # what is known of all bounds a node's surprise
                     learner.learn(num_computed, now - node.busy_since)
                 node.num_tokens += num_computed
             node.num_prompts -= 1

@@ -5,14 +5,15 @@ from __future__ import annotations
 PRIOR_S_PER_TOKEN = 1e-4
 """While nothing is known of any node: then all are alike, and the value hardly matters."""
 PRIOR_S = 0.5
-"""What a prompt may take, whatever was expected: nothing is known of the first one."""
+"""What a prompt may take, whatever was expected of it."""
 FAMILIAR = 4.0
 """Lengths up to this many times the longest so far are expected to go on as before."""
 FORGETTING = 1 / 32
 """Share by which the weight of earlier observations falls with each new one."""
 MOST_SURPRISE = 4.0
 """An observation counts as at most this many times what was expected: a prompt that waited for a compiler must not make
-its node look slow for a minute. If the node has become slower for good, a few observations suffice."""
+its node look slow for a minute. If the node has become slower for good, a few observations suffice. The very first one
+of all nodes counts in full: nothing was known that it could surprise."""
 
 _RIDGE = 1.0
 
@@ -51,7 +52,8 @@ class PrefillTime:
         """Less than one token, or less than no time, teaches nothing."""
         if num_tokens < 1 or took_s < 0:
             return
-        took_s = min(took_s, max(MOST_SURPRISE * self.predict(num_tokens), PRIOR_S))
+        if self._means or self._prior:
+            took_s = min(took_s, max(MOST_SURPRISE * self.predict(num_tokens), PRIOR_S))
         length = num_tokens.bit_length() // 2
         if length not in self._means:
             self._means[length] = _Prompts()

@@ -104,12 +104,14 @@ class Node:
         return taken + num_blocks + load.num_running * self.num_next <= load.num_blocks_free
 
     def queue_s(self, now: float) -> float:
-        """Until it would start one more prompt. It is in the midst of the first that it has."""
+        """Until it would start one more prompt. It is in the midst of the first that it has. What is late already is
+        expected to take as long again: the node may be slower than all that is known."""
         others_s = self.prefill_time.predict(self.waiting_of_others) if self.waiting_of_others else 0.0
         if not self.num_prompts:
             return others_s
         first_s = self.to_prefill_s / self.num_prompts
-        return others_s + self.to_prefill_s - min(max(0.0, now - self.busy_since), first_s)
+        passed_s = max(0.0, now - self.busy_since)
+        return others_s + max(self.to_prefill_s - min(passed_s, first_s), passed_s - self.to_prefill_s)
 
     def candidate(self, now: float, num_tokens: int, num_held: int) -> Candidate:
         """As a policy sees it for a prompt of so many tokens, of which it holds so many leading blocks. The last token

@@ -37,10 +37,10 @@ DISTURBED = 0.01
 bounds each gap; this is for the sum of them."""
 
 REPEATED = 2.0
-"""The price of a prompt that is computed although another prefill node has it cached, in queues of a prefill node: the
-mean of all at that moment. Prompts that come later wait for that work, the more of them the longer the queues are: by
-the theory of queues (M/G/1: Haviv and Ritov 1998) all together about twice as long as one of them. On idle nodes
-nobody waits, and a second node with a popular beginning is welcome; in a rush on empty caches, a burst of prompts with
+"""The price of a prompt that is computed although another prefill node has it cached, in queues: that of the median
+prefill node. Prompts that come later wait for that work, the more of them the longer the queues are; by the theory of
+queues (M/G/1: Haviv and Ritov 1998) about twice as long as one of them, all together. While half of the nodes are idle
+nobody waits, and one more node with a popular beginning is welcome. In a rush on empty caches, a burst of prompts with
 one beginning would have it computed on every node."""
 
 
@@ -117,14 +117,11 @@ class Prices(NamedTuple):
 
     @classmethod
     def of(cls, options: Options) -> Prices:
-        most_cached, queue_s = 0, 0.0
-        for node in options.prefills:
-            queue_s += node.queue_s
-            if node.num_cached > most_cached:
-                most_cached = node.num_cached
+        most_cached = max([node.num_cached for node in options.prefills], default=0)
         if not most_cached:
             return cls(0, 0.0)
-        return cls(most_cached, REPEATED * queue_s / len(options.prefills) / max(options.num_tokens, most_cached))
+        queues = sorted([node.queue_s for node in options.prefills])
+        return cls(most_cached, REPEATED * queues[(len(queues) - 1) // 2] / max(options.num_tokens, most_cached))
 
     def option(self, option: Option) -> float:
         prefill, decode = option

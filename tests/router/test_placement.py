@@ -152,6 +152,15 @@ def test_cost_learns_which_prefill_node_is_slow() -> None:
     assert [place(rig, f"many-{i}") for i in range(9)].count("p2") == 9, "nine times a tenth of what the other takes"
 
 
+def test_the_first_prompt_of_a_slow_node_makes_it_look_no_faster_than_nodes_without_one() -> None:
+    rig = RouterRig("p1", "p2", "d1", policy="cost")
+    first = place(rig, "a", 1000)
+    computed(rig, "a", 60.0)
+    times = {name: node.prefill_time.predict(1000) for name in ("p1", "p2") if (node := rig.core.pool.get(name))}
+    assert times[first] == pytest.approx(60.0, rel=0.1)
+    assert times["p1"] == pytest.approx(times["p2"], rel=0.01)
+
+
 def test_cost_counts_what_is_computed_of_the_first_prompt_in_the_queue() -> None:
     rig = RouterRig("p1", "d1", policy="cost")
     pool = rig.core.pool
@@ -161,7 +170,8 @@ def test_cost_counts_what_is_computed_of_the_first_prompt_in_the_queue() -> None
         place(rig, name, 1000)
     assert node.queue_s(0.0) == pytest.approx(node.to_prefill_s)
     assert node.queue_s(0.05) == pytest.approx(node.to_prefill_s - 0.05)
-    assert node.queue_s(99.0) == pytest.approx(node.to_prefill_s / 2)
+    assert node.queue_s(node.to_prefill_s) == pytest.approx(node.to_prefill_s / 2)
+    assert node.queue_s(99.0) == pytest.approx(99.0 - node.to_prefill_s), "a slow node looks idle"
     computed(rig, "a", 0.1)
     computed(rig, "b", 0.1)
     assert (node.queue_s(99.0), node.num_prompts) == (0.0, 0)

@@ -117,22 +117,20 @@ def test_cost_uses_a_decode_node_alone_where_that_is_cheaper(prefill, decode, ex
     assert names(choose("cost", Options([prefill], [decode], lambda p, d: True, alone))) == expected
 
 
-def test_cost_lets_a_prompt_be_computed_again_the_more_readily_the_less_others_wait() -> None:
-    """It waits for the node that has it as long as others save, and longer for what the fleet's queues add to that."""
-    holder, idle = Candidate("p0", "p0", num_cached=1000, prefill_s=0.02), Candidate("p1", "p1", prefill_s=0.12)
-    for queues_s, expected in (
-        ((0.09, 0.0), "p0"),  # less than is saved
-        ((0.25, 0.0), "p0"),  # more, while a prompt of either node waits for 125 ms
-        ((0.70, 0.0), "p1"),
-        ((0.25, 0.1), "p0"),
-        ((0.70, 0.55), "p0"),  # as much more as above, while prompts wait for longer
-    ):
-        nodes = [node._replace(queue_s=queue_s) for node, queue_s in zip((holder, idle), queues_s, strict=True)]
-        options = Options(nodes, [D], lambda p, d: True, num_tokens=1200)
-        assert names(choose("cost", options)) == (expected, "d")
-    rest = [Candidate(f"q{i}", f"q{i}", prefill_s=0.12) for i in range(6)]
-    options = Options([holder._replace(queue_s=0.25), idle, *rest], [D], lambda p, d: True, num_tokens=1200)
-    assert names(choose("cost", options)) != ("p0", "d")
+@pytest.mark.parametrize(
+    ("queues_s", "expected"),
+    [
+        ((0.09, 0.0, 0.0), "p0"),  # less than is saved
+        ((0.11, 0.0, 0.0), "p1"),  # more
+        ((5.0, 0.0, 5.0), "p0"),  # others have to wait, too
+        ((0.2, 0.0, 0.1), "p0"),  # more than is saved, but less than that with what others wait for longer
+        ((0.3, 0.0, 0.1), "p1"),
+    ],
+)
+def test_cost_computes_a_prompt_again_the_more_readily_the_less_others_wait(queues_s, expected) -> None:
+    values = [{"num_cached": 1000, "prefill_s": 0.02}, {"prefill_s": 0.12}, {"prefill_s": 0.14}]
+    prefills = nodes("p", [value | {"queue_s": queue_s} for value, queue_s in zip(values, queues_s, strict=True)])
+    assert names(choose("cost", Options(prefills, [D], lambda p, d: True, num_tokens=1200))) == (expected, "d")
 
 
 def test_cost_finds_a_pair_that_works_behind_better_ones_that_do_not() -> None:

@@ -80,6 +80,12 @@ def test_one_slow_prompt_changes_little_and_a_slow_node_is_noticed() -> None:
     assert learned.predict(1000) > 0.35
 
 
+def test_the_first_prompt_of_all_nodes_tells_how_slow_they_are() -> None:
+    learned = PrefillTime()
+    learned.learn(1000, 60.0)
+    assert learned.predict(1000) == pytest.approx(60.0, rel=0.01)
+
+
 def test_a_mean_forgets() -> None:
     mean = Mean()
     for value in (1.0, 3.0):
