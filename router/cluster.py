@@ -18,6 +18,9 @@ from router.nodes import NodeLink
 
 log = logging.getLogger(__name__)
 
+NUM_TOLD = 8
+"""Nodes whose problems are told one by one. While 128 of them start, each that connects is told of in a line."""
+
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
@@ -205,6 +208,8 @@ class Cluster:
 
     def _with_problems(self, reason: str) -> str:
         problems = [f"{link.role.value} node {link.address}: {link.problem}" for link in self.links if link.problem]
+        if len(problems) > NUM_TOLD:
+            problems[NUM_TOLD:] = [f"and {len(problems) - NUM_TOLD} more"]
         return f"{reason} ({'; '.join(problems)})" if problems else reason
 
     def num_nodes_by_state(self) -> dict[tuple[str, str], int]:

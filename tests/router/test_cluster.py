@@ -14,7 +14,7 @@ from baton.address import HostPort
 from baton.node_info import NodeRole
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
 from baton.trust import Trust
-from router.cluster import Cluster
+from router.cluster import NUM_TOLD, Cluster
 from router.core import RouterCore
 from router.discovery.membership import Membership
 from router.discovery.source import Found, Member
@@ -126,6 +126,19 @@ async def follow(operations: list[tuple[str, object]]) -> None:
     assert not any(link.draining for link in nodes.live)
     await cluster.close()
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_of_many_nodes_with_problems_a_few_are_told() -> None:
+    nodes = Nodes()
+    nodes.cluster.start()
+    await turn()
+    for number in (NUM_TOLD, NUM_TOLD + 30):
+        nodes.found(frozenset(Member(NodeRole.DECODE, HostPort("node", port)) for port in range(1, number + 1)))
+        why_not = nodes.cluster.readiness().why_not
+        assert why_not
+        assert why_not.count("not reached yet") == NUM_TOLD
+        assert why_not.endswith("; and 30 more)") is (number > NUM_TOLD)
+    await nodes.cluster.close()
 
 
 def operate(cluster: Cluster, link: FakeLink, name: str) -> None:
