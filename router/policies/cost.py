@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from random import Random
+from statistics import median
 from typing import NamedTuple
 
 from router.policies.base import Candidate, Option, Options, Policy
@@ -120,8 +121,8 @@ class Prices(NamedTuple):
         most_cached = max([node.num_cached for node in options.prefills], default=0)
         if not most_cached:
             return cls(0, 0.0)
-        queues = sorted([node.queue_s for node in options.prefills])
-        return cls(most_cached, REPEATED * queues[(len(queues) - 1) // 2] / max(options.num_tokens, most_cached))
+        queue_s = median([node.queue_s for node in options.prefills])
+        return cls(most_cached, REPEATED * queue_s / max(options.num_tokens, most_cached))
 
     def option(self, option: Option) -> float:
         prefill, decode = option
