@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from random import Random
-from statistics import median
 from typing import NamedTuple
 
 from router.policies.base import Candidate, Option, Options, Policy
@@ -38,11 +37,11 @@ DISTURBED = 0.01
 bounds each gap; this is for the sum of them."""
 
 REPEATED = 2.0
-"""The price of a prompt that is computed although another prefill node has it cached, in queues: that of the median
-prefill node. Prompts that come later wait for that work, the more of them the longer the queues are; by the theory of
-queues (M/G/1: Haviv and Ritov 1998) about twice as long as one of them, all together. While half of the nodes are idle
-nobody waits, and one more node with a popular beginning is welcome. In a rush on empty caches, a burst of prompts with
-one beginning would have it computed on every node."""
+"""The price of a prompt that is computed although another prefill node has it cached, in queues: the one that is longer
+on three of four prefill nodes. Prompts that come later wait for that work, the more of them the longer the queues are;
+by the theory of queues (M/G/1: Haviv and Ritov 1998) about twice as long as one of them, all together. While a quarter
+of the nodes are idle nobody need wait, and one more node with a popular beginning is welcome. In a rush on empty
+caches, a burst of prompts with one beginning would have it computed on every node."""
 
 
 class Cost(Policy):
@@ -121,8 +120,8 @@ class Prices(NamedTuple):
         most_cached = max([node.num_cached for node in options.prefills], default=0)
         if not most_cached:
             return cls(0, 0.0)
-        queue_s = median([node.queue_s for node in options.prefills])
-        return cls(most_cached, REPEATED * queue_s / max(options.num_tokens, most_cached))
+        queues = sorted([node.queue_s for node in options.prefills])
+        return cls(most_cached, REPEATED * queues[len(queues) // 4] / max(options.num_tokens, most_cached))
 
     def option(self, option: Option) -> float:
         prefill, decode = option
