@@ -36,12 +36,12 @@ DISTURBED = 0.01
 """The price of a second of slower decoding, for each stream that shares steps with a prompt. The target of the node
 bounds each gap; this is for the sum of them."""
 
-REPEATED = 2.0
+REPEATED = 4.0
 """The price of a prompt that is computed although another prefill node has it cached, in queues: the one that is longer
 on three of four prefill nodes. Prompts that come later wait for that work, the more of them the longer the queues are;
-by the theory of queues (M/G/1: Haviv and Ritov 1998) about twice as long as one of them, all together. While a quarter
-of the nodes are idle nobody need wait, and one more node with a popular beginning is welcome. In a rush on empty
-caches, a burst of prompts with one beginning would have it computed on every node."""
+by the theory of queues (M/G/1: Haviv and Ritov 1998) about twice the mean queue all together, which in a rush is twice
+that quartile. While a quarter of the nodes are idle nobody need wait, and one more node with a popular beginning is
+welcome. In a rush on empty caches, a burst of prompts with one beginning would have it computed on every node."""
 
 
 class Cost(Policy):

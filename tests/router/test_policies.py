@@ -124,8 +124,8 @@ def test_cost_uses_a_decode_node_alone_where_that_is_cheaper(prefill, decode, ex
         ((0.11, 0.0, 0.0, 0.0), "p1"),  # more
         ((5.0, 0.0, 0.0, 5.0), "p1"),  # others find an idle node, too
         ((5.0, 0.0, 5.0, 5.0), "p0"),  # others have to wait
-        ((0.2, 0.0, 0.1, 0.1), "p0"),  # more than is saved, but less than that with what others wait for longer
-        ((0.3, 0.0, 0.1, 0.1), "p1"),
+        ((0.3, 0.0, 0.1, 0.1), "p0"),  # more than is saved, but less than that with what others wait for longer
+        ((0.5, 0.0, 0.1, 0.1), "p1"),
     ],
 )
 def test_cost_computes_a_prompt_again_the_more_readily_the_less_others_wait(queues_s, expected) -> None:
