@@ -21,6 +21,7 @@ pytestmark = pytest.mark.timeout(300)
 CHECKPOINT = Path(__file__).resolve().parents[2] / "engine" / "checkpoints" / MODEL
 PROMPTS = [[5 + (7 * i + j) % 200 for j in range(24)] for i in range(2)]
 LENGTH = 24
+PAIRS = {("prefill-old", "decode-old"), ("prefill-new", "decode-new")}
 Texts = list[list[int]]
 
 
@@ -129,11 +130,11 @@ def check(answers: Sequence[tuple[int, Answer]], before: Texts, after: Texts) ->
     for prompt, answer in answers:
         assert (answer.status, answer.error, answer.done) == (200, None, True)
         pair = answer.timings["prefill_node"], answer.timings["decode_node"]
-        assert pair in {("prefill-old", "decode-old"), ("prefill-new", "decode-new")}
+        assert pair in {*PAIRS, ("decode-new", "decode-new")}, "a decode node that was found first may compute alone"
         assert answer.tokens[0] == (before if pair[1] == "decode-old" else after)[prompt]
         assert answer.timings["attempts"] == 1, "a node that is drained finishes what it has"
         seen.add(pair)
-    assert len(seen) == 2
+    assert seen >= PAIRS
 
 
 async def two_names(
