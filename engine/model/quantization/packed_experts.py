@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple, Protocol
@@ -153,13 +153,12 @@ def stays_packed(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _why_not_packed(layers: Iterable[_Stored]) -> str | None:
-    """Why 4 bits of these are not kept; None: they may be."""
-    for one in layers:
-        if not one.weight.four_bits or one.order is not None:
-            return "they have 8 bits, or columns in another order than their groups"
-        if not can_pack_scales(one.weight.scale):
-            return "some of their scales are too small or too large for fp16"
+def _why_not_packed(layers: Sequence[_Stored]) -> str | None:
+    """Why 4 bits of these are not kept; None: they may be. Waits for the device once, not for each of them."""
+    if not all(one.weight.four_bits and one.order is None for one in layers):
+        return "they have 8 bits, or columns in another order than their groups"
+    if not can_pack_scales(torch.cat([one.weight.scale.flatten() for one in layers])):
+        return "some of their scales are too small or too large for fp16"
     return None
 
 
