@@ -1,9 +1,9 @@
 """What the sums of a divided layer take: `python -m benchmarks.rank_sums`, with a process for each GPU.
 
 Two tables, after the answers have been checked: the sum, the residual addition and the norm after it as separate
-kernels and as one; and a product with its sum, of a prompt's rows, as a whole (over NCCL, if it is large) and in pieces,
-of which one is summed while the next is computed. Calls follow one another in a CUDA graph; the time of one is what
-rank 0 sees. What fails is printed, and the rest goes on.
+kernels and as one; and a product with its sum, of a prompt's rows, as a whole (over NCCL, if it is large) and in
+pieces, of which one is summed while the next is computed. Calls follow one another in a CUDA graph; the time of one is
+what rank 0 sees. What fails is printed, and the rest goes on.
 """
 
 from __future__ import annotations
