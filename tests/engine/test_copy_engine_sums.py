@@ -14,9 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.model.parallel.copy_engine_sums import NUM_SLOTS, SLOT_BYTES, CopyEngineSums
+from engine.model.parallel.copy_engine_sums import NUM_SLOTS, CopyEngineSums
 
 torch.set_num_threads(1)
+
+PIECE_ROWS = 1024
 
 Step = Callable[[], bool]
 """A stream's work. False: it cannot be done yet."""
@@ -161,48 +163,54 @@ def test_each_rank_gets_the_sum(size: int, sums: list[tuple[int, int, int]], see
     assert not any(flag.any() for flag in flags)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("size", [2, 4])
-def test_ranks_on_one_gpu(size: int, captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real copies and signals: pieces of full size, one tensor after another, also in graphs."""
+def _rank_on_gpu(rank: int, memory: list[Tensor], parts: Tensor, captured: bool) -> None:
+    """A rank's process. It maps the memory of all ranks. Exits with 1 if the sums are wrong."""
     from baton_kernels.copy_stream import CopyStream, current_stream
-
-    monkeypatch.setattr("engine.model.parallel.copy_engine_sums.SLOT_BYTES", SLOT_BYTES)
-    memory = [torch.zeros(CopyEngineSums.num_bytes(size), dtype=torch.uint8, device="cuda") for _ in range(size)]
-    streams = [torch.cuda.Stream() for _ in range(size)]
-    addresses = [one.data_ptr() for one in memory]
 
     def make_stream() -> CopyStream:
         return CopyStream(torch.cuda.Stream(priority=-1))
 
-    sums = [CopyEngineSums(rank, own, addresses, current_stream, make_stream) for rank, own in enumerate(memory)]
-    parts = torch.randn(size, 3000, 4096, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).bfloat16()
-    outs = torch.empty_like(parts)
-    torch.cuda.synchronize()
+    sums = CopyEngineSums(rank, memory[rank], [one.data_ptr() for one in memory], current_stream, make_stream)
+    out, part = torch.empty_like(parts[rank]), parts[rank]
 
-    def all_reduce(rank: int) -> None:
-        for factor in (1, 2):
-            waits = []
-            for number, (out, part) in enumerate(zip(outs[rank].split(1024), parts[rank].split(1024), strict=True)):
-                torch.mul(part, factor, out=out)
-                waits.append(sums[rank].start(out, number))
-            for wait in waits:
-                wait()
+    def all_reduce(factor: float) -> Tensor:
+        waits = []
+        for number, piece in enumerate(torch.split(out, PIECE_ROWS)):
+            torch.mul(torch.split(part, PIECE_ROWS)[number], factor, out=piece)
+            waits.append(sums.start(piece, number))
+        for wait in waits:
+            wait()
+        return out * 2  # what reads the sum
 
-    calls: list[Callable[[], None]] = [partial(all_reduce, rank) for rank in range(size)]
-    if captured:
-        graphs = [torch.cuda.CUDAGraph() for _ in range(size)]
-        for rank, graph in enumerate(graphs):
-            with torch.cuda.graph(graph, stream=streams[rank]):
-                all_reduce(rank)
-        calls = [graph.replay for graph in graphs]
-    for _ in range(2):
-        for call, stream in zip(calls, streams, strict=True):
-            with torch.cuda.stream(stream):
-                call()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        results = [all_reduce(factor) for factor in (1, 2, 3)]
+        if captured:
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                results = [all_reduce(factor) for factor in (1, 2, 3)]
+            graph.replay()
+            graph.replay()
+        torch.cuda.synchronize()
+    for factor, result in zip((1, 2, 3), results, strict=True):
+        torch.testing.assert_close(result, (parts * factor).float().sum(0).bfloat16() * 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_on_one_gpu(size: int, captured: bool) -> None:
+    """Real copies and signals between processes: one tensor after another, also in a graph that is launched twice."""
+    from torch import multiprocessing
+
+    memory = [torch.zeros(CopyEngineSums.num_bytes(size), dtype=torch.uint8, device="cuda") for _ in range(size)]
+    parts = torch.randn(size, 3000, 1024, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).bfloat16()
     torch.cuda.synchronize()
-    expected = (parts.float().sum(0) * 2).bfloat16()
-    for out in outs:
-        assert torch.equal(out, outs[0])
-    torch.testing.assert_close(outs[0], expected)
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=_rank_on_gpu, args=(rank, memory, parts, captured)) for rank in range(size)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+        process.kill()
+    assert [process.exitcode for process in ranks] == [0] * size
