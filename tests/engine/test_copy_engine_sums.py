@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.model.parallel.copy_engine_sums import NUM_SLOTS, CopyEngineSums
+from engine.model.parallel.copy_engine_sums import NUM_SLOTS, SLOT_BYTES, CopyEngineSums
 
 torch.set_num_threads(1)
 
@@ -199,10 +199,11 @@ def _rank_on_gpu(rank: int, memory: list[Tensor], parts: Tensor, captured: bool)
 @pytest.mark.gpu
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_on_one_gpu(size: int, captured: bool) -> None:
+def test_ranks_on_one_gpu(size: int, captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real copies and signals between processes: one tensor after another, also in a graph that is launched twice."""
     from torch import multiprocessing
 
+    monkeypatch.setattr("engine.model.parallel.copy_engine_sums.SLOT_BYTES", SLOT_BYTES)  # as in the other processes
     memory = [torch.zeros(CopyEngineSums.num_bytes(size), dtype=torch.uint8, device="cuda") for _ in range(size)]
     parts = torch.randn(size, 3000, 1024, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).bfloat16()
     torch.cuda.synchronize()
