@@ -14,11 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.model.parallel.copy_engine_sums import NUM_SLOTS, SLOT_BYTES, CopyEngineSums
+import engine.model.parallel.copy_engine_sums
+from engine.model.parallel.copy_engine_sums import (
+    NUM_SLOTS,
+    PIECE_ROWS,
+    SLOT_BYTES,
+    CopyEngineSums,
+    copied_rows,
+)
 
 torch.set_num_threads(1)
-
-PIECE_ROWS = 1024
 
 Step = Callable[[], bool]
 """A stream's work. False: it cannot be done yet."""
@@ -161,6 +166,28 @@ def test_each_rank_gets_the_sum(size: int, sums: list[tuple[int, int, int]], see
             torch.testing.assert_close(result, total)
     flags = [memory[-NUM_SLOTS * 2 * size * 4 :] for memory in ranks.memory]
     assert not any(flag.any() for flag in flags)
+
+
+@given(num_rows=st.integers(1, 100_000), row_bytes=st.integers(1, 2000).map(lambda n: 16 * n))
+def test_pieces_have_memory(num_rows: int, row_bytes: int) -> None:
+    rows = copied_rows(num_rows, row_bytes)
+    num_pieces = -(-num_rows // rows) if rows else 0
+    assert num_pieces <= NUM_SLOTS
+    assert rows % PIECE_ROWS == 0
+    assert rows * row_bytes <= engine.model.parallel.copy_engine_sums.SLOT_BYTES
+
+
+def test_long_prompts_are_summed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8B and 70B models in 16 bits."""
+    monkeypatch.setattr("engine.model.parallel.copy_engine_sums.SLOT_BYTES", SLOT_BYTES)
+    assert [copied_rows(num_rows, 8192) for num_rows in (1100, 2048, 8192, 8193, 16384)] == [
+        1024,
+        1024,
+        1024,
+        2048,
+        2048,
+    ]
+    assert [copied_rows(num_rows, 16384) for num_rows in (8192, 8193)] == [1024, 0]
 
 
 def _rank_on_gpu(rank: int, memory: list[Tensor], parts: Tensor, captured: bool) -> None:

@@ -34,8 +34,16 @@ from baton_kernels.copy_stream import FLAG_BYTES
 NUM_SLOTS = 8
 SLOT_BYTES = 16 * 1024 * 1024
 """The most pieces of a tensor, and the largest piece."""
+PIECE_ROWS = 1024
+"""A piece has a multiple of so many rows, but for the last one: with 4096 outputs, one wave of tiles on 132 SMs."""
 _ALIGNMENT = 256
 """Of shards in a slot, in bytes."""
+
+
+def copied_rows(num_rows: int, row_bytes: int) -> int:
+    """How many rows the pieces of a tensor have that is summed in pieces; 0: there is no memory for so many."""
+    rows = PIECE_ROWS * -(-num_rows // (PIECE_ROWS * NUM_SLOTS))
+    return rows if rows * row_bytes <= SLOT_BYTES else 0
 
 
 class Stream(Protocol):
@@ -111,7 +119,7 @@ class CopyEngineSums(Generic[S]):
         self._gather.wait([slot.has_sum(rank, other) for other in self._others])
         for other in self._others:
             self._gather.copy(shards[other].data_ptr(), slot.total(other), shards[other].nbytes)
-        self._gather.follow(self._send)
+        self._gather.follow(self._send)  # is over by now; a graph that is captured must get all streams back
 
         def wait() -> None:
             self._current().follow(self._gather)

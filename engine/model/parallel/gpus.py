@@ -26,7 +26,7 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 from baton_kernels.all_reduce_rms_norm import NUM_PROGRAMS, PeerMemory
 from baton_kernels.copy_stream import CopyStream, current_stream
 from baton_kernels.device import num_sms
-from engine.model.parallel.copy_engine_sums import NUM_SLOTS, SLOT_BYTES, CopyEngineSums
+from engine.model.parallel.copy_engine_sums import NUM_SLOTS, SLOT_BYTES, CopyEngineSums, copied_rows
 from engine.model.parallel.group import COLLECTIVE_TIMEOUT_S, ONE_RANK, GlooRanks, RankGroup
 
 log = logging.getLogger(__name__)
@@ -34,8 +34,6 @@ log = logging.getLogger(__name__)
 ONE_SHOT_BYTES = 256 * 1024
 TWO_SHOT_BYTES = 8 * 1024 * 1024
 """The largest sums that use one shot, and two shots."""
-PIECE_ROWS = 1024
-"""Copy engines sum in pieces of so many rows or a multiple: with 4096 outputs, one wave of tiles on 132 SMs."""
 MOST_NCCL_PIECES = 4
 NCCL_PIECE_ROWS = 2048
 """NCCL sums in at most so many pieces of at least so many rows. Two pieces of 1024 rows would not make a prompt of 2048
@@ -204,8 +202,7 @@ class GpuPeers(GpuRanks):
     def piece_rows(self, num_rows: int, row_bytes: int) -> int:
         if num_rows * row_bytes <= TWO_SHOT_BYTES:
             return num_rows
-        rows = PIECE_ROWS * -(-num_rows // (PIECE_ROWS * NUM_SLOTS))
-        if self._copied is not None and rows * row_bytes <= SLOT_BYTES:
+        if self._copied is not None and (rows := copied_rows(num_rows, row_bytes)):
             return rows
         pieces = max(1, min(MOST_NCCL_PIECES, num_rows // NCCL_PIECE_ROWS))
         return num_rows if pieces == 1 else -(-num_rows // (pieces * _TILE_ROWS)) * _TILE_ROWS
