@@ -98,8 +98,9 @@ def _check_ranks(settings: NodeSettings) -> None:
     if (num_here := len(settings.host_ranks)) > there:
         flag = "--tensor-parallel-size" if settings.pipeline_parallel_size == 1 else "--pipeline-parallel-size"
         raise StartupError(f"{flag}: {num_here} ranks need a GPU each, and this process sees {there}")
-    if settings.kv_layer_groups is not None and settings.kv_layer_groups > 1:
-        raise StartupError("--kv-layer-groups: several ranks on GPUs send what a step computed when it is done")
+    in_groups = settings.kv_layer_groups is not None and settings.kv_layer_groups > 1
+    if in_groups and (settings.pipeline_parallel_size > 1 or settings.nnodes > 1):
+        raise StartupError("--kv-layer-groups: stages and several hosts send what a step computed when it is done")
 
 
 def _check_transport(settings: NodeSettings) -> None:

@@ -130,7 +130,7 @@ class NodeSettings(ParallelSettings):
         None,
         ge=1,
         description="of a prefill node: groups of layers in which the KV of a prompt's last chunk travels while it is "
-        "computed; 1: in one go; unset: 4 with a GPU and one rank, else 1",
+        "computed; 1: in one go; unset: 4 with GPUs of one host and one stage, else 1",
     )
     kv_events_config: str | None = Field(
         None,
@@ -189,9 +189,11 @@ class NodeSettings(ParallelSettings):
         return not self.enforce_eager and self.pipeline_parallel_size == 1
 
     def layer_groups(self, on_gpu: bool) -> int:
-        """--kv-layer-groups, or the device's default: 1 on a CPU, where a turn sees a step's layers all at once, and
-        with several ranks, of which rank 0 knows only at a step's end what they have computed."""
-        return self.kv_layer_groups or (_GPU_LAYER_GROUPS if on_gpu and self.num_ranks == 1 else 1)
+        """--kv-layer-groups, or the device's default: 1 on a CPU, where a turn sees a step's layers all at once; with
+        several stages, which send all of their layers together; and with several hosts, whose ranks send what a step
+        computed when it is done."""
+        in_groups = on_gpu and self.pipeline_parallel_size == self.nnodes == 1
+        return self.kv_layer_groups or (_GPU_LAYER_GROUPS if in_groups else 1)
 
     @property
     def target_itl_s(self) -> float | None:

@@ -124,13 +124,14 @@ class StepContext:
 
 @dataclass(frozen=True, slots=True)
 class LayerSite:
-    """Attention over one layer's part of the pool."""
+    """Attention over one layer's part of the pool. complete: the layer whose KV is complete on all ranks when this
+    one's is written on this rank; -1: none is."""
 
     step: StepContext
     key_cache: Tensor
     value_cache: Tensor
     rotary: FusedRotary | None = None
-    index: int = 0
+    complete: int = 0
 
     def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
         batch, slots, rotary = self.step.batch, self.step.slot_mapping, self.rotary
@@ -156,7 +157,7 @@ class LayerSite:
                 norm=rotary.norm,
             )
         if self.step.marks is not None:
-            self.step.marks.written(self.index)
+            self.step.marks.written(self.complete)
         return paged_attention(
             query,
             self.key_cache,
@@ -171,13 +172,15 @@ class LayerSite:
         )
 
 
-def attach(layers: list[nn.Module], pool: KvPool) -> list[StepContext]:
+def attach(layers: list[nn.Module], pool: KvPool, num_ranks: int = 1) -> list[StepContext]:
     """Bind the attention modules, in the order of their layers, to the pool; after `fast.apply`, if that is used.
-    Returns the context of each KV group."""
+    num_ranks: among which each layer is divided. Returns the context of each KV group."""
     steps = [StepContext() for _ in range(pool.num_groups)]
+    behind = int(num_ranks > 1)  # a rank gets to the next layer when it has the sum of what all ranks attended to
     for index, module in enumerate(layers):
         keys, values = pool.layer(index)
-        bind(module, LayerSite(steps[pool.group_of(index)], keys, values, FusedRotary.of(module), index))
+        step = steps[pool.group_of(index)]
+        bind(module, LayerSite(step, keys, values, FusedRotary.of(module), index - behind))
     return steps
 
 

@@ -11,7 +11,8 @@ class SeesLayers(Protocol):
     """Is called while a step is launched, after each layer."""
 
     def written(self, layer: int) -> None:
-        """All work that writes the KV of `layer`, counted from 0, is queued on the current stream."""
+        """All work that writes the KV of `layer`, counted from 0, is queued on the current stream, or on another rank's
+        for which that stream waits. -1: that of no layer."""
 
 
 class LayerMarks:

@@ -62,7 +62,7 @@ class RankModel:
         self.group = pipeline.peers
         self._config = config
         self.pool = KvPool(probed.kv, config.num_blocks, config.block_size, model.device, memory, probed.groups)
-        self._steps = attach(probed.layers, self.pool)
+        self._steps = attach(probed.layers, self.pool, self.group.size)
         shape = config.table_shape
         assert shape.width == len(self._steps), f"tables of {shape.width} groups for {len(self._steps)}"
         dims = shape.width, config.max_num_seqs, shape.num_columns(config.max_model_len)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,9 @@ import torch
 from baton.messages import AttemptId
 from baton.sampling import SamplingParams
 from baton_kernels.event_thread import EventThread
+from baton_kernels.kv_write import rope_kv_write
 from engine.config import EngineConfig
-from engine.model import fast
+from engine.model import attention, fast
 from engine.model.attention import probe
 from engine.model.layer_marks import LayerMarks
 from engine.model.load import loader
@@ -22,6 +25,7 @@ from engine.model.runner import TorchModelRunner, TorchStep
 from engine.sequence import Sequence
 from engine.step import Chunk
 from tests.engine import tiny_models
+from tests.engine.rank_threads import Load, ranked_runner
 
 SIZES = EngineConfig(num_blocks=40, max_model_len=200, vocab_size=tiny_models.VOCAB_SIZE)
 WAIT_S = 20.0
@@ -51,6 +55,43 @@ def test_on_a_cpu_all_is_computed_at_once(tmp_path: Path) -> None:
     step = launch(runner_of(tmp_path, "cpu", lambda: None))
     assert step.is_done()
     assert step.num_layers_done() == NUM_LAYERS
+
+
+class Seen(LayerMarks):
+    """What a step of rank 0 says, beside what rank 1 does."""
+
+    def __init__(self) -> None:
+        super().__init__(tuple(range(1, NUM_LAYERS + 1)))
+        self.order = list[tuple[str, int]]()
+        self.complete = [threading.Event() for _ in range(NUM_LAYERS)]
+
+    def written(self, layer: int) -> None:
+        self.order.append(("complete", layer))
+        if layer >= 0:
+            self.complete[layer].set()
+
+
+def test_a_layer_is_complete_when_all_ranks_have_written_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 writes each layer late: after rank 0 has said that the layer is complete, if it does so at once."""
+    seen = Seen()
+    load = Load(tiny_models.save(tiny_models.CONFIGS["llama"], tmp_path), SIZES, fused=True)
+    with ranked_runner(2, load) as (runner, ranks):
+        monkeypatch.setattr(runner, "_marks", lambda chunks: seen)
+        pool = ranks[1].pool.tensor.untyped_storage().data_ptr()
+        write, layers = rope_kv_write, itertools.count()
+
+        def write_late(*tensors: Any, **how: Any) -> None:
+            if tensors[5].untyped_storage().data_ptr() != pool:
+                write(*tensors, **how)
+                return
+            layer = next(layers)
+            seen.complete[layer].wait(0.2)
+            write(*tensors, **how)
+            seen.order.append(("written", layer))
+
+        monkeypatch.setattr(attention, "rope_kv_write", write_late)
+        launch(runner)
+    assert seen.order == [("complete", -1), ("written", 0), ("complete", 0), ("written", 1)]
 
 
 class Broken:

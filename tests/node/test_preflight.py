@@ -113,8 +113,8 @@ def test_it_needs_no_torch() -> None:
         ),
         ({"tensor_parallel_size": 4}, "--tensor-parallel-size: 4 ranks need a GPU each, and this process sees 2"),
         (
-            {"tensor_parallel_size": 2, "kv_layer_groups": 4},
-            "--kv-layer-groups: several ranks on GPUs send what a step computed when it is done",
+            {"pipeline_parallel_size": 2, "kv_layer_groups": 4},
+            "--kv-layer-groups: stages and several hosts send what a step computed when it is done",
         ),
     ],
 )
@@ -123,11 +123,12 @@ def test_ranks_need_a_gpu_each(own: dict[str, int], reason: str, monkeypatch: py
     assert told("baton-tiny", **own) == reason
     settings = NodeSettings(model="baton-tiny", tensor_parallel_size=2)
     preflight.check(settings)
-    assert settings.layer_groups(on_gpu=True) == 1
+    assert settings.layer_groups(on_gpu=True) == 4
     assert settings.captures_graphs
     staged = NodeSettings(model="baton-tiny", pipeline_parallel_size=2)
     preflight.check(staged)
     assert not staged.captures_graphs
+    assert staged.layer_groups(on_gpu=True) == settings.layer_groups(on_gpu=False) == 1
 
 
 def test_ranks_of_other_hosts_need_no_gpu_here(monkeypatch: pytest.MonkeyPatch) -> None:
