@@ -13,9 +13,9 @@ RANGE = 1e-3
 
 
 def fill(bench: Bench) -> bool:
-    """The model is useless afterwards. False, and nothing is done, for a model with its own or with quantized
-    weights."""
-    if bench.settings.load_format != "dummy" or is_quantized(bench):
+    """The model is useless afterwards. False, and nothing is done, for a model with its own or with quantized weights,
+    and for one of several ranks, whose other parts are out of reach here."""
+    if bench.settings.load_format != "dummy" or is_quantized(bench) or bench.settings.num_ranks > 1:
         return False
     with torch.inference_mode():
         for weight in bench.built.runner.model.parameters():
