@@ -1,9 +1,9 @@
 """What the sums of a divided layer take: `python -m benchmarks.rank_sums`, with a process for each GPU.
 
 Two tables, after the answers have been checked: the sum, the residual addition and the norm after it as separate
-kernels and as one; and a product with its sum, of a prompt's rows, as a whole (over NCCL, if it is large) and in
-pieces, of which one is summed while the next is computed. Calls follow one another in a CUDA graph; the time of one is
-what rank 0 sees. What fails is printed, and the rest goes on.
+kernels and as one; and a product with its sum, of a prompt's rows, as a whole and in pieces, of which one is summed
+while the next is computed. Calls follow one another in a CUDA graph; the time of one is what rank 0 sees. What fails is
+printed, and the rest goes on.
 """
 
 from __future__ import annotations
@@ -47,10 +47,9 @@ class SumsSettings(Settings):
     ranks: int = Field(2, ge=2, description="GPUs, one process each")
     widths: str = Field("4096,8192", description="features of a row that a norm follows")
     rows: str = Field("1,8,32,64,128,256,512,1024", description="rows of such sums")
-    inputs: str = Field("2048,7168", description="input features of the products")
-    outputs: int = Field(4096, ge=1, description="output features of the products")
+    inputs: str = Field("2048,7168", description="input features of the products, which have 4096 outputs")
     prompts: str = Field("2048,8192", description="rows of the products")
-    pieces: str = Field("512,1024,2048,4096", description="rows of the pieces in which to sum a product")
+    pieces: str = Field("1,2,4,8", description="in how many pieces to sum a product")
     calls: int = Field(20, ge=1, description="calls in a graph")
     limit_s: float = Field(60, gt=0, description="ranks that have not ended by then are killed")
 
@@ -117,19 +116,19 @@ class Bench:
     def _product(self, num_rows: int, in_features: int) -> Row:
         group: Any = self.group
         x = self._random(1, num_rows, in_features, seed=self.rank)
-        weight = self._random(self._settings.outputs, in_features, seed=30 + self.rank) / in_features**0.5
+        weight = self._random(4096, in_features, seed=30 + self.rank) / in_features**0.5
         own = UnquantizedLinear(weight, None)
         product, summed = own.make_product(), RowParallelLinear(own, group).make_product()
         expected = group.all_reduce(product(x))
         row: Row = {"product_us": self._us(lambda: product(x))}
-        chosen = group.piece_rows(num_rows, self._settings.outputs * x.itemsize)
+        chosen = group.num_pieces(num_rows, 4096 * x.itemsize)
         try:
-            for rows in (*_numbers(self._settings.pieces), num_rows):
-                group.piece_rows = lambda *_, rows=rows: rows
+            for number in _numbers(self._settings.pieces):
+                group.num_pieces = lambda *_, number=number: number
                 self._check(summed(x), expected)
-                row["whole_us" if rows == num_rows else f"{rows}_us"] = self._us(lambda: summed(x), expected)
+                row[f"pieces_{number}_us"] = self._us(lambda: summed(x), expected)
         finally:
-            del group.piece_rows
+            del group.num_pieces
         return row | {"chosen": chosen}
 
     def _check(self, found: Tensor, expected: Tensor) -> None:

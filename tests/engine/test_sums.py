@@ -105,31 +105,26 @@ def test_ranks_leave_the_same_sums_to_norms(tmp_path: Path) -> None:
 class InPieces(GlooRanks):
     """Sums all in pieces, as GPUs do those of long prompts."""
 
-    rows = 256
-    started: list[tuple[int, tuple[int, ...]]]
+    started: list[tuple[int, ...]]
 
     def __init__(self, group: Any) -> None:
         self.__dict__.update(group.__dict__)
         self.started = []
 
-    def piece_rows(self, num_rows: int, row_bytes: int) -> int:
-        return self.rows
+    def num_pieces(self, num_rows: int, row_bytes: int) -> int:
+        return 3
 
     def norms_sum(self, num_rows: int, row_bytes: int) -> bool:
         return False
 
-    def start_all_reduce(self, x: Tensor, piece: int) -> Callable[[], None]:
-        self.started.append((piece, tuple(x.shape)))
-        return super().start_all_reduce(x, piece)
-
-
-class InSmallPieces(InPieces):
-    rows = 2
+    def start_all_reduce(self, x: Tensor) -> Callable[[], None]:
+        self.started.append(tuple(x.shape))
+        return super().start_all_reduce(x)
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_sum_in_pieces_is_the_sum(bias: bool) -> None:
-    """The last piece has the rest of the rows."""
+    """Of whole tiles of rows, the last piece having the rest."""
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(24, 16, generator=generator) for _ in range(SIZE)]
     inputs = [torch.randn(1, 700, 16, generator=generator) for _ in range(SIZE)]
@@ -141,7 +136,7 @@ def test_a_sum_in_pieces_is_the_sum(bias: bool) -> None:
         rank = group.rank
         method = RowParallelLinear(UnquantizedLinear(weights[rank], biases[rank]), pieces)
         results[rank] = method.make_product_for_norm()(inputs[rank])
-        assert pieces.started == [(0, (256, 24)), (1, (256, 24)), (2, (188, 24))]
+        assert pieces.started == [(256, 24), (256, 24), (188, 24)]
 
     with in_threads(SIZE, run) as group:
         run(group)
@@ -152,6 +147,6 @@ def test_a_sum_in_pieces_is_the_sum(bias: bool) -> None:
 
 def test_a_model_whose_sums_are_made_in_pieces(tmp_path: Path) -> None:
     """Norms that could sum, but need not, take the sum as it is."""
-    own, after, report = served(tiny_models.save(tiny_models.CONFIGS["llama"], tmp_path), group_of=InSmallPieces)
+    own, after, report = served(tiny_models.save(tiny_models.CONFIGS["llama"], tmp_path), group_of=InPieces)
     assert report.pieces["sum_norm"].fused == 4
     torch.testing.assert_close(after, own, atol=1e-4, rtol=1e-4)

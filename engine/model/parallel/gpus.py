@@ -2,11 +2,10 @@
 host; all other collectives go over NCCL.
 
 One kernel computes a sum together with the norm that follows it (`baton_kernels.all_reduce_rms_norm`), through its own
-shared memory. Products of many tokens are summed in pieces by copy engines, each while the next one is computed; more
-than these have memory for go over NCCL, in fewer pieces. torch's symmetric memory computes the other sums, such as that
-of the embedding. With rows of 4096 bf16 values, two H100s sum 1 / 128 / 1024 rows in 17 / 25 / 55 us over NCCL; in
-9 / 17 / 63 us in one shot, where each GPU reads all parts; and in 9 / 15 / 42 us in two shots, where each GPU sums a
-part of the rows.
+shared memory. Sums of many tokens go over NCCL in pieces, each while the next one is computed. torch's symmetric memory
+computes the other sums, such as that of the embedding. With rows of 4096 bf16 values, two H100s sum 1 / 128 / 1024 rows
+in 17 / 25 / 55 us over NCCL; in 9 / 17 / 63 us in one shot, where each GPU reads all parts; and in 9 / 15 / 42 us in
+two shots, where each GPU sums a part of the rows.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ from torch._C._distributed_c10d import Store  # torch.distributed does not decla
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from baton_kernels.all_reduce_rms_norm import NUM_PROGRAMS, PeerMemory
-from baton_kernels.copy_stream import CopyStream, current_stream
 from baton_kernels.device import num_sms
-from engine.model.parallel.copy_engine_sums import NUM_SLOTS, SLOT_BYTES, CopyEngineSums, copied_rows
 from engine.model.parallel.group import COLLECTIVE_TIMEOUT_S, ONE_RANK, GlooRanks, RankGroup
 
 log = logging.getLogger(__name__)
@@ -34,12 +31,10 @@ log = logging.getLogger(__name__)
 ONE_SHOT_BYTES = 256 * 1024
 TWO_SHOT_BYTES = 8 * 1024 * 1024
 """The largest sums that use one shot, and two shots."""
-MOST_NCCL_PIECES = 4
-NCCL_PIECE_ROWS = 2048
-"""NCCL sums in at most so many pieces of at least so many rows. Two pieces of 1024 rows would not make a prompt of 2048
-tokens faster."""
-_TILE_ROWS = 128
-"""The rows of a tile in a large matmul."""
+MOST_PIECES = 4
+PIECE_ROWS = 2048
+"""Larger sums overlap with their products in at most so many pieces of at least so many rows. Two pieces of 1024 rows
+would not make a prompt of 2048 tokens faster."""
 _SHARED_DTYPES = (torch.bfloat16, torch.float32)
 _ALIGNMENT = 16
 _TIMEOUT = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
@@ -106,11 +101,11 @@ class GpuRanks:
     def all_reduce(self, x: Tensor) -> Tensor:
         return self._host.all_reduce(x)
 
-    def start_all_reduce(self, x: Tensor, piece: int) -> Callable[[], None]:
-        return self._host.start_all_reduce(x, piece)
+    def start_all_reduce(self, x: Tensor) -> Callable[[], None]:
+        return self._host.start_all_reduce(x)
 
-    def piece_rows(self, num_rows: int, row_bytes: int) -> int:
-        return self._host.piece_rows(num_rows, row_bytes)
+    def num_pieces(self, num_rows: int, row_bytes: int) -> int:
+        return self._host.num_pieces(num_rows, row_bytes)
 
     def norms_sum(self, num_rows: int, row_bytes: int) -> bool:
         return self._host.norms_sum(num_rows, row_bytes)
@@ -164,10 +159,8 @@ class GpuPeers(GpuRanks):
         self._name = dist.group.WORLD.group_name  # type: ignore[union-attr]
         self._shared: dict[torch.dtype, Tensor] = {}
         """For each dtype, the memory that all ranks map; empty if the GPUs cannot map each other's memory."""
-        self._copied: CopyEngineSums[CopyStream] | None = None
         if self._can_share(device):
             self._shared = {dtype: self._share(TWO_SHOT_BYTES, dtype, device)[0] for dtype in _SHARED_DTYPES}
-            self._copied = self._make_copied(device)
             self._buffer, self.peers = self._make_peers(device, kept_sms)
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -189,9 +182,7 @@ class GpuPeers(GpuRanks):
         own.copy_(shared)
         return x
 
-    def start_all_reduce(self, x: Tensor, piece: int) -> Callable[[], None]:
-        if self._copied is not None and piece < NUM_SLOTS and x.nbytes <= SLOT_BYTES:
-            return self._copied.start(x, piece)
+    def start_all_reduce(self, x: Tensor) -> Callable[[], None]:
         work: Any = dist.all_reduce(x, async_op=True)  # on NCCL's stream, after what is queued on the current one
 
         def wait() -> None:
@@ -199,13 +190,10 @@ class GpuPeers(GpuRanks):
 
         return wait
 
-    def piece_rows(self, num_rows: int, row_bytes: int) -> int:
+    def num_pieces(self, num_rows: int, row_bytes: int) -> int:
         if num_rows * row_bytes <= TWO_SHOT_BYTES:
-            return num_rows
-        if self._copied is not None and (rows := copied_rows(num_rows, row_bytes)):
-            return rows
-        pieces = max(1, min(MOST_NCCL_PIECES, num_rows // NCCL_PIECE_ROWS))
-        return num_rows if pieces == 1 else -(-num_rows // (pieces * _TILE_ROWS)) * _TILE_ROWS
+            return 1
+        return max(1, min(MOST_PIECES, num_rows // PIECE_ROWS))
 
     def norms_sum(self, num_rows: int, row_bytes: int) -> bool:
         return self.peers is not None and self.peers.can_take(num_rows, row_bytes)
@@ -244,19 +232,9 @@ class GpuPeers(GpuRanks):
         start = memory.data_ptr() - handle.buffer_ptrs[self.rank]  # this offset is the same on all ranks
         return memory, [address + start for address in handle.buffer_ptrs]
 
-    def _make_copied(self, device: torch.device) -> CopyEngineSums[CopyStream]:
-        """Other ranks may only use it after `_make_peers`."""
-        memory, addresses = self._share(CopyEngineSums.num_bytes(self.size), torch.uint8, device)
-        memory.zero_()
-
-        def make_stream() -> CopyStream:
-            return CopyStream(torch.cuda.Stream(device, priority=-1))  # type: ignore[no-untyped-call]
-
-        return CopyEngineSums(self.rank, memory, addresses, current_stream, make_stream)
-
     def _make_peers(self, device: torch.device, kept_sms: int) -> tuple[Tensor, PeerMemory]:
-        """This rank's buffer, which must live as long as the PeerMemory, and the PeerMemory. Returns when all ranks
-        have set up the memory that they share."""
+        """This rank's buffer, which must live as long as the PeerMemory, and the PeerMemory. Returns when the buffers
+        of all ranks are empty."""
         buffer, addresses = self._share(PeerMemory.num_bytes(self.size), torch.uint8, device)
         buffer.fill_(0xFF)
         turns = torch.zeros(NUM_PROGRAMS, dtype=torch.int32, device=device)

@@ -44,15 +44,13 @@ class RankGroup(Protocol):
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of x over all ranks; may overwrite x."""
 
-    def start_all_reduce(self, x: Tensor, piece: int) -> Callable[[], None]:
+    def start_all_reduce(self, x: Tensor) -> Callable[[], None]:
         """Start to overwrite x, which must be contiguous, with its sum over all ranks; other work goes on meanwhile.
         After the returned call, x holds the sum; on a GPU, for work that is queued later on the stream of that
-        call. piece: x's number among the pieces that `piece_rows` makes of a tensor, which are all started before any
-        is waited for."""
+        call."""
 
-    def piece_rows(self, num_rows: int, row_bytes: int) -> int:
-        """How many rows a piece has when a tensor is summed in pieces, so that one is summed while the next is
-        computed; num_rows: it is summed as a whole. The last piece may be smaller."""
+    def num_pieces(self, num_rows: int, row_bytes: int) -> int:
+        """Into how many pieces to split the rows, so that one piece is summed while the next is computed."""
 
     def norms_sum(self, num_rows: int, row_bytes: int) -> bool:
         """Whether the norm right after such a sum computes the sum, with `all_reduce_rms_norm`, instead of the module
@@ -89,11 +87,11 @@ class OneRank:
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
 
-    def start_all_reduce(self, x: Tensor, piece: int) -> Callable[[], None]:
+    def start_all_reduce(self, x: Tensor) -> Callable[[], None]:
         raise RuntimeError("there are no other ranks")
 
-    def piece_rows(self, num_rows: int, row_bytes: int) -> int:
-        return num_rows
+    def num_pieces(self, num_rows: int, row_bytes: int) -> int:
+        return 1
 
     def norms_sum(self, num_rows: int, row_bytes: int) -> bool:
         return True
@@ -144,7 +142,7 @@ class GlooRanks:
         self._reduce(x, ReduceOp.SUM).wait()
         return x
 
-    def start_all_reduce(self, x: Tensor, piece: int) -> Callable[[], None]:
+    def start_all_reduce(self, x: Tensor) -> Callable[[], None]:
         work = self._reduce(x, ReduceOp.SUM)
 
         def wait() -> None:
@@ -153,8 +151,8 @@ class GlooRanks:
 
         return wait
 
-    def piece_rows(self, num_rows: int, row_bytes: int) -> int:
-        return num_rows  # a sum would take cores from the next product
+    def num_pieces(self, num_rows: int, row_bytes: int) -> int:
+        return 1  # a sum would take cores from the next product
 
     def norms_sum(self, num_rows: int, row_bytes: int) -> bool:
         return True

@@ -3,7 +3,7 @@ vocabulary."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -18,6 +18,9 @@ from engine.model.parallel.group import RankGroup
 from engine.model.parallel.sharding import Sharding, WideNorm
 from engine.model.parallel.stages import MissingModule
 from engine.model.tolerance import Tolerance
+
+TILE_ROWS = 128
+"""The rows of a tile in a large matmul."""
 
 
 @torch.no_grad()
@@ -106,15 +109,14 @@ class RowParallelLinear(_Collective):
 
         def summed(x: Tensor) -> Tensor:
             num_rows = x.numel() // in_features
-            piece_rows = group.piece_rows(num_rows, out_features * x.itemsize)
-            if piece_rows >= num_rows:
+            num_pieces = group.num_pieces(num_rows, out_features * x.itemsize)
+            if num_pieces == 1:
                 return group.all_reduce(product(x))
             out = x.new_empty(*x.shape[:-1], out_features)
-            inputs = torch.split(x.reshape(num_rows, in_features), piece_rows)
             waits = []
-            for number, piece_sum in enumerate(torch.split(out.view(num_rows, -1), piece_rows)):
-                into(inputs[number], piece_sum)
-                waits.append(group.start_all_reduce(piece_sum, number))
+            for rows, sums in _pieces(x.reshape(num_rows, in_features), out.view(num_rows, -1), num_pieces):
+                into(rows, sums)
+                waits.append(group.start_all_reduce(sums))
             for wait in waits:
                 wait()
             return out
@@ -161,6 +163,12 @@ class NormOverRanks(nn.Module):
         copies = ranks.shape[-2] * ranks.shape[-1] // self.norm.weight.shape[0]  # so many ranks have the same KV heads
         normed: Tensor = self.norm(ranks[..., ::copies, :].flatten(-2))
         return normed[..., self._first : self._end]
+
+
+def _pieces(x: Tensor, out: Tensor, number: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The rows of both tensors, split into pieces of whole tiles; only the last piece may be smaller."""
+    num_rows = -(-x.shape[0] // (number * TILE_ROWS)) * TILE_ROWS
+    return zip(torch.split(x, num_rows), torch.split(out, num_rows), strict=True)
 
 
 def _few_tokens(model: PreTrainedModel) -> Tensor:

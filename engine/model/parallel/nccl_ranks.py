@@ -31,7 +31,7 @@ class NcclRanks(GpuRanks):
             self._nccl.allreduce([x]).wait()
         return x
 
-    def start_all_reduce(self, x: Tensor, piece: int) -> Callable[[], None]:
+    def start_all_reduce(self, x: Tensor) -> Callable[[], None]:
         work = self._nccl.allreduce([x])
 
         def wait() -> None:
