@@ -151,6 +151,12 @@ def attach(module: nn.Module, of: ExpertWeights) -> None:
     module.forward = forward_of(module, of)
 
 
+def attach_share(module: nn.Module, of: ExpertWeights, num_ranks: int) -> None:
+    """Make `experts` compute the module with these weights, which are one rank's equal share of all experts."""
+    attach(module, replace(of, num_experts_elsewhere=(num_ranks - 1) * of.num_experts))
+    module.num_experts = of.num_experts  # type: ignore[assignment] # as transformers' forward reads it
+
+
 def forward_of(
     module: nn.Module, of: ExpertWeights, slot_mapping: Callable[[Tensor], Tensor | None] = lambda _: None
 ) -> Callable[..., Tensor]:

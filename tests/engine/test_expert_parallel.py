@@ -184,6 +184,9 @@ def test_tokens_that_chose_experts_of_others_get_zeros_here(folders: dict[str, P
     total = torch.zeros(3, 64)
     for rank, model in models.items():
         module: Any = model.get_submodule("model.layers.1.mlp.experts")
+        share = weights_of(module)
+        assert share is not None
+        assert (share.num_experts, share.global_num_experts) == (2, of.num_experts)
         result = module(x, top_k_weights=weights, top_k_index=ids)
         mine = ((ids == 2 * rank) | (ids == 2 * rank + 1)).any(-1)
         assert (result.abs().sum(-1) > 0).tolist() == mine.tolist()

@@ -282,6 +282,18 @@ def test_startup_runs_every_kernel(top_k: int, num_experts: int) -> None:
     assert any(isinstance(found[0], RowTilings) for found in known)  # type: ignore[index]
 
 
+def test_a_share_of_the_experts_gets_a_share_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 256 tokens with 8 of 128 experts each, an expert gets 16 rows, whether all are here or a quarter."""
+    chosen = list[object]()
+    monkeypatch.setattr("baton_kernels.experts.in_blocks", lambda *given: chosen.append(given[-1]) or given[0])
+    x, ids, weights = torch.zeros(256, 64), torch.zeros(256, 8, dtype=torch.int64), torch.zeros(256, 8)
+    for num_experts in (128, 32):
+        stored = torch.zeros(num_experts, 64, 64, dtype=torch.bfloat16), torch.zeros(num_experts, 64, 32)
+        of = ExpertWeights(*stored, num_experts_elsewhere=128 - num_experts)
+        on_gpu(x, ids, weights, of, None)
+    assert chosen == [choose(256, 8, 128)] * 2
+
+
 @pytest.mark.parametrize("itemsize", [0.5, 1, 2, 4])
 def test_tilings_fit_into_an_sm(itemsize: float) -> None:
     for most, _ in CLASSES:

@@ -58,11 +58,11 @@ def _fuse_experts(target: Target, module: nn.Module, compiled: set[object]) -> s
         of.gate_up_bias is None,
         of.down_bias is None,
     )
-    shape = (of.gate_up.shape, of.down.shape, of.interleaved, of.gate, ids.shape[1], *stored)
+    shape = (of.gate_up.shape, of.down.shape, of.global_num_experts, of.interleaved, of.gate, ids.shape[1], *stored)
     if of.gate_up.is_cuda and shape not in compiled:
         compiled.add(shape)
         with_padding = forward_of(module, of, lambda x: torch.ones(len(x), dtype=torch.int64, device=x.device))
-        for num_tokens in kernel_tokens(ids.shape[1], of.num_experts):
+        for num_tokens in kernel_tokens(ids.shape[1], of.global_num_experts):
             many = [rows.repeat(-(-num_tokens // len(x)), 1)[:num_tokens] for rows in (x, ids, weights, expected)]
             for one in (forward, with_padding):  # steps that may have padding tokens use other kernels
                 if not close(one(*many[:3]), many[3], tolerance):

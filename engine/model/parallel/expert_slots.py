@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from engine.model.experts import argument_names, attach, bound, weights_of
+from engine.model.experts import argument_names, attach_share, bound, weights_of
 from engine.model.parallel.expert_placement import Placement, first_placement, moves
 from engine.model.parallel.group import RankGroup
 
@@ -127,8 +127,7 @@ def connect_slots(layer: int, module: nn.Module, group: RankGroup, num_redundant
     of its experts in `first_placement`. num_redundant: how many more slots than experts all ranks have together."""
     of = weights_of(module)
     assert of is not None
-    attach(module, of)
-    module.num_experts = of.num_experts  # type: ignore[assignment] # as transformers' forward reads it
+    attach_share(module, of, group.size)
     slots = ExpertSlots(layer, module, group, of.num_experts * group.size - num_redundant)
     module.__dict__[_SLOTS] = slots
     module.register_forward_pre_hook(slots.own_choices, with_kwargs=True)

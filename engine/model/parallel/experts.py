@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from baton_kernels.experts import ExpertWeights
 from engine.model.errors import UnsupportedModel
-from engine.model.experts import NAMES, argument_names, attach, bound, is_transposed, weights_of, why_not
+from engine.model.experts import NAMES, argument_names, attach, attach_share, bound, is_transposed, weights_of, why_not
 from engine.model.parallel.cut import Cut
 from engine.model.parallel.data_parallel import DataParallel
 from engine.model.parallel.expert_placement import first_expert
@@ -104,25 +105,28 @@ def connect_experts(module: nn.Module, group: RankGroup, *, whole: bool) -> None
     """Make a module of experts, with its weights loaded, compute this rank's part."""
     of = weights_of(module)
     assert of is not None
-    attach(module, of)
     if whole:
-        module.num_experts = of.num_experts  # type: ignore[assignment] # as transformers' forward reads it
-        module.register_forward_pre_hook(_own_choices(module, group.rank, of.num_experts), with_kwargs=True)
-    elif of.down_bias is not None and group.rank:
+        attach_share(module, of, group.size)
+        module.register_forward_pre_hook(_own_choices(module, of, group), with_kwargs=True)
+        return
+    attach(module, of)
+    if of.down_bias is not None and group.rank:
         of.down_bias.zero_()  # only rank 0 adds it to the sum
 
 
 def _own_choices(
-    module: nn.Module, rank: int, num_experts: int
+    module: nn.Module, of: ExpertWeights, group: RankGroup
 ) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
     """A forward pre-hook that numbers this rank's experts from 0, and turns choices of other ranks' experts into
-    `num_experts`, which is no expert."""
-    names = argument_names(module)
+    `num_experts`, which is no expert. It is one kernel: every layer of every decode step waits for it."""
+    names, number = argument_names(module), of.num_experts
+    own_ids = torch.full((number * group.size,), number, dtype=torch.int64)
+    own_ids[group.rank * number :][:number] = torch.arange(number)
+    own_ids = own_ids.to(of.gate_up.device)
 
     def own(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         x, ids, weights = bound(names, given, named)
-        ids = ids - rank * num_experts
-        return (x, ids.masked_fill((ids < 0) | (ids >= num_experts), num_experts), weights), {}
+        return (x, own_ids[ids], weights), {}
 
     return own
 

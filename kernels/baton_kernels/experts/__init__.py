@@ -126,7 +126,7 @@ def on_gpu(x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights, slot_mapp
         from baton_kernels.experts import arranged_products
 
         return arranged_products.experts(x, ids, weights, of, slot_mapping)
-    tilings = choose(num_tokens, top_k, of.num_experts, of.weight_bytes, of.block > 0)
+    tilings = choose(num_tokens, top_k, of.global_num_experts, of.weight_bytes, of.block > 0)
     if isinstance(tilings, RowTilings):
         from baton_kernels.experts import rows_kernel
 

@@ -59,7 +59,7 @@ def choose(rows: int) -> TileTiling:
 def experts(x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights, slot_mapping: Tensor | None) -> Tensor:
     """Returns [num_tokens, hidden_size]. x: bf16, contiguous rows; ids, weights: contiguous."""
     num_tokens, top_k = ids.shape
-    rows = arranged_rows(num_tokens, top_k, of.num_experts)
+    rows = arranged_rows(num_tokens, top_k, of.global_num_experts)
     by_choice = num_tokens <= ROW_TOKENS
     if by_choice:
         blocks = Blocks(rows=rows, most=ids.numel(), ids=ids, slot_mapping=slot_mapping)

@@ -39,6 +39,8 @@ class ExpertWeights:
     MXFP4 weights (OCP Microscaling Formats, version 1.0, section 5) are uint8 of the same shape, with e2m1 codes. Their
     scales are uint8, [num_experts, rows, columns / 32], each the exponent of a power of two plus 127.
     `arranged.arrange` puts both into another order.
+
+    num_experts_elsewhere: other experts that tokens choose, too, whose weights other ranks have.
     """
 
     gate_up: Tensor
@@ -51,10 +53,16 @@ class ExpertWeights:
     limit: float = 7.0
     gate_up_scale: Tensor | None = None
     down_scale: Tensor | None = None
+    num_experts_elsewhere: int = 0
 
     @property
     def num_experts(self) -> int:
         return self.gate_up.shape[0]
+
+    @property
+    def global_num_experts(self) -> int:
+        """Among how many experts tokens choose."""
+        return self.num_experts + self.num_experts_elsewhere
 
     @property
     def four_bits(self) -> bool:
