@@ -55,6 +55,7 @@ def served(
     with in_threads(SIZE, run) as group:
         run(group)
     assert torch.equal(found[0][1], found[1][1])
+    assert found[0][2].taken_back is None
     return found[0]
 
 
@@ -63,6 +64,24 @@ def test_the_next_norm_makes_the_sum(family: str, tmp_path: Path) -> None:
     """Also where the norm after attention and MLP comes before the residual."""
     own, after, report = served(tiny_models.save(tiny_models.CONFIGS[family], tmp_path))
     assert "sum_norm 4/4" in str(report)
+    torch.testing.assert_close(after, own, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "glm4_moe"])
+def test_the_next_norm_makes_the_sum_of_experts(family: str, tmp_path: Path) -> None:
+    """Of routed and shared experts, and where the block returns more than its results; blocks themselves still sum."""
+    own, after, report = served(tiny_models.save({**tiny_models.CONFIGS, **tiny_models.MIXTURES}[family], tmp_path))
+    assert "sum_norm 4/4" in str(report)
+    torch.testing.assert_close(after, own, atol=1e-4, rtol=1e-4)
+
+
+def test_a_sum_of_experts_of_which_more_is_made_stays(tmp_path: Path) -> None:
+    def mutate(model: Any, rank: int) -> None:
+        first = model.model.layers[0]
+        first.mlp = Clamped(first.mlp)
+
+    own, after, report = served(tiny_models.save(tiny_models.MIXTURES["qwen3_moe"], tmp_path), mutate)
+    assert report.pieces["sum_norm"].fused == 3
     torch.testing.assert_close(after, own, atol=1e-4, rtol=1e-4)
 
 
@@ -145,8 +164,10 @@ def test_a_sum_in_pieces_is_the_sum(bias: bool) -> None:
         torch.testing.assert_close(results[rank], expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_model_whose_sums_are_made_in_pieces(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_a_model_whose_sums_are_made_in_pieces(family: str, tmp_path: Path) -> None:
     """Norms that could sum, but need not, take the sum as it is."""
-    own, after, report = served(tiny_models.save(tiny_models.CONFIGS["llama"], tmp_path), group_of=InPieces)
+    config = {**tiny_models.CONFIGS, **tiny_models.MIXTURES}[family]
+    own, after, report = served(tiny_models.save(config, tmp_path), group_of=InPieces)
     assert report.pieces["sum_norm"].fused == 4
     torch.testing.assert_close(after, own, atol=1e-4, rtol=1e-4)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from baton_kernels.all_reduce_rms_norm import all_reduce_rms_norm
 from baton_kernels.rms_norm import rms_norm
-from engine.model.parallel.group import RankGroup
+from engine.model.parallel.group import NormSums
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Norm(NamedTuple):
     module: nn.Module
     kind: RmsNorm
     quantize: torch.dtype | None = None
-    sums: RankGroup | None = None
+    sums: NormSums | None = None
 
 
 def norm_forward(norm: Norm) -> Callable[..., Tensor]:

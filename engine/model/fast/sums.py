@@ -1,8 +1,8 @@
 """All-reduces that are fused into the norms after them: `baton_kernels.all_reduce_rms_norm`.
 
-In a divided layer, o_proj and down_proj compute partial sums. Where attention returns the very tensor that its o_proj
-computed, and the MLP that of its down_proj, only the norm that follows reads the sum. Then the modules return their
-partial sums, and the norm sums them.
+In a divided layer, o_proj and down_proj compute partial sums, and so does a block of experts. Where attention returns
+the very tensor that its o_proj computed, and the MLP that of its down_proj, or is a block of experts, only the norm
+that follows reads the sum. Then they return their partial sums, and the norm sums them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from engine.model.fast.decoder import Decoder, Forward
 from engine.model.fast.forwards import UnpagedAttention, run_model
 from engine.model.fast.norm import Norm
+from engine.model.fast.patches import Patches
 from engine.model.fast.tally import Tally
 from engine.model.fast.target import Target
 from engine.model.linear_method import method_of
-from engine.model.parallel.group import RankGroup
+from engine.model.parallel.experts import BlockSum
+from engine.model.parallel.group import NormSums
 from engine.model.parallel.layers import RowParallelLinear
 
 
@@ -39,40 +41,32 @@ def fuse_sums(target: Target, tally: Tally) -> None:
     if last is not None and decoder.final_norm is None and not decoder.parts[-1].is_sandwich:
         last.refusal = "no norm follows in this stage"
     for candidate in found:
-        if not candidate.group.minimum(int(candidate.refusal is None)):
+        if not candidate.ranks.minimum(int(candidate.refusal is None)):
             candidate.refusal = candidate.refusal or "another rank refused it"
-        else:
-            target.patches.set_forward(candidate.linear, candidate.method.make_product_for_norm())
         tally.add(candidate.name, candidate.refusal)
-    _sum_in_norms(decoder, attentions, mlps).install(target.patches)
+    _without_sums(target.patches, _sum_in_norms(decoder, attentions, mlps), attentions, mlps).install(target.patches)
 
 
 @dataclass(slots=True)
 class _Candidate:
-    """A linear layer that returns partial sums. result: the last one."""
+    """What ends an attention module or an MLP with a sum over ranks. for_norm: the module's forward without the sum.
+    result: the last one."""
 
     name: str
-    linear: nn.Module
-    method: RowParallelLinear
+    module: nn.Module
+    ranks: NormSums
+    for_norm: Forward
     refusal: str | None = "it was not called"
     result: Tensor | None = None
 
-    @property
-    def group(self) -> RankGroup:
-        return self.method.group
-
-    def recorded(self) -> Callable[[Tensor], Tensor]:
-        forward = self.linear.forward
+    def watched(self, forward: Forward, patches: Patches) -> Forward:
+        """The forward of the attention module or MLP, which also sets the refusal: None if it returned this result,
+        alone or as the first item of a tuple."""
+        own = self.module.forward
 
         def record(x: Tensor) -> Tensor:
-            self.result = forward(x)
+            self.result = own(x)
             return self.result
-
-        return record
-
-    def watched(self, forward: Forward) -> Forward:
-        """`forward`, which also sets the refusal: None if it returned this result, alone or as the first item of a
-        tuple."""
 
         def watch(*given: Any, **named: Any) -> Any:
             found = forward(*given, **named)
@@ -80,17 +74,40 @@ class _Candidate:
             self.refusal = None if returned is self.result else "more is done with the sum"
             return found
 
+        patches.set_forward(self.module, record)
         return watch
+
+    def without_sum(self, forward: Forward, patches: Patches) -> Forward:
+        """The forward of the attention module or MLP, which now returns this rank's part of the sum."""
+        patches.set_forward(self.module, self.for_norm)
+        return forward
+
+
+class _Block(_Candidate):
+    """An MLP that is a block of experts."""
+
+    def watched(self, forward: Forward, patches: Patches) -> Forward:
+        self.refusal = None  # the sum is the last thing that it does
+        return forward
+
+    def without_sum(self, forward: Forward, patches: Patches) -> Forward:
+        return self.for_norm
 
 
 def _find(target: Target, names: dict[nn.Module, str], owner: object) -> _Candidate | None:
-    """The only linear layer in an attention module or MLP that returns partial sums; None: there is not exactly one."""
-    modules = owner.modules() if isinstance(owner, nn.Module) else ()
-    sums = [(module, method) for module in modules if isinstance(method := method_of(module), RowParallelLinear)]
+    """A block of experts, or the only linear layer in an attention module or MLP that returns partial sums; None: there
+    is not exactly one."""
+    if not isinstance(owner, nn.Module):
+        return None
+    block = BlockSum.of(owner)
+    if block is not None and block.sums is not None:
+        return _Block(names[owner], owner, block.sums, block.forward_for_norm)
+    methods = [(module, method_of(module)) for module in owner.modules()]
+    sums = [(module, method) for module, method in methods if isinstance(method, RowParallelLinear)]
     if len(sums) != 1 or sums[0][1] not in target.products:
         return None
     linear, method = sums[0]
-    return _Candidate(names[linear], linear, method)
+    return _Candidate(names[linear], linear, method.group, method.make_product_for_norm())
 
 
 def _watch(
@@ -98,18 +115,39 @@ def _watch(
 ) -> None:
     """Run a forward, and record what it shows of the candidates."""
     mark = target.patches.mark()
-    watched = []
-    for parts, attention, mlp in zip(decoder.parts, attentions, mlps, strict=True):
-        if attention is not None:
-            target.patches.set_forward(attention.linear, attention.recorded())
-            parts = replace(parts, attention=attention.watched(parts.attention))
-        if mlp is not None:
-            target.patches.set_forward(mlp.linear, mlp.recorded())
-            parts = replace(parts, mlp=mlp.watched(parts.mlp))
-        watched.append(parts)
-    replace(decoder, parts=watched).install(target.patches)
+    _changed(decoder, attentions, mlps, lambda one, forward: one.watched(forward, target.patches)).install(
+        target.patches
+    )
     run_model(target, UnpagedAttention())
     target.patches.back_to(mark)
+
+
+def _without_sums(
+    patches: Patches, decoder: Decoder, attentions: list[_Candidate | None], mlps: list[_Candidate | None]
+) -> Decoder:
+    """The decoder whose attention modules and MLPs return partial sums, where the candidates were not refused."""
+
+    def without_sum(candidate: _Candidate, forward: Forward) -> Forward:
+        return forward if candidate.refusal is not None else candidate.without_sum(forward, patches)
+
+    return _changed(decoder, attentions, mlps, without_sum)
+
+
+def _changed(
+    decoder: Decoder,
+    attentions: list[_Candidate | None],
+    mlps: list[_Candidate | None],
+    change: Callable[[_Candidate, Forward], Forward],
+) -> Decoder:
+    """The decoder with changed forwards of those attention modules and MLPs that have candidates."""
+    changed = []
+    for parts, attention, mlp in zip(decoder.parts, attentions, mlps, strict=True):
+        if attention is not None:
+            parts = replace(parts, attention=change(attention, parts.attention))
+        if mlp is not None:
+            parts = replace(parts, mlp=change(mlp, parts.mlp))
+        changed.append(parts)
+    return replace(decoder, parts=changed)
 
 
 def _sum_in_norms(decoder: Decoder, attentions: list[_Candidate | None], mlps: list[_Candidate | None]) -> Decoder:
@@ -128,4 +166,4 @@ def _sum_in_norms(decoder: Decoder, attentions: list[_Candidate | None], mlps: l
 
 def _sum(norms: list[Norm], index: int, candidate: _Candidate | None) -> None:
     if candidate is not None and candidate.refusal is None:
-        norms[index] = norms[index]._replace(sums=candidate.group)
+        norms[index] = norms[index]._replace(sums=candidate.ranks)

@@ -18,7 +18,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from engine.model.parallel.group import ONE_RANK, RankGroup
+from baton_kernels.all_reduce_rms_norm import PeerMemory
+from engine.model.parallel.group import ONE_RANK, NormSums, RankGroup
 
 
 class StepAgreement(NamedTuple):
@@ -80,6 +81,11 @@ class DataParallel:
             rows = torch.cat([found[node, :num] for node, num in enumerate(self._num_tokens_across_dp)])
         return rows.view(*x.shape[:-2], *rows.shape)
 
+    @property
+    def norm_sums(self) -> NormSums | None:
+        """For norms that sum what `sum_own` would. None: with several nodes, each takes only its own rows of a sum."""
+        return _BlockSums(self) if self.num_nodes == 1 else None
+
     def sum_own(self, x: Tensor) -> Tensor:
         """This node's rows of the sum over all ranks. x: this rank's partial results for the rows that `gather`
         returned; may be overwritten."""
@@ -91,6 +97,26 @@ class DataParallel:
         node = self.peers.rank
         first = sum(self._num_tokens_across_dp[:node])
         return total[..., first : first + self._num_tokens_across_dp[node], :]
+
+
+class _BlockSums:
+    """Implements NormSums for blocks of experts."""
+
+    def __init__(self, ranks: DataParallel) -> None:
+        self._ranks = ranks
+
+    @property
+    def peers(self) -> PeerMemory | None:
+        return self._ranks.everyone.peers
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self._ranks.sum_own(x)
+
+    def norms_sum(self, num_rows: int, row_bytes: int) -> bool:
+        return self._ranks.everyone.norms_sum(num_rows, row_bytes)
+
+    def minimum(self, number: int) -> int:
+        return self._ranks.everyone.minimum(number)
 
 
 ONE_NODE = DataParallel(ONE_RANK)

@@ -29,6 +29,7 @@ FLAG = "--enable-expert-parallel"
 _REDUNDANT = "--eplb-config: num_redundant_experts"
 _UNDIVIDED = "its experts cannot be divided among ranks"
 _ROUNDINGS = 4
+_SUM = "baton_block_sum"
 _BIASES = tuple(f"{name}_bias" for name in NAMES)
 
 
@@ -136,20 +137,43 @@ def sum_block(name: str, block: nn.Module, parts: Sequence[nn.Module], x: Tensor
     end instead of after each of `parts`. x: [1, num_tokens, hidden_size], an input on which to compare the two; the
     same on all ranks. Raises UnsupportedModel for a block that does more with the parts' results than add them up."""
     inner: Callable[..., Any] = block.forward
-
-    def forward(x: Tensor) -> Any:
-        result = inner(ranks.gather(x))
-        if isinstance(result, tuple):
-            return ranks.sum_own(result[0]), *result[1:]
-        return ranks.sum_own(result)
-
+    summed = BlockSum(inner, ranks)
     try:
-        same = close(_first(forward(x)), _each_summed(inner, x, parts, ranks.everyone), _sums_rounded(x.dtype))
+        same = close(_first(summed.forward(x)), _each_summed(inner, x, parts, ranks.everyone), _sums_rounded(x.dtype))
     except TypeError as error:
         raise UnsupportedModel(f"{name}: {_UNDIVIDED}: it takes more than hidden states: {error}") from error
     if not same:
         raise UnsupportedModel(f"{name}: {_UNDIVIDED}: it does not just add them up")
-    block.forward = forward
+    block.forward = summed.forward
+    block.__dict__[_SUM] = summed
+
+
+class BlockSum:
+    """A block's forward with the all-reduce at its end. inner: without. sums: by which the norm after the block may sum
+    its results; None: it cannot."""
+
+    def __init__(self, inner: Callable[..., Any], ranks: DataParallel) -> None:
+        self._inner, self._ranks = inner, ranks
+        self.sums = ranks.norm_sums
+
+    @staticmethod
+    def of(block: nn.Module) -> BlockSum | None:
+        """That of a block whose forward is still `forward`."""
+        found: BlockSum | None = block.__dict__.get(_SUM)
+        return found if found is not None and block.forward == found.forward else None
+
+    def forward(self, x: Tensor) -> Any:
+        result = self._inner(self._ranks.gather(x))
+        if isinstance(result, tuple):
+            return self._ranks.sum_own(result[0]), *result[1:]
+        return self._ranks.sum_own(result)
+
+    def forward_for_norm(self, x: Tensor) -> Any:
+        """With this rank's partial results, if the next norm sums them (`RankGroup.norms_sum`); else `forward`."""
+        assert self.sums is not None
+        if self.sums.norms_sum(x.numel() // x.shape[-1], x.shape[-1] * x.itemsize):
+            return self._inner(x)
+        return self.forward(x)
 
 
 def _sums_rounded(dtype: torch.dtype) -> Tolerance:

@@ -30,6 +30,19 @@ _TAG = 0
 """The tag of all messages from one rank to another: they arrive in the order in which they were sent."""
 
 
+class NormSums(Protocol):
+    """Ranks whose partial results the next norm may sum. See RankGroup."""
+
+    @property
+    def peers(self) -> PeerMemory | None: ...
+
+    def all_reduce(self, x: Tensor) -> Tensor: ...
+
+    def norms_sum(self, num_rows: int, row_bytes: int) -> bool: ...
+
+    def minimum(self, number: int) -> int: ...
+
+
 class RankGroup(Protocol):
     """All ranks must call the same methods in the same order, with tensors of the same shape; only `send` and `receive`
     are called just by the two ranks that take part. On a GPU, the work is queued on the current stream. Raises
