@@ -248,7 +248,7 @@ def _successor(state: RequestState, gone: ModelVersion, successors: list[ModelVe
 
 def num_tokens_of(state: RequestState, samples: Sequence[SampleState]) -> int:
     """What a node computes before these samples go on: the prompt, and the output that there is (then it is one)."""
-    return len(state.request.prompt_tokens) + max((len(sample.tokens) for sample in samples), default=0)
+    return len(state.request.prompt_tokens) + _num_output(samples)
 
 
 def num_continued(state: RequestState, samples: Sequence[SampleState]) -> int:
@@ -257,5 +257,8 @@ def num_continued(state: RequestState, samples: Sequence[SampleState]) -> int:
     sampling = state.request.sampling
     if sampling.beam_width:
         return max(len(samples), sampling.beam_width)
-    num_output = num_tokens_of(state, samples) - len(state.request.prompt_tokens)
-    return len(samples) if sampling.max_tokens - num_output > 1 else 0
+    return len(samples) if sampling.max_tokens - _num_output(samples) > 1 else 0
+
+
+def _num_output(samples: Sequence[SampleState]) -> int:
+    return max([len(sample.tokens) for sample in samples], default=0)

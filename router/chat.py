@@ -17,6 +17,7 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
+import jinja2.runtime
 import jinja2.sandbox
 
 from baton.errors import InvalidRequest
@@ -82,20 +83,23 @@ class ChatTemplate:
     ) -> str:
         if self._template is None:
             raise InvalidRequest(self._broken, "messages")
+        context = self._template.new_context(
+            {
+                **self._special_tokens,
+                "tools": None,
+                "documents": None,
+                **(variables or {}),
+                **({"tools": tools} if tools else {}),
+                "messages": [self._with_thinking(self._known_role(message)) for message in messages],
+                "add_generation_prompt": add_generation_prompt,
+            }
+        )
         try:
-            return self._template.render(
-                **{
-                    **self._special_tokens,
-                    "tools": None,
-                    "documents": None,
-                    **(variables or {}),
-                    **({"tools": tools} if tools else {}),
-                    "messages": [self._with_thinking(self._known_role(message)) for message in messages],
-                    "add_generation_prompt": add_generation_prompt,
-                }
-            )
+            return "".join(self._template.root_render_func(context))
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise InvalidRequest(f"the chat template refuses the messages: {error}", "messages") from error
+        finally:
+            _take_apart(context)
 
     def _known_role(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Turn `developer`, OpenAI's newer name for system instructions, into `system` for older templates."""
@@ -112,6 +116,16 @@ class ChatTemplate:
         if message.get("tool_calls") and message["content"]:
             return {**message, "thinking": f"{thought}\n{message['content']}", "content": ""}
         return {**message, "thinking": thought}
+
+
+def _take_apart(context: jinja2.runtime.Context) -> None:
+    """After its rendering. A context and its template's macros keep each other, and a macro that calls itself keeps
+    itself: all of that, and the messages, would stay until garbage is collected."""
+    for value in context.vars.values():
+        if isinstance(value, jinja2.runtime.Macro):
+            vars(value).clear()
+    context.vars.clear()
+    context.parent.clear()
 
 
 def _cut(text: str, final: str) -> str:

@@ -15,18 +15,24 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 _EXTENSION = "baton.body_writer"
+_CONTINUE = b"HTTP/1.1 100 "
+"""With this begins what a cycle may write before the head."""
 
 
 class BodyWriter:
     """Stands in for the transport of one answer, whose `cycle` begins, and is in its scope. The head is held back until
-    something follows it, at most until the next turn of the event loop."""
+    something follows it, at most until the next turn of the event loop.
+
+    It does not know the cycle, which knows it: each of the two would keep the other, and all of the request with them,
+    until garbage is collected."""
 
     def __init__(self, cycle: RequestResponseCycle, loop: asyncio.AbstractEventLoop) -> None:
-        self._cycle = cycle
+        self._flow = cycle.flow
         self._transport = cycle.transport
         self._loop = loop
         self._head = b""
         self._has_head = False  # or had: the head has come
+        self._has_left = False
         self._on_resumed: Callable[[], None] | None = None
         self._on_left: Callable[[], None] | None = None
         scope: MutableMapping[str, Any] = cycle.scope  # type: ignore[assignment]  # a TypedDict there
@@ -38,7 +44,7 @@ class BodyWriter:
     @property
     def is_paused(self) -> bool:
         """Whether the client lags behind with reading: nothing should be written until `on_resumed` is called."""
-        return self._cycle.flow.write_paused
+        return self._flow.write_paused
 
     def on_resumed(self, call: Callable[[], None]) -> None:
         self._on_resumed = call
@@ -46,19 +52,19 @@ class BodyWriter:
     def on_left(self, call: Callable[[], None]) -> None:
         """Have it called once if the client leaves before the answer's end; at once, if it has left."""
         self._on_left = call
-        if self._cycle.disconnected:
+        if self._has_left:
             call()
 
     def write_piece(self, piece: bytes) -> None:
         """A piece that is not empty. It goes nowhere if the client has left."""
-        if not self._cycle.disconnected:
+        if not self._has_left:
             head, self._head = self._head, b""
             self._transport.write(b"%b%x\r\n%b\r\n" % (head, len(piece), piece))
 
     # ---- for the cycle, as its transport ----
 
     def write(self, data: bytes) -> None:
-        if self._cycle.response_started and not self._has_head:  # what comes before it is `100 Continue`
+        if not self._has_head and not data.startswith(_CONTINUE):
             self._head, self._has_head = data, True
             self._loop.call_soon(self.flush)
         else:
@@ -85,8 +91,14 @@ class BodyWriter:
             self._on_resumed()
 
     def left(self) -> None:
+        self._has_left = True
         if self._on_left is not None:
             self._on_left()
+
+    def end(self) -> None:
+        """The answer is complete. Forgets whom to call, as a connection keeps its last answer's writer while idle."""
+        self.flush()
+        self._on_resumed = self._on_left = None
 
 
 def body_writer_of(scope: MutableMapping[str, Any]) -> BodyWriter | None:

@@ -235,7 +235,7 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         if self._body_writer is not None:
-            self._body_writer.flush()
+            self._body_writer.end()
         super().on_response_complete()
         if self.transport.is_closing():
             self._close_in_time()

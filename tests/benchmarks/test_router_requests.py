@@ -1,5 +1,6 @@
-"""What one request costs the router in function calls, which no busy machine changes."""
+"""What one request costs the router in function calls, which no busy machine changes; and what it leaves behind."""
 
+import gc
 import statistics
 import sys
 
@@ -30,3 +31,20 @@ async def test_a_request_takes_few_calls():
         sys.setprofile(None)
     Answer(0.0, 0.0, answer).check(router.tokenizer.decode(router.tokens))
     assert statistics.median(num_calls[:-1]) <= CALLS_PER_REQUEST, num_calls  # some meet what is done now and then
+
+
+async def test_a_request_leaves_nothing_to_the_garbage_collector():
+    """What is in a cycle stays, with the whole request, until there are 20,000 objects; collecting those stops all
+    streams for 10 ms."""
+    router = Router(2)
+    request = chat_request("Tell me a story.", 2, "")
+    for _ in range(3):
+        await router.ask(request)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(NUM_REQUESTS):
+            await router.ask(request)
+        assert gc.collect() < NUM_REQUESTS
+    finally:
+        gc.enable()

@@ -1,16 +1,17 @@
 """The head of an answer goes out with what follows it, and alone if nothing does; pieces of its body go straight on."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 from router.http.body_writer import BodyWriter, body_writer_of
 
 
 class Cycle:
-    """As much of uvicorn's as its transport sees."""
+    """As much of uvicorn's as its writer sees."""
 
     def __init__(self) -> None:
-        self.response_started = self.disconnected = False
+        self.flow = SimpleNamespace(write_paused=False)
         self.scope: dict[str, Any] = {}
         self.transport: Any = Transport()
         self.writes: list[bytes] = self.transport.writes
@@ -35,7 +36,6 @@ def begun() -> Any:
     """An answer whose head has come."""
     cycle: Any = Cycle()
     BodyWriter(cycle, asyncio.get_running_loop())
-    cycle.response_started = True
     cycle.transport.write(b"head ")
     return cycle
 
@@ -58,7 +58,7 @@ async def test_a_piece_of_the_body_follows_the_head_likewise():
     writer.write_piece(b"more")
     await asyncio.sleep(0)
     assert cycle.writes == [b"head d\r\npiece of body\r\n", b"4\r\nmore\r\n"]
-    cycle.disconnected = True
+    writer.left()
     writer.write_piece(b"nobody is there")
     assert len(cycle.writes) == 2
 
@@ -78,9 +78,27 @@ async def test_a_head_goes_out_before_its_connection_closes():
 
 async def test_a_complete_answer_holds_nothing_back():
     cycle = begun()
-    cycle.transport.flush()
+    cycle.transport.end()
     cycle.transport.flush()
     assert cycle.writes == [b"head "]
+
+
+async def test_who_writes_is_told_that_the_client_reads_again_or_has_left_until_the_answer_is_complete():
+    cycle, told = begun(), list[str]()
+    writer = cycle.transport
+    writer.on_resumed(lambda: told.append("resumed"))
+    writer.on_left(lambda: told.append("left"))
+    cycle.flow.write_paused = True
+    assert writer.is_paused
+    writer.resumed()
+    writer.left()
+    assert told == ["resumed", "left"]
+    writer.on_left(lambda: told.append("had left"))
+    assert told[2:] == ["had left"]
+    writer.end()
+    writer.resumed()
+    writer.left()
+    assert len(told) == 3
 
 
 async def test_what_comes_before_the_head_is_not_held():
@@ -88,6 +106,5 @@ async def test_what_comes_before_the_head_is_not_held():
     BodyWriter(cycle, asyncio.get_running_loop())
     cycle.transport.write(b"HTTP/1.1 100 Continue")
     assert cycle.writes == [b"HTTP/1.1 100 Continue"]
-    cycle.response_started = True
     cycle.transport.write(b"head ")
     assert len(cycle.writes) == 1

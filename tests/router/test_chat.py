@@ -1,5 +1,6 @@
 """Chat templates: what transformers' templates are written against works, and refusals say why."""
 
+import gc
 import json
 
 import pytest
@@ -113,3 +114,18 @@ def test_reasoning_is_thinking_to_gpt_oss():
 def test_other_templates_get_reasoning_under_its_own_names(source):
     thought = {"role": "assistant", "content": "", "reasoning": "Hm.", "reasoning_content": "Hm."}
     assert json.loads(render("{{ messages[0] | tojson }}" + source, [thought])) == thought
+
+
+def test_a_rendering_leaves_nothing_to_the_garbage_collector():
+    source = (
+        "{% macro nested(items) %}{% for i in items %}{{ nested(i) if i is iterable else i }}{% endfor %}{% endmacro %}"
+        "{% macro twice(text) %}{{ text }}{{ text }}{% endmacro %}{{ nested([1, [2]]) }}{{ twice(messages[0].role) }}"
+    )
+    template = ChatTemplate(source, {})
+    gc.collect()
+    gc.disable()
+    try:
+        assert template.render(MESSAGES) == "12useruser"
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
