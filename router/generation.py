@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from baton.errors import BatonError, InternalError
+from baton.messages import Tokens
 from baton.prompt_logprobs import PromptLogprobs
 from baton.telemetry.timeline import Timeline
 from baton.telemetry.timeline_json import log_fields
@@ -19,7 +20,7 @@ from router.deliveries import Deliveries
 from router.dispatcher import Dispatcher
 from router.offload import Pauses
 from router.prompt_logprobs import ScoredPrompt
-from router.request_state import RequestEnd, RequestEvent, RequestTimings, RoutedRequest, SampleOut, TokensOut
+from router.request_state import RequestEnd, RequestEvent, RequestTimings, RoutedRequest, SampleOut
 
 log = logging.getLogger(__name__)
 
@@ -29,20 +30,20 @@ _MAX_DELTAS = 128
 
 @dataclass(slots=True)
 class Part:
-    """One prompt of a request. `answers[i]` is sample i. `prompt_logprobs`: what has come of them; `begun`: the samples
-    that have a delta."""
+    """One prompt of a request. `answers[i]` is sample i. `prompt_logprobs`: what has come of them; `owed`: the samples
+    whose first delta is to carry them."""
 
     request: RoutedRequest
     answers: Sequence[Answer | NoAnswer]
     timings: RequestTimings | None = None  # set with its end
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
-    begun: set[int] = field(default_factory=set)
+    owed: set[int] = field(default_factory=set)
 
     def with_prompt(self, sample: int, delta: Delta) -> Delta:
         """The delta, with the prompt's logprobs if they are asked for and it is the sample's first."""
-        if self.request.sampling.num_prompt_logprobs is None or sample in self.begun:
+        if sample not in self.owed:
             return delta
-        self.begun.add(sample)
+        self.owed.remove(sample)
         return delta._replace(prompt=ScoredPrompt(self.request.prompt_tokens, tuple(self.prompt_logprobs)))
 
 
@@ -139,6 +140,8 @@ class Generation:
 
     def take_waiting(self) -> list[Delta]:
         """What `next` would return without waiting. If that is not all, the listener is called again."""
+        if len(self._waiting) == 1:  # as for most tokens
+            return [self._waiting.popleft()]
         deltas = self._take_waiting()
         if self._waiting:
             self.tell()
@@ -185,7 +188,7 @@ class Generation:
         """An event of one part. Never raises."""
         try:
             match event:
-                case TokensOut():
+                case Tokens():
                     self._take_tokens(part, event)
                 case PromptLogprobs() as piece:
                     part.prompt_logprobs.append(piece)
@@ -203,10 +206,11 @@ class Generation:
         elif self._waiter is not None:
             _wake(self._waiter)
 
-    def _take_tokens(self, part: Part, event: TokensOut) -> None:
+    def _take_tokens(self, part: Part, event: Tokens) -> None:
         answer = part.answers[event.sample]
         if not answer.ended:
-            self._waiting.append(part.with_prompt(event.sample, answer.add(event.token_ids, event.logprobs)))
+            delta = answer.add(event.token_ids, event.logprobs)
+            self._waiting.append(part.with_prompt(event.sample, delta) if part.owed else delta)
             if answer.ended:
                 self._dispatcher.stop_sample(part.request.request_id, event.sample)
 
@@ -251,8 +255,6 @@ class Generation:
                 timer.cancel()
 
     def _take_waiting(self) -> list[Delta]:
-        if len(self._waiting) == 1:  # as for most tokens
-            return [self._waiting.popleft()]
         by_answer: dict[int, list[Delta]] = {}
         for _ in range(min(_MAX_DELTAS, len(self._waiting))):
             delta = self._waiting.popleft()

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton.errors import BatonError
+from baton.messages import Tokens
 from baton.telemetry import RouterMetrics
 from baton.telemetry.timeline import Timeline
 from baton.telemetry.timeline_ring import TimelineRing
-from router.request_state import RequestEnd, RequestEvent, RoutedRequest, SampleOut, TokensOut
+from router.request_state import RequestEnd, RequestEvent, RoutedRequest, SampleOut
 
 
 class _ModelMetrics:
@@ -74,7 +75,7 @@ class RequestMetrics:
     def event(self, request_id: str, event: RequestEvent, now: float) -> None:
         account = self._open[request_id]
         match event:
-            case TokensOut():
+            case Tokens():
                 self._tokens(account, event.sample, len(event.token_ids), now)
             case SampleOut(_, reason, _):
                 account.finish_reason = reason.value

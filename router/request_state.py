@@ -18,7 +18,6 @@ from baton.messages import (
     Prefill,
     Sample,
     SampleEnd,
-    TokenLogprobs,
     Tokens,
 )
 from baton.prompt_logprobs import PromptLogprobs
@@ -114,12 +113,6 @@ class RequestTimings:
         self.transfer_bytes = message.transfer_bytes
 
 
-class TokensOut(NamedTuple):
-    sample: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...]
-
-
 class SampleOut(NamedTuple):
     sample: int
     reason: FinishReason
@@ -135,8 +128,9 @@ class RequestEnd:
     timeline: Timeline | None = field(default=None, compare=False)
 
 
-SampleEvent = TokensOut | SampleOut
+SampleEvent = Tokens | SampleOut
 RequestEvent = PromptLogprobs | SampleEvent | RequestEnd
+"""What nodes tell is passed on as it is, where all of it is new."""
 
 
 @dataclass(slots=True)

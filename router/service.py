@@ -199,7 +199,8 @@ class Service:
             NoAnswer(index) if wanted.prompt_only else self._answer(model, wanted, stops, index, sampling)
             for index in range(first_index, first_index + wanted.n)
         ]
-        return Part(request, answers)
+        asked = sampling.num_prompt_logprobs is not None
+        return Part(request, answers, owed=set(range(wanted.n)) if asked else set())
 
     def _answer(
         self, model: ServedModel, wanted: GenerationRequest, stops: StopStrings, index: int, sampling: SamplingParams

@@ -20,7 +20,7 @@ from router.live_requests import LiveRequests
 from router.migrations import Migrations
 from router.pool import Pool
 from router.recovery import Recovery
-from router.request_state import Attempt, AttemptState, RequestState, SampleOut, SampleState, TokensOut
+from router.request_state import Attempt, AttemptState, RequestState, SampleOut, SampleState
 
 
 class Updates:
@@ -85,9 +85,7 @@ class Updates:
     def _tokens(self, state: RequestState, attempt: Attempt, tokens: Tokens, incarnation: str, now: float) -> None:
         self._pool.count_tokens(incarnation, len(tokens.token_ids))
         if self._flows(state, attempt, tokens):
-            self._outbox.to_client(
-                state.request.request_id, TokensOut(tokens.sample, tokens.token_ids, tokens.logprobs)
-            )
+            self._outbox.to_client(state.request.request_id, tokens)
         else:
             self._item(state, attempt, tokens, incarnation, now)
 
@@ -134,8 +132,7 @@ class Updates:
             or sample.held
             or attempt.end_waits
             or not attempt.prefilled
-            or not state.client_has_token
-            or state.lacks_prompt_logprobs
+            or not state.client_has_token  # nor, before it, all logprobs of the prompt
         ):
             return False
         sample.tokens.extend(item.token_ids)
@@ -214,7 +211,8 @@ class Updates:
             elif not attempt.decode:
                 attempt.state = AttemptState.DECODING
                 self._pool.worked(attempt.prefill)
-            self._held.tell(state, attempt, sample, TokensOut(sample.index, fresh, item.logprobs[known:]), now)
+            fresh_item = Tokens(sample.index, have, fresh, item.logprobs[known:])
+            self._held.tell(state, attempt, sample, fresh_item, now)
         return True
 
     def _after_progress(self, state: RequestState, attempt: Attempt, now: float) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from baton.block_hash import chain
-from baton.messages import Update
+from baton.messages import Tokens, Update
 from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
 from baton.streams import HEARTBEAT_S
@@ -34,7 +34,7 @@ from node.events import (
 from node.kv_events.feed import KV_PERIOD_S
 from router.actions import Emit, ToNode
 from router.core import RouterCore
-from router.request_state import RequestEnd, RequestTimings, RoutedRequest, TokensOut
+from router.request_state import RequestEnd, RequestTimings, RoutedRequest
 
 DEADLINE_S = 3600.0
 
@@ -120,7 +120,7 @@ class Fleet:
             match action:
                 case ToNode(incarnation, message):
                     self._later(partial(self.nodes[incarnation].hear, FromRouter(EPOCH, message)))
-                case Emit(request_id, TokensOut(_, token_ids)):
+                case Emit(request_id, Tokens(_, _, token_ids)):
                     self._live[request_id].token_times += [self.clock.now()] * len(token_ids)
                 case Emit(request_id, RequestEnd(error, timings)):
                     answer = self._live.pop(request_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from baton.messages import AttemptId
+from baton.messages import AttemptId, Tokens
 from baton.prompt_logprobs import PromptLogprobs
 from router.request_state import (
     AttemptState,
@@ -13,7 +13,6 @@ from router.request_state import (
     RequestState,
     RoutedRequest,
     SampleOut,
-    TokensOut,
 )
 
 
@@ -48,7 +47,7 @@ class Client:
                 self.scores += [entry.logprob for entry in piece]
                 tokens = self.request.prompt_tokens[1 : 1 + len(self.scores)]
                 assert self.scores == [-float(token) for token in tokens], "logprobs are those of other tokens"
-            case TokensOut(sample, token_ids, _):
+            case Tokens(sample, _, token_ids, _):
                 if self.request.sampling.num_prompt_logprobs is not None:
                     assert len(self.scores) == len(self.request.prompt_tokens) - 1, "a token came too early"
                 assert sample not in self.ended, "a token came after its sample's end"

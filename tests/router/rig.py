@@ -6,13 +6,13 @@ from random import Random
 
 from baton.errors import BatonError
 from baton.layout import KvLayout, LayerKv
-from baton.messages import Abort, Prefill, Update
+from baton.messages import Abort, Prefill, Tokens, Update
 from baton.node_info import GenerationDefaults, NodeInfo, NodeRole
 from baton.sampling import SamplingParams
 from router.actions import Emit, ToNode
 from router.core import RouterCore
 from router.policies import find_policy
-from router.request_state import FirstToken, RequestEnd, RoutedRequest, TokensOut
+from router.request_state import FirstToken, RequestEnd, RoutedRequest
 
 LAYOUT = KvLayout((LayerKv(1, 8, 8, "float32"),) * 1, 16, "f")
 
@@ -88,7 +88,7 @@ class RouterRig:
     def told(self) -> list[tuple[int, int]]:
         """(sample, token), in the order in which the client got them."""
         events = [e.event for e in self.emitted]
-        return [(e.sample, token) for e in events if isinstance(e, TokensOut) for token in e.token_ids]
+        return [(e.sample, token) for e in events if isinstance(e, Tokens) for token in e.token_ids]
 
     @property
     def last_word(self) -> RequestEnd:

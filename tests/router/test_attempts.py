@@ -21,7 +21,7 @@ from baton.messages import Abort, Adopted, End, HandedOff, Prefill, SampleEnd, T
 from baton.node_info import NodeRole
 from baton.sampling import FinishReason, SamplingParams
 from router.actions import ToNode
-from router.request_state import AttemptState, RoutedRequest, TokensOut
+from router.request_state import AttemptState, RoutedRequest
 from tests.router.rig import RouterRig, info
 
 ADOPTED = Adopted(0.1, 0, 9)
@@ -85,7 +85,7 @@ def test_a_repeat_is_cut_off_with_its_logprobs() -> None:
     logprobs = tuple(TokenLogprobs(-float(i), ()) for i in range(4))
     rig.say("p1", prefill, Tokens(0, 0, (5, 6), logprobs[:2]), Tokens(0, 0, (5, 6, 7, 8), logprobs))
     events = [e.event for e in rig.emitted]
-    assert events == [TokensOut(0, (5, 6), logprobs[:2]), TokensOut(0, (7, 8), logprobs[2:])]
+    assert events == [Tokens(0, 0, (5, 6), logprobs[:2]), Tokens(0, 2, (7, 8), logprobs[2:])]
 
 
 def test_what_comes_next_does_not_wait_for_the_prefill_nodes_last_word() -> None:

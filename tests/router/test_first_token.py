@@ -14,7 +14,7 @@ from baton.telemetry import ROUTER, RouterMetrics, new_registry
 from router.core import RouterCore
 from router.dispatcher import Dispatcher
 from router.request_metrics import RequestMetrics
-from router.request_state import FirstToken, RequestEnd, RequestEvent, RoutedRequest, SampleOut, TokensOut
+from router.request_state import FirstToken, RequestEnd, RequestEvent, RoutedRequest, SampleOut
 from tests.router.rig import RouterRig, info
 
 ADOPTED = Adopted(0.1, 0, 9)
@@ -49,7 +49,7 @@ def test_a_decode_node_that_overtakes_the_prefill_node_leaves_nothing_to_wait_fo
 
 def test_without_a_handoff_nothing_waits(rig: RouterRig) -> None:
     rig.say("p1", rig.submit(), Tokens(0, 0, (5,)), SampleEnd(0, FinishReason.STOP, 5), now=2.0)
-    assert [type(e.event) for e in rig.emitted] == [TokensOut, SampleOut]
+    assert [type(e.event) for e in rig.emitted] == [Tokens, SampleOut]
     alone = RouterRig("d1", with_prefill=False, first_token="decode")
     alone.say("d1", alone.submit(), Tokens(0, 0, (5,)))
     assert alone.told == [(0, 5)]
@@ -144,7 +144,7 @@ async def test_a_stop_string_within_the_first_token() -> None:
 
     def stop_at_once(event: RequestEvent, /) -> None:
         told.append(event)
-        if isinstance(event, TokensOut):
+        if isinstance(event, Tokens):
             dispatcher.stop_sample("r", 0)
 
     dispatcher.submit(RoutedRequest("r", (1, 2), 1, SamplingParams(max_tokens=8), 60.0), stop_at_once, time.monotonic())
@@ -153,7 +153,7 @@ async def test_a_stop_string_within_the_first_token() -> None:
     assert not told
     dispatcher.handle_node_message("d1", (Update(attempt_id, ADOPTED), Update(attempt_id, Tokens(0, 1, (6,)))))
     tokens, end = told
-    assert tokens == TokensOut(0, (5,), ())
+    assert tokens == Tokens(0, 0, (5,))
     assert isinstance(end, RequestEnd)
     assert end.error is None
     assert sent[1:] == [(node, Abort(attempt_id, (), 60.0)) for node in ("p1", "d1")]

@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 
 from baton.errors import BatonError, NodeUnavailable, RequestCancelled
+from baton.messages import Tokens
 from baton.sampling import FinishReason, SamplingParams
 from router.admission import Admission
 from router.answer import Answer
 from router.deliveries import Deliveries
 from router.dispatcher import Sink
 from router.generation import Generation, Part
-from router.request_state import RequestEnd, RequestTimings, RoutedRequest, SampleOut, TokensOut
+from router.request_state import RequestEnd, RequestTimings, RoutedRequest, SampleOut
 from router.stops import StopScanner, StopStrings
 from tests.router.tiny_tokenizer import tiny_tokenizer
 
@@ -62,7 +63,7 @@ async def test_a_reader_that_lags_gets_all_bit_by_bit():
     tokens = text * 500
     for token in tokens:
         for sample in range(2):
-            placing.sinks["a"](TokensOut(sample, (token,), ()))
+            placing.sinks["a"](Tokens(sample, 0, (token,)))
     for sample in range(2):
         placing.sinks["a"](SampleOut(sample, FinishReason.STOP, None))
     placing.end("a")
@@ -118,7 +119,7 @@ async def test_a_reader_waits_no_longer_than_it_wants_to():
         assert await subject.next(0.001) == []
     reading = asyncio.create_task(subject.next(60.0))
     await asyncio.sleep(0)
-    placing.sinks["a"](TokensOut(0, (tiny_tokenizer().encode("fox", False)[0],), ()))
+    placing.sinks["a"](Tokens(0, 0, (tiny_tokenizer().encode("fox", False)[0],)))
     async with asyncio.timeout(10):
         (delta,) = await reading
     assert delta.token_ids

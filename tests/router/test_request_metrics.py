@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
+from baton.messages import Tokens
 from baton.sampling import SamplingParams
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
 from router.request_metrics import RequestMetrics
-from router.request_state import RequestEnd, RequestTimings, RoutedRequest, TokensOut
+from router.request_state import RequestEnd, RequestTimings, RoutedRequest
 
 
 @pytest.fixture
@@ -30,8 +31,8 @@ def value(registry: CollectorRegistry, name: str) -> float:
     return sum(sample.value for sample in samples if sample.name == f"baton:{name}")
 
 
-def tokens(sample: int, count: int) -> TokensOut:
-    return TokensOut(sample, tuple(range(count)), ())
+def tokens(sample: int, count: int) -> Tokens:
+    return Tokens(sample, 0, tuple(range(count)))
 
 
 def test_tokens_that_come_together_share_the_time_since_the_last_one(
