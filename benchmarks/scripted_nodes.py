@@ -251,11 +251,12 @@ class Servicer(node_pb2_grpc.NodeStatusServicer, node_pb2_grpc.PrefillNodeServic
 
     async def _read(self, context: Any) -> None:
         while (request := await context.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
-            match wire.read_router_message(request):
-                case Prefill() as said:
-                    self._nodes.prefill(said)
-                case Abort() as said:
-                    self._nodes.abort(said)
+            for message in wire.split_router_message(request):
+                match wire.read_router_message(message):
+                    case Prefill() as said:
+                        self._nodes.prefill(said)
+                    case Abort() as said:
+                        self._nodes.abort(said)
 
 
 async def serve() -> None:

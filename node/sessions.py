@@ -152,7 +152,7 @@ class Sessions:
             await context.write(wire.write_node_message(Subscribed(self._incarnation)))
             reason = await first_end(
                 session.until_end(),
-                read_all(context.read, lambda message: self._receive(session, message), silence_s=None),
+                read_all(context.read, lambda message: self._receive_all(session, message), silence_s=None),
                 self._write(session, context),
             )
         finally:
@@ -214,6 +214,10 @@ class Sessions:
             self._metrics.lost(session.epoch)
             log.info("session over epoch=%d reason=%s", epoch_name(session.epoch), reason)
         session.end(reason)
+
+    def _receive_all(self, session: _Session, message: node_pb2.RouterMessage) -> None:
+        for single in wire.split_router_message(message):
+            self._receive(session, single)
 
     def _receive(self, session: _Session, message: node_pb2.RouterMessage) -> None:
         try:

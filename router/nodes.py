@@ -24,7 +24,7 @@ from baton.node_info import NodeInfo, NodeRole
 from baton.silence import until_silent
 from baton.trust import Trust
 from baton.v1 import node_pb2, node_pb2_grpc
-from baton.wire import Limits, read_node_info, read_node_message, write_router_message
+from baton.wire import Limits, join_router_messages, read_node_info, read_node_message, write_router_message
 from router.dispatcher import Dispatcher
 from router.models import Models
 
@@ -34,6 +34,8 @@ DESCRIBE_TIMEOUT_S = 5.0
 TOKENIZER_TIMEOUT_S = 60.0
 LAST_WORD_S = 0.5
 """How long a stream that can no longer be written to has to say why."""
+_ENOUGH_BYTES = 2**20
+"""Of one write: with so many, what follows waits for the next."""
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 2.0
 
@@ -227,9 +229,14 @@ _Call = grpc.aio.StreamStreamCall[node_pb2.RouterMessage, node_pb2.NodeMessage]
 
 
 async def _write(call: _Call, outgoing: asyncio.Queue[Prefill | Abort | Migrate]) -> None:
-    """Write all messages in order, until writing fails."""
+    """Write all messages in order, until writing fails: as one what has come while the last was written."""
     while True:
-        await call.write(write_router_message(await outgoing.get()))
+        messages = [write_router_message(await outgoing.get())]
+        size = messages[0].ByteSize()
+        while size < _ENOUGH_BYTES and not outgoing.empty():
+            messages.append(write_router_message(outgoing.get_nowait()))
+            size += messages[-1].ByteSize()
+        await call.write(join_router_messages(messages))
 
 
 async def _fetch_tokenizer(status: node_pb2_grpc.NodeStatusStub, info: NodeInfo) -> bytes:

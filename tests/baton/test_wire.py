@@ -2,11 +2,12 @@
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from baton import wire
 from baton.errors import InvalidRequest, LayoutMismatch, NodeUnavailable
 from baton.handoff_messages import Refuse, Reserve
-from baton.messages import AttemptId, DecodeTarget, End, Migrate, Prefill, Sample, SampleEnd, Update
+from baton.messages import Abort, AttemptId, DecodeTarget, End, Migrate, Prefill, Sample, SampleEnd, Update
 from baton.sampling import FinishReason, SamplingParams
 from baton.v1 import common_pb2, node_pb2
 from tests.baton import strategies
@@ -30,6 +31,24 @@ def through(message, kind):
 def test_router_message_round_trip(message):
     sent = through(wire.write_router_message(message), node_pb2.RouterMessage)
     assert same(message, wire.read_router_message(sent))
+
+
+@RUNS
+@given(st.lists(strategies.router_message, min_size=1, max_size=3))
+def test_what_a_router_says_at_once_is_split_into_the_same_messages(messages):
+    joined = wire.join_router_messages([wire.write_router_message(message) for message in messages])
+    parts = wire.split_router_message(through(joined, node_pb2.RouterMessage))
+    assert all(map(same, messages, map(wire.read_router_message, parts)))
+    assert len(parts) == len(messages)
+
+
+def test_several_messages_are_none_until_they_are_split():
+    abort = wire.write_router_message(Abort(AttemptId(1, "r", 0), (), 5.0))
+    several = wire.join_router_messages([abort, abort])
+    for message in (several, *wire.split_router_message(wire.join_router_messages([several, several]))):
+        with pytest.raises(InvalidRequest, match="no known kind"):
+            wire.read_router_message(message)
+        assert wire.attempt_of(message) is None
 
 
 @RUNS

@@ -14,6 +14,8 @@ from google.protobuf.message import Message
 
 _NUMBERS = (0, 1, -1, 2**31, 2**32, 2**53 + 1, 2**63, 2**64, -(2**63) - 1, 10**400, 0.5, -0.0, 16.0, 1e10, 1e308)
 _UNDEFINED = (float("nan"), float("inf"), float("-inf"))
+_MAX_DEPTH = 6
+"""Of messages within messages that are changed: `Several` has those of its own kind."""
 _TEXTS = ("", "a", " ", "\0", "\ud800", "\udfff\ud800", "🙂" * 50, "\u202e", "16", "NaN", "a" * 20_000, "<|im_end|>")
 _PIECES = (
     b"\0",
@@ -130,25 +132,25 @@ def wrong_wire(random: Random, valid: Message) -> bytes:
     return random.randbytes(random.choice((0, 1, 7, 90)))
 
 
-def _change_field(random: Random, message: Message) -> None:
-    if not message.DESCRIPTOR.fields:
+def _change_field(random: Random, message: Message, depth: int = 0) -> None:
+    if not message.DESCRIPTOR.fields or depth > _MAX_DEPTH:
         return
     set_fields = [field for field, _ in message.ListFields()]
     field: Any = random.choice(set_fields if set_fields and random.random() < 0.6 else message.DESCRIPTOR.fields)
     if random.random() < 0.15:
         message.ClearField(field.name)
     elif field.is_repeated:
-        _change_repeated(random, getattr(message, field.name), field)
+        _change_repeated(random, getattr(message, field.name), field, depth)
     elif field.type == FieldDescriptor.TYPE_MESSAGE:
         inner = getattr(message, field.name)
         inner.SetInParent()
         if random.random() < 0.9:
-            _change_field(random, inner)
+            _change_field(random, inner, depth + 1)
     else:
         setattr(message, field.name, _odd_scalar(random, field))
 
 
-def _change_repeated(random: Random, values: Any, field: FieldDescriptor) -> None:
+def _change_repeated(random: Random, values: Any, field: FieldDescriptor, depth: int) -> None:
     entry = field.message_type
     if entry is not None and entry.GetOptions().map_entry:
         key, value = entry.fields
@@ -156,7 +158,7 @@ def _change_repeated(random: Random, values: Any, field: FieldDescriptor) -> Non
             values[_odd_scalar(random, key)] = _odd_scalar(random, value)
     elif entry is not None:
         for _ in range(random.choice((1, 2, 40))):
-            _change_field(random, values.add())
+            _change_field(random, values.add(), depth + 1)
     else:
         values.extend(_odd_scalar(random, field) for _ in range(random.choice((1, 2, 300))))
 

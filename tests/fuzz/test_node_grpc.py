@@ -73,7 +73,8 @@ def prefill_nodes(number: int) -> list[Any]:
 def wires(number: int, method: str) -> list[Message]:
     if method == "Handoff":
         return [wire.write_prefill_message(message) for message in prefill_nodes(number)]
-    return [wire.write_router_message(message) for message in routers(number + 2)]
+    said = [wire.write_router_message(message) for message in routers(number + 2)]
+    return [*said, wire.join_router_messages(said[-2:])]
 
 
 @SHARES

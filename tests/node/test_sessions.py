@@ -5,7 +5,7 @@ import asyncio
 import grpc
 import pytest
 
-from baton import PROTOCOL_VERSION
+from baton import PROTOCOL_VERSION, wire
 from baton.errors import InvalidRequest, RequestCancelled
 from baton.messages import Abort, AttemptId, End, KvEvents, Load, Prefill, Subscribe, Subscribed, Tokens, Update
 from baton.node_info import NodeRole
@@ -121,6 +121,19 @@ async def test_a_malformed_prompt_fails_that_request_alone():
         assert isinstance(update.kind.error, InvalidRequest)
         await router.send(prefill(WORK))
         assert len(await router.updates()) == 3
+
+
+async def test_several_messages_in_one_are_each_on_its_own():
+    async with running(PREFILL_SIDE, NodeRole.PREFILL, script=answer_prompts) as node, session(node) as router:
+        bad = node_pb2.RouterMessage(prefill={"attempt_id": {"router_epoch": 1, "request_id": "bad"}})
+        good = [wire.write_router_message(prefill(AttemptId(1, name, 0))) for name in ("a", "b")]
+        await router.call.write(wire.join_router_messages([good[0], bad, good[1]]))
+        told = list[str]()
+        while len(told) < 7:
+            told += [update.attempt_id.request_id for update in await router.updates()]
+        assert sorted(told) == ["a"] * 3 + ["b"] * 3 + ["bad"]
+        heard = [event.message for event in node.role.events if isinstance(event, FromRouter)]
+        assert [(type(m), m.attempt_id.request_id) for m in heard] == [(Prefill, "a"), (Abort, "bad"), (Prefill, "b")]
 
 
 @pytest.mark.parametrize(

@@ -209,15 +209,15 @@ class FakeNode(node_pb2_grpc.NodeStatusServicer, node_pb2_grpc.PrefillNodeServic
 
     async def _read(self, context: grpc.aio.ServicerContext) -> None:
         while (request := await context.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
-            message = wire.read_router_message(request)
-            if isinstance(message, Prefill):
-                self._cluster.prefills.append(message)
-                self._cluster.tell()
-                self._attempts[message.attempt_id] = asyncio.create_task(self._answer(message))
-            elif isinstance(message, Abort):
-                self._cluster.aborts.append(message)
-                self._cluster.tell()
-                self._abort(message)
+            for message in map(wire.read_router_message, wire.split_router_message(request)):
+                if isinstance(message, Prefill):
+                    self._cluster.prefills.append(message)
+                    self._cluster.tell()
+                    self._attempts[message.attempt_id] = asyncio.create_task(self._answer(message))
+                elif isinstance(message, Abort):
+                    self._cluster.aborts.append(message)
+                    self._cluster.tell()
+                    self._abort(message)
 
     def _abort(self, abort: Abort) -> None:
         if abort.samples:

@@ -3,14 +3,17 @@
 import asyncio
 import dataclasses
 import time
+from typing import Any
 
 import httpx
 import pytest
 
+from baton import wire
 from baton.address import HostPort
 from baton.errors import PeerLost
-from baton.messages import Load
+from baton.messages import Abort, AttemptId, Load
 from baton.node_info import NodeRole, TransportEndpoint
+from baton.v1 import node_pb2
 from router import nodes as nodes_of_router
 from router.discovery.source import Member
 from tests.router.conftest import Router, says
@@ -40,6 +43,34 @@ def stand_still(seconds: float) -> None:
 def text_of(response: httpx.Response) -> str:
     assert response.status_code == 200, response.text
     return response.json()["choices"][0]["message"]["content"]
+
+
+class SlowCall:
+    """A session's stream that takes no second message before it is told to."""
+
+    def __init__(self) -> None:
+        self.written: asyncio.Queue[list[str]] = asyncio.Queue()
+        self.free = asyncio.Event()
+
+    async def write(self, message: node_pb2.RouterMessage) -> None:
+        parts = map(wire.read_router_message, wire.split_router_message(message))
+        self.written.put_nowait([part.attempt_id.request_id for part in parts if isinstance(part, Abort)])
+        await self.free.wait()
+
+
+@pytest.mark.parametrize(("enough_bytes", "rest"), [(2**20, [["b", "c"]]), (1, [["b"], ["c"]])])
+async def test_what_comes_while_a_message_is_written_follows_as_one(monkeypatch, enough_bytes, rest):
+    monkeypatch.setattr(nodes_of_router, "_ENOUGH_BYTES", enough_bytes)
+    call, outgoing, (a, b, c) = SlowCall(), asyncio.Queue[Any](), [Abort(AttemptId(1, x, 0), (), 5.0) for x in "abc"]
+    writing = asyncio.create_task(nodes_of_router._write(call, outgoing))  # type: ignore[arg-type]  # all that it uses
+    async with asyncio.timeout(20):
+        outgoing.put_nowait(a)
+        assert await call.written.get() == ["a"]
+        outgoing.put_nowait(b)
+        outgoing.put_nowait(c)
+        call.free.set()
+        assert [await call.written.get() for _ in rest] == rest
+    writing.cancel()
 
 
 async def test_nodes_may_start_after_the_router(empty):

@@ -144,18 +144,26 @@ class Auth(_message.Message):
     def __init__(self, name: _Optional[str] = ..., nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class RouterMessage(_message.Message):
-    __slots__ = ("subscribe", "prefill", "abort", "auth", "migrate")
+    __slots__ = ("subscribe", "prefill", "abort", "auth", "migrate", "several")
     SUBSCRIBE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     AUTH_FIELD_NUMBER: _ClassVar[int]
     MIGRATE_FIELD_NUMBER: _ClassVar[int]
+    SEVERAL_FIELD_NUMBER: _ClassVar[int]
     subscribe: Subscribe
     prefill: Prefill
     abort: Abort
     auth: Auth
     migrate: Migrate
-    def __init__(self, subscribe: _Optional[_Union[Subscribe, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., auth: _Optional[_Union[Auth, _Mapping]] = ..., migrate: _Optional[_Union[Migrate, _Mapping]] = ...) -> None: ...
+    several: Several
+    def __init__(self, subscribe: _Optional[_Union[Subscribe, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., auth: _Optional[_Union[Auth, _Mapping]] = ..., migrate: _Optional[_Union[Migrate, _Mapping]] = ..., several: _Optional[_Union[Several, _Mapping]] = ...) -> None: ...
+
+class Several(_message.Message):
+    __slots__ = ("messages",)
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedCompositeFieldContainer[RouterMessage]
+    def __init__(self, messages: _Optional[_Iterable[_Union[RouterMessage, _Mapping]]] = ...) -> None: ...
 
 class NodeMessage(_message.Message):
     __slots__ = ("subscribed", "updates", "load", "auth", "kv_events")

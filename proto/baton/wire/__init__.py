@@ -24,8 +24,10 @@ from baton.wire.sampling import read_processors, read_structured, write_processo
 from baton.wire.sessions import (
     NodeToRouter,
     RouterToNode,
+    join_router_messages,
     read_node_message,
     read_router_message,
+    split_router_message,
     write_node_message,
     write_router_message,
 )
@@ -50,6 +52,8 @@ __all__ = [
     "NodeToRouter",
     "write_router_message",
     "read_router_message",
+    "join_router_messages",
+    "split_router_message",
     "write_node_message",
     "read_node_message",
     "FromPrefill",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from baton.block_hash import HASH_BYTES
@@ -62,7 +62,8 @@ def write_router_message(message: RouterToNode) -> node_pb2.RouterMessage:
 
 
 def read_router_message(wire: node_pb2.RouterMessage, limits: Limits = ANY) -> RouterToNode:
-    """Raises InvalidRequest for a message that is empty, of a newer kind, malformed, or beyond the node's limits."""
+    """Raises InvalidRequest for a message that is empty, several, of a newer kind, malformed, or beyond the node's
+    limits."""
     match wire.WhichOneof("kind"):
         case "prefill":
             return read_prefill(wire.prefill, limits)
@@ -87,6 +88,18 @@ def read_router_message(wire: node_pb2.RouterMessage, limits: Limits = ANY) -> R
             return values.read_auth(wire.auth)
         case _:
             raise InvalidRequest("a router's message of no known kind")
+
+
+def join_router_messages(messages: Sequence[node_pb2.RouterMessage]) -> node_pb2.RouterMessage:
+    """As one: at both ends, a message costs more than what it says."""
+    if len(messages) == 1:
+        return messages[0]
+    return node_pb2.RouterMessage(several=node_pb2.Several(messages=messages))
+
+
+def split_router_message(wire: node_pb2.RouterMessage) -> Sequence[node_pb2.RouterMessage]:
+    """The reverse of `join_router_messages`. Each is still to be read."""
+    return wire.several.messages if wire.WhichOneof("kind") == "several" else (wire,)
 
 
 def write_prefill(message: Prefill) -> node_pb2.Prefill:
