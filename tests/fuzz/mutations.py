@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 _NUMBERS = (0, 1, -1, 2**31, 2**32, 2**53 + 1, 2**63, 2**64, -(2**63) - 1, 10**400, 0.5, -0.0, 16.0, 1e10, 1e308)
 _UNDEFINED = (float("nan"), float("inf"), float("-inf"))
 _MAX_DEPTH = 6
-"""Of messages within messages that are changed: `Several` has those of its own kind."""
+"""Of messages within messages that are changed: `RouterMessageBatch` has those of its own kind."""
 _TEXTS = ("", "a", " ", "\0", "\ud800", "\udfff\ud800", "🙂" * 50, "\u202e", "16", "NaN", "a" * 20_000, "<|im_end|>")
 _PIECES = (
     b"\0",

@@ -144,22 +144,22 @@ class Auth(_message.Message):
     def __init__(self, name: _Optional[str] = ..., nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class RouterMessage(_message.Message):
-    __slots__ = ("subscribe", "prefill", "abort", "auth", "migrate", "several")
+    __slots__ = ("subscribe", "prefill", "abort", "auth", "migrate", "batch")
     SUBSCRIBE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     AUTH_FIELD_NUMBER: _ClassVar[int]
     MIGRATE_FIELD_NUMBER: _ClassVar[int]
-    SEVERAL_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
     subscribe: Subscribe
     prefill: Prefill
     abort: Abort
     auth: Auth
     migrate: Migrate
-    several: Several
-    def __init__(self, subscribe: _Optional[_Union[Subscribe, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., auth: _Optional[_Union[Auth, _Mapping]] = ..., migrate: _Optional[_Union[Migrate, _Mapping]] = ..., several: _Optional[_Union[Several, _Mapping]] = ...) -> None: ...
+    batch: RouterMessageBatch
+    def __init__(self, subscribe: _Optional[_Union[Subscribe, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., auth: _Optional[_Union[Auth, _Mapping]] = ..., migrate: _Optional[_Union[Migrate, _Mapping]] = ..., batch: _Optional[_Union[RouterMessageBatch, _Mapping]] = ...) -> None: ...
 
-class Several(_message.Message):
+class RouterMessageBatch(_message.Message):
     __slots__ = ("messages",)
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[RouterMessage]

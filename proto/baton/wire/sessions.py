@@ -62,7 +62,7 @@ def write_router_message(message: RouterToNode) -> node_pb2.RouterMessage:
 
 
 def read_router_message(wire: node_pb2.RouterMessage, limits: Limits = ANY) -> RouterToNode:
-    """Raises InvalidRequest for a message that is empty, several, of a newer kind, malformed, or beyond the node's
+    """Raises InvalidRequest for a message that is empty, a batch, of a newer kind, malformed, or beyond the node's
     limits."""
     match wire.WhichOneof("kind"):
         case "prefill":
@@ -94,12 +94,12 @@ def join_router_messages(messages: Sequence[node_pb2.RouterMessage]) -> node_pb2
     """As one: at both ends, a message costs more than what it says."""
     if len(messages) == 1:
         return messages[0]
-    return node_pb2.RouterMessage(several=node_pb2.Several(messages=messages))
+    return node_pb2.RouterMessage(batch=node_pb2.RouterMessageBatch(messages=messages))
 
 
 def split_router_message(wire: node_pb2.RouterMessage) -> Sequence[node_pb2.RouterMessage]:
     """The reverse of `join_router_messages`. Each is still to be read."""
-    return wire.several.messages if wire.WhichOneof("kind") == "several" else (wire,)
+    return wire.batch.messages if wire.WhichOneof("kind") == "batch" else (wire,)
 
 
 def write_prefill(message: Prefill) -> node_pb2.Prefill:
