@@ -7,6 +7,7 @@ In the interpreter one rank runs: what others send is put into its buffer before
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -65,21 +66,35 @@ class Ranks:
         region = self.buffers[of][self.calls[program] % 2, (of - sender) % self.size - 1, program]
         return region[index * like.nbytes :][: like.nbytes].view(like.dtype)
 
-    def run(self, parts: list[Tensor], weight: Tensor, residual: Tensor | None, rule: tuple[float, bool]) -> Tensor:
-        """The rank's result, with what the others send there. Checks what it sends."""
-        for sender, part in enumerate(parts):
-            for row in range(len(part) if sender != self.rank else 0):
-                self.place(self.rank, sender, row, part[row]).copy_(part[row])
+    def sent(self, sender: int, parts: list[Tensor], sums: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        """What a rank sends: to whom, which row, and its values."""
+        two_shots = self.memory.takes_two_shots(len(sums), sums[:1].nbytes)
+        for row in range(len(sums)):
+            owner = row % self.num_programs % self.size
+            for of in set(range(self.size)) - {sender}:
+                if not two_shots or of == owner:
+                    yield of, row, parts[sender][row]
+                elif sender == owner:
+                    yield of, row, sums[row]
+
+    def run(
+        self, parts: list[Tensor], sums: Tensor, weight: Tensor, residual: Tensor | None, rule: tuple[float, bool]
+    ) -> Tensor:
+        """The rank's result, with what the others send there. Checks what it sends. sums: of the parts, and of the
+        residual."""
+        for sender in set(range(self.size)) - {self.rank}:
+            for of, row, values in self.sent(sender, parts, sums):
+                if of == self.rank:
+                    self.place(of, sender, row, values).copy_(values)
         own = parts[self.rank].clone()
         offset, once = rule
         kinds: dict[str, Any] = {"residual": residual, "weight_offset": offset, "round_once": once}
         with poisoned():
             out = all_reduce_rms_norm(own, weight, 1e-5, torch.neg, self.memory, **kinds)
-        for of in set(range(self.size)) - {self.rank}:
-            sent = [self.place(of, self.rank, row, own[row]) for row in range(len(own))]
-            for arrived, expected in zip(sent, parts[self.rank], strict=True):
-                assert torch.equal(arrived, expected)
-                arrived.view(torch.uint8).fill_(0xFF)  # that rank takes it
+        for of, row, values in self.sent(self.rank, parts, sums):
+            arrived = self.place(of, self.rank, row, values)
+            assert torch.equal(arrived, values)
+            arrived.view(torch.uint8).fill_(0xFF)  # that rank takes it
         self.calls.update(range(min(len(own), self.num_programs)))
         assert all(bool((buffer == 0xFF).all()) for buffer in self.buffers)
         return out
@@ -94,7 +109,8 @@ def check(ranks: Ranks, num_rows: int, n: int, dtype: torch.dtype, rule: tuple[f
         total = total + part.float()
     after = None if residual is None else residual.clone()
     expected = reference.rms_norm(total.to(dtype), weight, 1e-5, after, *rule)
-    torch.testing.assert_close(ranks.run(parts, weight, residual, rule), expected)
+    sums = total.to(dtype) if after is None else after
+    torch.testing.assert_close(ranks.run(parts, sums, weight, residual, rule), expected)
     if residual is not None and after is not None:
         assert torch.equal(residual, after)
 
@@ -109,6 +125,20 @@ def test_calls_of_any_shape_after_one_another(device: str, dtype: torch.dtype, r
     check(ranks, 2, 4096, dtype, LLAMA, adds=False)
     check(ranks, 0, 64, dtype, LLAMA, adds=True)
     check(ranks, 3, 64, dtype, LLAMA, adds=True)
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 3), (3, 4)])
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_two_shots(device: str, dtype: torch.dtype, rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows have owners, which sum them; between calls with one shot, of other shapes, with several rows a program."""
+    monkeypatch.setattr("baton_kernels.all_reduce_rms_norm.TWO_SHOT_BYTES", 2000)
+    ranks = Ranks(rank, size, device, num_programs=5)
+    for num_rows, n, rule, adds in ((1, 64, LLAMA, True), (12, 80, LLAMA, True), (2, 64, GEMMA, True)):
+        check(ranks, num_rows, n, dtype, rule, adds)
+    check(ranks, 7, 256, dtype, GEMMA, adds=False)
+    check(ranks, 12, 80, dtype, LLAMA, adds=True)
+    assert ranks.memory.takes_two_shots(12, 80 * dtype.itemsize)
+    assert not ranks.memory.takes_two_shots(2, 64 * dtype.itemsize)
 
 
 @pytest.mark.parametrize(("device", "n"), [("cpu", 8), pytest.param("cuda", 4096, marks=pytest.mark.gpu)])
@@ -177,6 +207,14 @@ def test_what_can_be_taken() -> None:
     more = PeerMemory(0, 8, memory.addresses, memory.turns)
     assert more.can_take(128, 8192)
     assert not more.can_take(160, 8192)
+
+
+def test_when_a_row_goes_to_one_rank_alone() -> None:
+    """Not among two ranks, where either way has the same bytes."""
+    memory = Ranks(0, 2).memory
+    assert not memory.takes_two_shots(1024, 8192)
+    more = PeerMemory(0, 4, memory.addresses, memory.turns)
+    assert [more.takes_two_shots(num_rows, 16384) for num_rows in (32, 42, 43, 128)] == [False, False, True, True]
 
 
 def test_without_memory_in_common_the_steps_are_separate() -> None:

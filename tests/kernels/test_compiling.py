@@ -27,7 +27,7 @@ def test_small_kernels_compile_for_hopper() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == 155
+    assert int(done.stdout) == 157
 
 
 def bf16(*shape: int) -> Tensor:
@@ -52,6 +52,10 @@ def launch_norms_and_gates() -> None:
         peers = PeerMemory(1, size, ints(size), ints(NUM_PROGRAMS, dtype=torch.int32))
         all_reduce_rms_norm(bf16(2, 4096), bf16(4096), 1e-5, peers, bf16(2, 4096), 0.0, False, quantized)
         all_reduce_rms_norm(bf16(2, 2880), bf16(2880), 1e-5, peers, None, 1.0, True)
+    for width, rows in ((8192, 64), (2880, 300)):
+        peers = PeerMemory(3, 4, ints(4), ints(NUM_PROGRAMS, dtype=torch.int32))
+        assert peers.takes_two_shots(rows, 2 * width)
+        all_reduce_rms_norm(bf16(rows, width), bf16(width), 1e-5, peers, bf16(rows, width), 0.0, False)
     for activation in ACTIVATIONS:
         gated_activation(bf16(2, 2 * 1100), activation)
 

@@ -2,7 +2,7 @@
 
 Without the fusion, each sum of a decode step is a kernel that copies the parts into memory that all ranks map, waits
 for all ranks, sums, and waits again; the norm is another kernel. Here a rank writes its part straight into the memory
-of the others, and the part itself shows that it has arrived: there is no barrier.
+of the others, or of the one that sums it, and the part itself shows that it has arrived: there is no barrier.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ REGION_BYTES = 64 * 1024
 """A program's room for the rows that one other rank sends to it in a call."""
 RECEIVED_BYTES = 8 * 1024 * 1024
 """The most bytes that a rank receives in a call. Every part is sent as a whole, so more ranks can sum fewer rows."""
+TWO_SHOT_BYTES = 2 * 1024 * 1024
+"""If a rank would push more than this to more than one other rank, it pushes each row to one, which sums it and pushes
+the sum: twice the latency, and 2 / size of the bytes."""
 EMPTY = -1
 """The bits of an element that has not arrived, all ones in any dtype: a NaN that no rank sends."""
 
@@ -55,6 +58,9 @@ class PeerMemory:
         fits = num_rows <= self.num_programs * (REGION_BYTES // row_bytes)
         return fits and (self.size - 1) * num_rows * row_bytes <= RECEIVED_BYTES
 
+    def takes_two_shots(self, num_rows: int, row_bytes: int) -> bool:
+        return self.size > 2 and (self.size - 1) * num_rows * row_bytes > TWO_SHOT_BYTES
+
 
 def all_reduce_rms_norm(
     x: Tensor,
@@ -69,7 +75,7 @@ def all_reduce_rms_norm(
     quantize: torch.dtype | None = None,
 ) -> Tensor:
     """Return `rms_norm` of the sum of x over all ranks; the other arguments are those of `rms_norm`. All ranks must
-    make the same call. They get the same bits: each adds the parts in the order of ranks, in fp32, and rounds to x's
+    make the same call. They get the same bits: a rank adds the parts in the order of ranks, in fp32, and rounds to x's
     dtype.
 
     x: [..., n], contiguous: this rank's part, which may be overwritten. residual: the same on all ranks.

@@ -5,8 +5,17 @@
         for each row: read the regions of the own buffer until nothing in them is EMPTY; sum; EMPTY them again
         add the residual, norm, store
 
-Only rows travel, each once: there are no flags and no barriers, since an element that is not EMPTY has arrived. Ranks
-never send EMPTY. Elements are at most 4 bytes and aligned, so that none arrives in part; their order does not matter.
+With more than two ranks, a rank would push many rows several times: then every program has an owner among the ranks
+(two shots).
+
+    a program of another rank:   write the rows of this rank's part into the program's region in the owner's buffer
+        for each row: read the owner's region until nothing in it is EMPTY; EMPTY it again; norm, store
+    a program of the owner
+        for each row: sum the parts and add the residual as above; write the row into each other rank's buffer; norm,
+        store
+
+Only rows travel: there are no flags and no barriers, since an element that is not EMPTY has arrived. Ranks never send
+EMPTY. Elements are at most 4 bytes and aligned, so that none arrives in part; their order does not matter.
 
 The part of the buffers that a program touches belongs to the programs with its number alone, whatever rows, widths or
 dtypes their calls have. They use two halves of it in turns. `turns` keeps in memory which half is next, so that a CUDA
@@ -14,6 +23,7 @@ graph continues where the last one ended. For each number, a rank never overwrit
 
     - A rank that writes in call c + 2 has ended its call c + 1, in which it read what the others wrote in theirs.
     - A rank that wrote in call c + 1 had ended its call c, since the programs of a stream wait for all kernels before.
+      (In two shots, what a rank reads is the owner's, which has read what all others wrote.)
     - So call c has ended on all ranks. It read its half, and left it EMPTY: the half that call c + 2 uses.
 
 Waiting programs always make progress: a launch has so few programs that GPUs with as many SMs run all of them at once,
@@ -52,6 +62,14 @@ def _region(address, distance, turn, SIZE: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def _push(ptrs, values, mask, BITS: tl.constexpr):
+    """Write the bits of the values, but never EMPTY."""
+    LAST: tl.constexpr = 2 ** (BITS.primitive_bitwidth - 1) - 1  # also a NaN
+    bits = values.to(BITS, bitcast=True)
+    tl.store(ptrs, tl.where(bits == _EMPTY, LAST, bits), mask=mask)
+
+
+@triton.jit
 def _take(ptrs, mask):
     """Wait until all elements at `ptrs` have arrived, return their bits, and leave them EMPTY. Volatile loads see what
     other GPUs write."""
@@ -85,12 +103,12 @@ def _all_reduce_rms_norm_kernel(
     ROUND_ONCE: tl.constexpr,
     LARGEST: tl.constexpr,
     ROUND: tl.constexpr,
+    TWO_SHOTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """BITS: the integer type of x's element size. LARGEST: what a row's largest value becomes when it is quantized; 0:
     rows are not quantized."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    LAST: tl.constexpr = 2 ** (BITS.primitive_bitwidth - 1) - 1  # also a NaN
     program = tl.program_id(0)
     column = tl.arange(0, N_PADDED)[None, :]
     mask = column < N
@@ -99,31 +117,40 @@ def _all_reduce_rms_norm_kernel(
         tl.extra.cuda.gdc_wait()
     turn = tl.load(turns_ptr + program)
     own_address = tl.load(addresses_ptr + RANK)
-    x_bits_ptr = x_ptr.to(tl.pointer_type(BITS))
+    owner = program % SIZE
     for distance in tl.static_range(1, SIZE):
-        address = tl.load(addresses_ptr + (RANK + distance) % SIZE)
-        for row in range(program, num_rows, PROGRAMS):
-            bits = tl.load(x_bits_ptr + tl.cast(row, tl.int64) * N + column, mask=mask, other=0)
-            bits = tl.where(bits == _EMPTY, LAST, bits)
-            region = _region(address, distance, turn, SIZE, BITS)
-            tl.store(region + row // PROGRAMS * N + column, bits, mask=mask)
+        receiver = (RANK + distance) % SIZE
+        if (not TWO_SHOTS) or receiver == owner:
+            region = _region(tl.load(addresses_ptr + receiver), distance, turn, SIZE, BITS)
+            for row in range(program, num_rows, PROGRAMS):
+                part = tl.load(x_ptr + tl.cast(row, tl.int64) * N + column, mask=mask, other=0.0)
+                _push(region + row // PROGRAMS * N + column, part, mask, BITS)
     tl.debug_barrier()  # all threads send before any waits
     for row in range(program, num_rows, PROGRAMS):
         offset = tl.cast(row, tl.int64) * N + column
-        own = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        place = row // PROGRAMS * N + column
+        if (not TWO_SHOTS) or owner == RANK:
+            own = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+            if HAS_RESIDUAL:
+                residual = tl.load(residual_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+            x = tl.zeros([1, N_PADDED], tl.float32)
+            for rank in tl.static_range(SIZE):
+                if rank == RANK:
+                    x += own
+                else:
+                    region = _region(own_address, (RANK - rank + SIZE) % SIZE, turn, SIZE, BITS)
+                    x += _take(region + place, mask).to(DTYPE, bitcast=True).to(tl.float32)
+            rounded = x.to(DTYPE)
+            if HAS_RESIDUAL:
+                rounded = (rounded.to(tl.float32) + residual).to(DTYPE)
+            if TWO_SHOTS:
+                for distance in tl.static_range(1, SIZE):
+                    address = tl.load(addresses_ptr + (RANK + distance) % SIZE)
+                    _push(_region(address, distance, turn, SIZE, BITS) + place, rounded, mask, BITS)
+        else:
+            region = _region(own_address, (RANK - owner + SIZE) % SIZE, turn, SIZE, BITS)
+            rounded = _take(region + place, mask).to(DTYPE, bitcast=True)
         if HAS_RESIDUAL:
-            residual = tl.load(residual_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        x = tl.zeros([1, N_PADDED], tl.float32)
-        for rank in tl.static_range(SIZE):
-            if rank == RANK:
-                x += own
-            else:
-                region = _region(own_address, (RANK - rank + SIZE) % SIZE, turn, SIZE, BITS)
-                bits = _take(region + row // PROGRAMS * N + column, mask)
-                x += bits.to(DTYPE, bitcast=True).to(tl.float32)
-        rounded = x.to(DTYPE)
-        if HAS_RESIDUAL:
-            rounded = (rounded.to(tl.float32) + residual).to(DTYPE)
             tl.store(residual_ptr + offset, rounded, mask=mask)
         out = normed(rounded.to(tl.float32), weight, eps, N, ROUND_ONCE, DTYPE)
         tl.store(out_ptr + offset, out, mask=mask)
@@ -175,6 +202,7 @@ def all_reduce_rms_norm(
         round_once,
         0 if quantized is None else LARGEST[quantized[0].dtype],
         quantized is not None and quantized[0].dtype == torch.int8,
+        peers.takes_two_shots(num_rows, n * x.itemsize),
         num_warps=max(1, min(16, padded // 512)),
         **launch_options(x.device),
     )
