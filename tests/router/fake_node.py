@@ -40,6 +40,7 @@ from baton.prompt_logprobs import PromptLogprobs
 from baton.sampling import FinishReason
 from baton.trust import Trust
 from baton.v1 import node_pb2, node_pb2_grpc
+from deploy.ports import HeldPort
 from tests.router.tiny_tokenizer import (
     CHAT_TEMPLATE,
     EOT,
@@ -105,6 +106,8 @@ class FakeCluster:
 
     async def close(self) -> None:
         await asyncio.gather(*(node.stop() for node in self.nodes))
+        for node in self.nodes:
+            node.port.close()
 
 
 @dataclass
@@ -123,6 +126,7 @@ class FakeNode(node_pb2_grpc.NodeStatusServicer, node_pb2_grpc.PrefillNodeServic
         self._role = role
         self._number = number
         self._starts = 0
+        self.port = HeldPort(HostPort("127.0.0.1", 0))  # so that nobody else gets it while it restarts
         self.sessions: dict[int, _Session] = {}
         self._attempts: dict[AttemptId, asyncio.Task[None]] = {}
         self._stopped_samples: set[tuple[AttemptId, int]] = set()
@@ -136,7 +140,7 @@ class FakeNode(node_pb2_grpc.NodeStatusServicer, node_pb2_grpc.PrefillNodeServic
         self.sends_tokenizer = asyncio.Event()
         self.sends_tokenizer.set()
 
-    async def start(self, port: int = 0, **changes: Any) -> None:
+    async def start(self, **changes: Any) -> None:
         self._starts += 1
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         node_pb2_grpc.add_NodeStatusServicer_to_server(self, self._server)
@@ -146,7 +150,7 @@ class FakeNode(node_pb2_grpc.NodeStatusServicer, node_pb2_grpc.PrefillNodeServic
             else node_pb2_grpc.add_DecodeNodeServicer_to_server
         )
         add(self, self._server)
-        port = bind(self._server, f"127.0.0.1:{port}", self.trust.tls)
+        port = bind(self._server, str(self.port.address), self.trust.tls)
         name = f"{self._role.value}-{self._number}"
         self.info = dataclasses.replace(node_info(self._role, name, f"127.0.0.1:{port}"), **changes)
         self.info = dataclasses.replace(self.info, incarnation=f"{name}.{self._starts}")
@@ -160,9 +164,8 @@ class FakeNode(node_pb2_grpc.NodeStatusServicer, node_pb2_grpc.PrefillNodeServic
 
     async def restart(self, **changes: Any) -> None:
         """Die and come back, as another incarnation at the same address."""
-        port = HostPort.parse(self.info.address).port
         await self.stop()
-        await self.start(port, **changes)
+        await self.start(**changes)
 
     # ---- services ----
 
