@@ -2,16 +2,19 @@
 
 The engine is the one that a node with these flags builds, on a CPU or a GPU. It runs prompts alone, decodes in batches
 of several sizes over contexts of several lengths, and both together; the profile's coefficients are the ones, none of
-them negative, with the least squares of relative errors.
+them negative, with the least squares of relative errors. With --up, a pair of nodes then answers one request after the
+other, and shows how much longer steps take in a node that serves, and how they vary (`benchmarks.fit_served`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import statistics
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
@@ -22,6 +25,7 @@ from pydantic import Field
 from baton.messages import AttemptId
 from baton.sampling import SamplingParams
 from baton.settings import parse
+from benchmarks.fit_served import Answers, Served, serve
 from engine.engine import Engine
 from engine.pace import StepSize
 from engine.sequence import Sequence as EngineSequence
@@ -47,6 +51,10 @@ class FitSettings(NodeSettings):
     prompts: str = Field("16,64,256,512,1024", description="tokens of the prompts that are alone")
     link_gb_s: float = Field(2.0, gt=0, description="GB/s between nodes, which are not measured")
     latency_us: float = Field(300.0, ge=0, description="microseconds of a message, which are not measured")
+    up: str | None = Field(None, description="flags of a pair of nodes, as for baton-up, to measure how these serve")
+    served_prompts: str = Field("128,512", description="tokens of the prompts that the pair gets")
+    num_served: int = Field(100, ge=2, description="requests that it gets of each")
+    served_per_s: float = Field(2.0, gt=0, description="how many it gets in a second: few, so that most are alone")
 
 
 class Recorder:
@@ -152,7 +160,13 @@ def typical_error(taken: dict[StepSize, float], costs: Sequence[float]) -> float
     return statistics.median(own)
 
 
-def to_toml(settings: FitSettings, built: LoadedModel, decodes: Sequence[float], prompts: Sequence[float]) -> str:
+def to_toml(
+    settings: FitSettings,
+    built: LoadedModel,
+    decodes: Sequence[float],
+    prompts: Sequence[float],
+    served: Served | None = None,
+) -> str:
     config, layer, num_layers = built.engine.config, built.layout.layers[0], len(built.layout.layers)
     names = ("constant_us", "per_seq_us", "per_context_token_us", "per_prompt_token_us", "per_prompt_pair_us")
     tables: dict[str, dict[str, object]] = {
@@ -174,6 +188,9 @@ def to_toml(settings: FitSettings, built: LoadedModel, decodes: Sequence[float],
             "async_scheduling": config.async_scheduling,
         },
     }
+    if served is not None:
+        tables["step"]["per_adopted_seq_us"] = _rounded(served.per_adopted_seq_us)
+        tables["spread"] = {name: list(map(_rounded, factors)) for name, factors in asdict(served.spread).items()}
     lines = [f'source = "measured by benchmarks.fit_profile: {built.served_model_name} on {built.device}"']
     for name, table in tables.items():
         lines += ["", f"[{name}]", *(f"{key} = {_literal(value)}" for key, value in table.items())]
@@ -190,6 +207,11 @@ def _literal(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
+def _serve(settings: FitSettings, up: str) -> Coroutine[Any, Any, Answers]:
+    prompts = lengths(settings.served_prompts)
+    return serve(up, prompts, settings.num_served, settings.served_per_s, settings.seed)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     settings = parse(FitSettings, argv)
     built = build(settings)
@@ -201,6 +223,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, sizes, cost in (("decodes", decodes, costs[0]), ("prompts", prompts, costs[1])):
         print(f"{name}: {len(sizes)} kinds of steps, typical error {typical_error(sizes, cost):.1%}")
     settings.output.write_text(to_toml(settings, built, *costs), encoding="utf-8")
+    if settings.up is not None:
+        answers = asyncio.run(_serve(settings, settings.up))
+        served = Served.of(str(settings.output), answers)
+        print(served)
+        costs = served.added_to(*costs)
+        settings.output.write_text(to_toml(settings, built, *costs, served=served), encoding="utf-8")
     print(f"written: {settings.output}")
 
 

@@ -110,6 +110,7 @@ def simulate(
         wake_at=wake_at,
         layer_groups=layer_groups,
         time_scale=settings.time_scale,
+        seed=settings.seed,
     )
     fingerprint = hashlib.sha256(f"simulated {files.digest} {profile.model}".encode()).hexdigest()
     return SimulatedModel(

@@ -3,6 +3,7 @@
 [step]            a step with only decodes, in microseconds
 [prompt_step]     a step with prompt tokens, which never takes less time than its decodes alone
 [mixed_step]      a step with prompt tokens and decodes; without this table, [prompt_step] holds
+[spread]          by how much steps take longer or shorter than that; without this table, they do not
 [link]            the link that carries KV between nodes
 [model]           the shape of the KV, and the longest context
 [node]            the sizes of a node, where no flag says otherwise
@@ -55,6 +56,14 @@ class DecodeCost(StepCost):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Factors of the times of steps without and with prompt tokens, each as likely as the others."""
+
+    step: tuple[float, ...] = (1.0,)
+    prompt_step: tuple[float, ...] = (1.0,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LinkCost:
     """`bandwidth_gb_s`: total GB/s that a node sends, or receives. `latency_us`: of a message between two processes,
     including the work of both ends."""
@@ -95,10 +104,16 @@ class Profile:
     model: ModelShape
     node: NodeSizes
     mixed_step: StepCost | None = None
+    spread: Spread = Spread()
     name: str = field(default="", compare=False)
 
+    def spread_of(self, size: StepSize) -> tuple[float, ...]:
+        """The factors of the step's time."""
+        return self.spread.prompt_step if size.has_prompts else self.spread.step
+
     def step_s(self, size: StepSize, num_adopted: int = 0) -> float:
-        """How long the step takes, in seconds, if it is the first of so many sequences that were handed over."""
+        """How long the step takes, in seconds, if it is the first of so many sequences that were handed over; without
+        its spread."""
         adopted_s = _US * self.step.per_adopted_seq_us * num_adopted
         if not size.has_prompts:
             return adopted_s + self.step.seconds(size)
@@ -133,11 +148,11 @@ def load_profile(name: str) -> Profile:
 def _profile(stated: Mapping[str, Any], name: str) -> Profile:
     """Raises ValueError."""
     tables: dict[str, type[Any]] = {"step": DecodeCost, "prompt_step": StepCost, "mixed_step": StepCost}
-    tables |= {"link": LinkCost, "model": ModelShape, "node": NodeSizes}
+    tables |= {"spread": Spread, "link": LinkCost, "model": ModelShape, "node": NodeSizes}
     if unknown := sorted(stated.keys() - tables.keys() - {"source"}):
         raise ValueError(f"unknown: {', '.join(unknown)}")
-    if "mixed_step" not in stated:
-        del tables["mixed_step"]
+    for optional in {"mixed_step", "spread"} - stated.keys():
+        del tables[optional]
     read: dict[str, Any] = {key: _table(kind, key, stated.get(key)) for key, kind in tables.items()}
     profile = Profile(source=str(stated.get("source", "")), name=name, **read)
     profile.layout(1, "")  # raises for a shape that no model has
@@ -158,10 +173,16 @@ def _table(kind: type[T], name: str, stated: object) -> T:
     needed = {entry.name for entry in fields(kind) if entry.default is MISSING}  # type: ignore[arg-type]
     if missing := sorted(needed - stated.keys()):
         raise ValueError(f"{name}: lacks {', '.join(missing)}")
-    return kind(**stated)
+    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in stated.items()})
 
 
 def _check(name: str, kind: str, value: object) -> None:
+    if kind == "tuple[float, ...]":
+        if not isinstance(value, list) or not value:
+            raise ValueError(f"{name} must be a list of numbers, not {value!r}")
+        for number in value:
+            _check(name, "float", number)
+        return
     right = {"float": (int, float), "int": (int,), "str": (str,), "bool": (bool,)}[kind]
     if not isinstance(value, right) or (isinstance(value, bool) and kind != "bool"):
         raise ValueError(f"{name} must be of type {kind}, not {value!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from random import Random
 
 from baton.layout import layer_groups_of
 from baton.prompt_logprobs import PromptLogprobs
@@ -20,6 +21,7 @@ class SimulatedModelRunner:
 
     clock: seconds. wake_at: calls the engine's loop at a time of that clock, when a step, or a group of layers of a
     step that ends a prompt to hand off, is done. time_scale: by how much time here passes faster than in the profile.
+    seed: of what the profile's spread makes of steps.
     """
 
     only_launches = True
@@ -34,6 +36,7 @@ class SimulatedModelRunner:
         wake_at: Callable[[float], None],
         layer_groups: int = 1,
         time_scale: float = 1.0,
+        seed: int = 0,
     ) -> None:
         self._profile = profile
         self._tokens = tokens
@@ -43,12 +46,13 @@ class SimulatedModelRunner:
         self._num_layers = profile.model.num_layers
         self._groups = [end for _, end in layer_groups_of(self._num_layers, layer_groups)]
         self._idle_from = 0.0  # when the last launched step ends
+        self._random = Random(seed)
         self._known = set[Sequence]()  # those that have been in a step
 
     def launch(self, chunks: Seq[Chunk]) -> SimulatedStep:
         """See `engine.step.ModelRunner`."""
         begins = max(self._clock(), self._idle_from)
-        takes_s = self._profile.step_s(StepSize.of(chunks), self._num_adopted(chunks)) / self._time_scale
+        takes_s = self._step_s(chunks) / self._time_scale
         self._idle_from = begins + takes_s
         marks = [(self._idle_from, self._num_layers)]
         if any(chunk.samples_token and chunk.sequence.hand_off for chunk in chunks):
@@ -56,6 +60,11 @@ class SimulatedModelRunner:
         for when, _ in marks:
             self._wake_at(when)
         return SimulatedStep(list(chunks), self._tokens, marks, self._clock)
+
+    def _step_s(self, chunks: Seq[Chunk]) -> float:
+        size = StepSize.of(chunks)
+        factor = self._random.choice(self._profile.spread_of(size))
+        return factor * self._profile.step_s(size, self._num_adopted(chunks))
 
     def _num_adopted(self, chunks: Seq[Chunk]) -> int:
         """Sequences that are decoded although no step here has computed anything of them."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,9 @@ def test_a_prompt_makes_no_step_shorter() -> None:
         ("[link]", "[link]\ncolour = 1", "link: unknown: colour"),
         ("[link]", "[lnk]", "unknown: lnk"),
         ("bandwidth_gb_s = 340", "bandwidth_gb_s = 0", "link.bandwidth_gb_s must be more than 0"),
+        ("[link]", "[spread]\nstep = 1.0\n[link]", "spread.step must be a list of numbers, not 1.0"),
+        ("[link]", "[spread]\nprompt_step = []\n[link]", "spread.prompt_step must be a list of numbers, not "),
+        ("[link]", "[spread]\nstep = [1.0, -0.5]\n[link]", "spread.step must be 0 or more, not -0.5"),
         ("[step]", "[step", "not TOML"),
     ],
 )
@@ -123,6 +128,25 @@ def test_steps_run_one_after_the_other_and_wake_the_loop_at_their_ends() -> None
     assert not second.is_done()
     time.now = time.wakes[1]
     assert second.is_done()
+
+
+def test_steps_vary_as_the_profile_says(tmp_path: Path) -> None:
+    """Those with prompts in their own way; the same with the same seed."""
+    told = profile(tmp_path, ("[link]", "[spread]\nstep = [0.5, 1, 2]\nprompt_step = [3]\n[link]"))
+
+    def factors(seed: int, length: int) -> list[float]:
+        time, chunk = Time(), Chunk.of(sequence(0, 8), 8 - length, length)
+        runner = time.runner(told, seed=seed)
+        for _ in range(200):
+            runner.launch([chunk])
+        alone = told.step_s(StepSize.of([chunk]))
+        return [round((b - a) / alone, 6) for a, b in itertools.pairwise(time.wakes)]
+
+    decodes = Counter(factors(0, 1))
+    assert decodes.keys() == {0.5, 1, 2}
+    assert min(decodes.values()) > 40
+    assert set(factors(0, 8)) == {3}
+    assert factors(0, 1) == factors(0, 1) != factors(1, 1)
 
 
 def test_a_step_takes_longer_for_each_sequence_that_was_handed_over() -> None:
