@@ -280,6 +280,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def compute(self) -> tuple[Plan, StepResult]:
         self.guess()
+        self.lengths = {seq: seq.num_tokens for seq in self.live(SequenceState.WAITING)}
         plan = self.engine.schedule(self.now)
         assert len(plan.chunks) <= self.config.max_num_seqs
         prompts = [chunk for chunk in plan.chunks if chunk.length > max(1, chunk.num_logits)]
@@ -293,7 +294,7 @@ class EngineMachine(RuleBasedStateMachine):
                 "not in order of arrival"
             )
             self.queue.remove(seq.attempt_id)
-            assert not self.awaits_load(seq)
+            assert not self.awaits_load(seq, self.lengths[seq])
             event(f"past others {bool(passed)}")
             assert seq.num_cached_tokens % BLOCK_SIZE == 0
             assert seq.num_cached_tokens < seq.num_tokens
@@ -333,9 +334,10 @@ class EngineMachine(RuleBasedStateMachine):
                 assert token.sequence.state is SequenceState.FINISHED
                 assert not token.sequence.block_table
 
-    def awaits_load(self, seq: Sequence) -> bool:
-        """Whether the first block that it lacks is on its way."""
-        hashes = seq.block_hashes((seq.num_tokens - 1) // BLOCK_SIZE, BLOCK_SIZE)
+    def awaits_load(self, seq: Sequence, num_tokens: int | None = None) -> bool:
+        """Whether the first block that it lacks is on its way. num_tokens: when it was to start, if it has since got
+        more."""
+        hashes = seq.block_hashes(((num_tokens or seq.num_tokens) - 1) // BLOCK_SIZE, BLOCK_SIZE)
         blocks = self.engine.blocks
         if self.config.table_shape.has_windows:
             return self.engine.tables.match(hashes)[1] is not None
