@@ -232,8 +232,11 @@ async def test_weights_in_8_bits(tmp_path: Path) -> None:
     assert agreement(said, wanted) > QUANTIZED_AGREEMENT
 
 
-def test_sums_of_few_rows_and_in_pieces() -> None:
-    """Those that norms make, of one row to several for each program, widths that change between calls, and those of
-    products in pieces; op by op and in CUDA graphs. All ranks get the same bits."""
-    arguments = ["--widths", "4096,64,2880", "--rows", "1,3,129,1024", "--inputs", "2048", "--prompts", "2048,8100"]
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=FOUR_GPUS)])
+def test_sums_of_few_rows_and_in_pieces(ranks: int) -> None:
+    """Those that norms make, of one row to several for each program, widths that change between calls, with four ranks
+    in one shot and in two, and those of products in pieces; op by op and in CUDA graphs. All ranks get the same
+    bits."""
+    arguments = ["--ranks", str(ranks), "--widths", "4096,64,2880", "--rows", "1,3,129,300,1024"]
+    arguments += ["--inputs", "2048", "--prompts", "2048,8100"]
     assert rank_sums.main([*arguments, "--pieces", "1,2,4", "--calls", "3", "--limit-s", "200"]) == 0
