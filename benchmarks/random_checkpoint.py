@@ -65,12 +65,12 @@ def _write_shard(path: Path, tensors: Mapping[str, Tensor], deviation: float, de
     for name, like in tensors.items():
         begin, end = end, end + like.nbytes
         header[name] = {"dtype": _DTYPES[like.dtype], "shape": list(like.shape), "data_offsets": [begin, end]}
-    told = json.dumps(header).encode()
-    told += b" " * (-len(told) % 8)
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
     generator = torch.Generator(device).manual_seed(seed)
     host = torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
     with path.open("wb", buffering=0) as file:
-        _write(file, len(told).to_bytes(8, "little") + told)
+        _write(file, len(encoded).to_bytes(8, "little") + encoded)
         for name, like in tensors.items():
             values: Any = _random(name, like, deviation, generator).view(-1).view(torch.uint8)
             for piece in values.split(_PIECE_BYTES):

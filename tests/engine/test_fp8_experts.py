@@ -30,7 +30,8 @@ from engine.model.quantization.experts import Fp8Experts
 from tests.engine import tiny_models
 from tests.engine.test_expert_parallel import load_all
 from tests.engine.test_parity import MAX_TOKENS, ask, make_engine, run
-from tests.engine.test_sharding import WIDE, check_same
+from tests.engine.test_sharded_quantization import WIDE
+from tests.engine.test_sharding import check_same
 from tools.quantize import write
 
 torch.set_num_threads(1)

@@ -19,7 +19,8 @@ from engine.model.quantization import packed_experts
 from tests.engine import tiny_models
 from tests.engine.test_expert_parallel import load_all
 from tests.engine.test_fp8_experts import quantized
-from tests.engine.test_sharding import WIDE, check_same
+from tests.engine.test_sharded_quantization import WIDE
+from tests.engine.test_sharding import check_same
 
 torch.set_num_threads(1)
 

@@ -14,14 +14,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from torch import nn
 from torch._C._distributed_c10d import HashStore
 from transformers import LlamaConfig, PreTrainedModel
 
 from baton.layout import KvSlice
 from baton.messages import AttemptId
 from baton.sampling import SamplingParams
-from engine.checkpoint import EMBEDDED
 from engine.engine import Engine
 from engine.model.batch import singles_first
 from engine.model.errors import UnsupportedModel
@@ -40,7 +38,6 @@ from tests.engine import tiny_models
 from tests.engine.rank_threads import Load, in_threads, ranked_runner
 from tests.engine.test_model_families import SIZES, sequences
 from tests.engine.test_parity import ask, run
-from tools.quantize import write
 
 torch.set_num_threads(1)
 
@@ -142,132 +139,6 @@ def test_a_rank_reads_and_keeps_its_part_alone(tmp_path: Path) -> None:
     total = sum(parameter.numel() for parameter in whole.values())
     for model in models:  # more than a quarter: each KV head is on two ranks, norms are on all
         assert sum(parameter.numel() for parameter in model.parameters()) < 0.3 * total
-
-
-@pytest.mark.parametrize("form", ["compressed-int8", "compressed-fp8-tensor", "fp8"])
-def test_a_rank_has_its_part_of_quantized_weights(form: str, tmp_path: Path) -> None:
-    """What they stand for, to the bit."""
-    write(EMBEDDED["baton-tiny"], tmp_path / "q", form)
-    check_parts(tmp_path / "q", 2, head_dim=32)
-
-
-@pytest.mark.parametrize("method", ["fp8", "int8"])
-def test_ranks_share_the_scales_of_weights_that_are_quantized_as_they_load(method: str) -> None:
-    check_parts(EMBEDDED["baton-tiny"], 4, head_dim=32, quantization=method)
-
-
-WIDE = {**tiny_models.SHAPE, "hidden_size": 256, "head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-"""Blocks of 128 x 128 end where the parts of two ranks do."""
-
-
-@pytest.mark.parametrize("form", ["fp8-block", "compressed-fp8-block"])
-def test_a_rank_has_its_blocks(form: str, tmp_path: Path) -> None:
-    source = tiny_models.save(LlamaConfig(**{**WIDE, "intermediate_size": 512}), tmp_path / "source")
-    write(source, tmp_path / "q", form)
-    check_parts(tmp_path / "q", 2, head_dim=128)
-
-
-def test_ranks_whose_rows_are_of_one_block_share_its_scale(tmp_path: Path) -> None:
-    sizes = {"head_dim": 64, "num_attention_heads": 8, "intermediate_size": 512}
-    write(tiny_models.save(LlamaConfig(**{**WIDE, **sizes}), tmp_path / "source"), tmp_path / "q", "fp8-block")
-    check_parts(tmp_path / "q", 2, head_dim=64)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "reason"),
-    [
-        ({"intermediate_size": 128}, "down_proj: .* do not divide its 64 columns"),
-        ({"head_dim": 96, "num_attention_heads": 8, "num_key_value_heads": 4}, "k_proj: .* where its 192 rows on each"),
-        ({"head_dim": 96, "num_attention_heads": 8, "num_key_value_heads": 2}, "k_proj: .* where its 96 rows on each"),
-    ],
-)
-@pytest.mark.parametrize("form", ["fp8-block", "compressed-fp8-block"])
-def test_blocks_on_several_ranks_are_refused(form: str, sizes: dict[str, int], reason: str, tmp_path: Path) -> None:
-    source = tiny_models.save(LlamaConfig(**{**WIDE, "intermediate_size": 512, **sizes}), tmp_path / "source")
-    write(source, tmp_path / "q", form)
-    with in_threads(2, lambda _: None) as group, pytest.raises(UnsupportedModel, match=reason):
-        loader.load_model(Checkpoint.open(tmp_path / "q"), part=RankPart(group))
-
-
-FOUR_BITS = ["compressed-w4a16", "compressed-w4a16-asym", "compressed-w4a16-channel", "awq", "gptq", "gptq-asym"]
-
-
-@pytest.mark.parametrize("form", FOUR_BITS)
-def test_a_rank_has_its_words_and_groups(form: str, tmp_path: Path) -> None:
-    """In words of several codes, along inputs or outputs."""
-    source = tiny_models.save(LlamaConfig(**{**WIDE, "intermediate_size": 512}), tmp_path / "source")
-    write(source, tmp_path / "q", form)
-    check_parts(tmp_path / "q", 2, head_dim=128)
-
-
-def test_one_group_of_all_columns(tmp_path: Path) -> None:
-    """Each rank has the scales of all, and columns in order."""
-    source = tiny_models.save(LlamaConfig(**{**WIDE, "intermediate_size": 512}), tmp_path / "source")
-    write(source, tmp_path / "q", "gptq")
-    file, config = (tmp_path / "q" / name for name in ("model.safetensors", "config.json"))
-    weights = load_file(file)
-    for name, tensor in weights.items():
-        if name.endswith(("qzeros", "scales")):
-            weights[name] = tensor[:1].contiguous()
-        elif name.endswith("g_idx"):
-            weights[name] = torch.zeros_like(tensor)
-    assert any(name.endswith("g_idx") for name in weights)
-    save_file(weights, file, metadata={"format": "pt"})
-    config.write_text(config.read_text().replace('"group_size": 128', '"group_size": -1'))
-    check_parts(tmp_path / "q", 2, head_dim=128)
-
-
-@pytest.mark.parametrize("form", ["compressed-w4a16", "awq"])
-def test_random_words_of_ranks(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In memory that holds anything, as a GPU's."""
-
-    def move_to_used_memory(model: nn.Module, _: torch.device) -> None:
-        for tensor in model.state_dict(keep_vars=True).values():
-            tensor.data = torch.full_like(tensor, 77)
-
-    monkeypatch.setattr(loader, "move_empty", move_to_used_memory)
-    source = tiny_models.save(LlamaConfig(**{**WIDE, "intermediate_size": 512}), tmp_path / "source")
-    write(source, tmp_path / "q", form)
-    (tmp_path / "q" / "model.safetensors").unlink()
-    with in_threads(2, lambda _: None) as group:
-        model = loader.load_model(Checkpoint.open(tmp_path / "q"), load_format="dummy", part=RankPart(group))
-    weight = model.get_submodule("model.layers.0.mlp.down_proj").weight
-    assert list(weight.shape) == [256, 256]
-    assert 0.005 < weight.std() < 0.1
-
-
-def test_biases_that_only_the_files_have(tmp_path: Path) -> None:
-    """AutoGPTQ writes some for all layers. Those after a sum are added once."""
-    source = tiny_models.save(LlamaConfig(**{**WIDE, "intermediate_size": 512}), tmp_path / "source")
-    write(source, tmp_path / "q", "gptq")
-    file = tmp_path / "q" / "model.safetensors"
-    weights = load_file(file)
-    torch.manual_seed(1)
-    for name, words in list(weights.items()):
-        if name.endswith("qweight"):
-            weights[name.replace("qweight", "bias")] = torch.randn(words.shape[1]).half() * 0.1
-    save_file(weights, file, metadata={"format": "pt"})
-    check_same(tmp_path / "q", 2, fused=True)
-
-
-@pytest.mark.parametrize(
-    ("form", "sizes", "reason"),
-    [
-        ("gptq-desc-act", {}, "o_proj: columns in another order than their groups cannot be divided among ranks"),
-        ("awq", {"intermediate_size": 384}, "down_proj of 192 x 256 cannot have AWQ groups of 128"),
-        ("gptq", {"intermediate_size": 384}, "down_proj of 192 x 256 cannot have GPTQ groups of 128"),
-        ("compressed-w4a16", {"intermediate_size": 384}, "down_proj: groups of 128 do not divide its 192 columns"),
-        ("awq", {"head_dim": 12, "num_attention_heads": 32}, "k_proj of 256 x 12 cannot have AWQ groups of 128"),
-        ("gptq", {"head_dim": 12, "num_attention_heads": 32}, "k_proj of 256 x 12 cannot have GPTQ groups of 128"),
-    ],
-)
-def test_words_and_groups_on_several_ranks_are_refused(
-    form: str, sizes: dict[str, int], reason: str, tmp_path: Path
-) -> None:
-    source = tiny_models.save(LlamaConfig(**{**WIDE, "intermediate_size": 512, **sizes}), tmp_path / "source")
-    write(source, tmp_path / "q", form)
-    with in_threads(2, lambda _: None) as group, pytest.raises(UnsupportedModel, match=reason):
-        loader.load_model(Checkpoint.open(tmp_path / "q"), part=RankPart(group))
 
 
 def check_parts(
