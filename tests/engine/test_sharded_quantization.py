@@ -80,7 +80,7 @@ def test_a_rank_has_its_words_and_groups(form: str, tmp_path: Path) -> None:
 
 
 def test_one_group_of_all_columns(tmp_path: Path) -> None:
-    """Each rank has the scales of all, and columns in order."""
+    """Each rank has the scales of all, and columns in order, whatever the files say of their groups."""
     source = tiny_models.save(LlamaConfig(**{**WIDE, "intermediate_size": 512}), tmp_path / "source")
     write(source, tmp_path / "q", "gptq")
     file, config = (tmp_path / "q" / name for name in ("model.safetensors", "config.json"))
@@ -89,7 +89,7 @@ def test_one_group_of_all_columns(tmp_path: Path) -> None:
         if name.endswith(("qzeros", "scales")):
             weights[name] = tensor[:1].contiguous()
         elif name.endswith("g_idx"):
-            weights[name] = torch.zeros_like(tensor)
+            weights[name] = torch.arange(len(tensor), dtype=tensor.dtype)
     assert any(name.endswith("g_idx") for name in weights)
     save_file(weights, file, metadata={"format": "pt"})
     config.write_text(config.read_text().replace('"group_size": 128', '"group_size": -1'))
