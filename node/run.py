@@ -31,6 +31,7 @@ from baton.signals import stop_signals
 from baton.telemetry import configure_logging
 from node import preflight
 from node.errors import StartupError
+from node.garbage import collected_once
 from node.loop import NodeLoop
 from node.peers.nodes import PeerNodes
 from node.ranks.headless import run_headless
@@ -112,15 +113,8 @@ def _run_ranks(settings: NodeSettings, side: RoleSide, import_parts: ImportParts
 def _make_frozen_parts(
     import_parts: ImportParts, settings: NodeSettings, wake: Callable[[], None], ranks: Ranks | None = None
 ) -> NodeParts:
-    """Make the parts, and exempt them from garbage collection. Their garbage is collected once, at the end, without
-    the imported modules' objects; what is left is frozen.
-
-    A full collection of the 500,000 objects of torch and transformers takes a third of a second, by which the start
-    would take longer, or during which no step is launched. Collections during the imports would take a fifth of the
-    imports' time; the garbage that is never collected instead is 7 MiB.
-    """
-    gc.disable()
-    try:
+    """Make the parts, and exempt them from garbage collection."""
+    with collected_once():
         make_parts = import_parts()
         if settings.engine == "torch":
             import kv_transfer.slot_copies  # noqa: F401
@@ -128,10 +122,6 @@ def _make_frozen_parts(
             import node.structured_output.grammars  # noqa: F401
         gc.freeze()
         return make_parts(settings, wake, ranks)
-    finally:
-        gc.collect()
-        gc.freeze()
-        gc.enable()
 
 
 async def _serve(settings: NodeSettings, side: RoleSide, parts: NodeParts, loop: NodeLoop, ranks: Ranks | None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -9,10 +10,12 @@ from typing import TYPE_CHECKING
 
 from baton.telemetry import configure_logging
 from kv_transfer.transports.host import LOOPBACK
-from node.ranks.rank_links import RankLink
+from node.garbage import collected_once
+from node.ranks.rank_links import RankLink, Serve
 from node.settings import NodeSettings
 
 if TYPE_CHECKING:
+    from engine.model.rank import RankModel
     from kv_transfer.pool_server import AfterSteps
 
 log = logging.getLogger(__name__)
@@ -23,11 +26,20 @@ def run_rank(link: RankLink, settings: NodeSettings) -> None:
     name = f"{settings.node_id or settings.listen.port}/{link.number}"
     configure_logging(settings.log_levels(), name, log_format=settings.log_format)
 
+    from engine.model.parallel.others import serve
+
+    with collected_once():
+        rank, serve_pool = _load(link, settings)
+    link.ready(rank.pool.tensor, serve_pool)
+    serve(rank, link.receive)
+
+
+def _load(link: RankLink, settings: NodeSettings) -> tuple[RankModel, Serve]:
+    """The rank's model, and what serves its pool."""
     import torch
 
     from engine.model.load.checkpoint import Checkpoint
     from engine.model.parallel.data_parallel import ONE_NODE
-    from engine.model.parallel.others import serve
     from engine.model.parallel.pipeline import Pipeline
     from engine.model.rank import RankModel
     from kv_transfer.pool_server import PoolServer
@@ -36,6 +48,7 @@ def run_rank(link: RankLink, settings: NodeSettings) -> None:
     from node.ranks.part import device_of, load_part
     from node.ranks.pool_links import make_link
 
+    gc.freeze()
     # Joined after the imports, which take seconds: rank 0 has its own meanwhile.
     checkpoint, device = Checkpoint.find(settings.model, settings.revision), device_of(settings, link.number)
     everyone, peers = link.join(device, partial(fingerprint_of, settings, checkpoint))
@@ -60,5 +73,4 @@ def run_rank(link: RankLink, settings: NodeSettings) -> None:
         make = partial(make_link, settings, device, link.host or LOOPBACK)  # --listen is an address of rank 0's host
         return PoolServer(rank.pool.as_bytes(), layout, make, send, after_steps, fail)
 
-    link.ready(rank.pool.tensor, serve_pool)
-    serve(rank, link.receive)
+    return rank, serve_pool

@@ -9,12 +9,16 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+import numpy as np
 import pytest
+import torch
 import uvloop
 
+from engine.model.parallel.group import ONE_RANK
+from engine.model.parallel.others import Kind
 from node.peers import nodes
 from node.peers.nodes import PeerNodes
-from node.ranks import forks
+from node.ranks import forks, process
 from node.ranks.ranks import Ranks
 from node.run import MakeParts, _make_frozen_parts, _told_by
 from node.settings import NodeSettings
@@ -107,3 +111,35 @@ def test_a_node_may_be_told_to_stop_at_any_time() -> None:
 def test_ranks_hosts_and_other_nodes_are_given_up_after_the_silence_that_is_set() -> None:
     settings = NodeSettings(model="nowhere", silence_timeout=7.0)
     assert forks.Limits.of(settings).silence == nodes.Limits.of(settings).silence == 7.0
+
+
+class Link:
+    """A RankLink of the only rank, which the node closes at once."""
+
+    number = 0
+    host: str | None = None
+
+    def join(self, device: torch.device, fingerprint: Callable[[], str]) -> tuple[Any, None]:
+        assert not gc.isenabled()
+        self.frozen = gc.get_freeze_count()  # the imports' objects
+        return ONE_RANK, None
+
+    def memory(self, device: torch.device) -> None:
+        return None
+
+    def ready(self, pool: torch.Tensor, serve: object) -> None:
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > self.frozen > 10_000
+
+    def receive(self) -> tuple[int, Any]:
+        return Kind.CLOSE, np.zeros(0, np.int32)
+
+
+def test_a_rank_that_serves_never_looks_at_what_it_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks would wait for its collections."""
+    monkeypatch.setattr(process, "configure_logging", lambda *_, **__: None)  # this process has its own
+    gc.unfreeze()
+    flags: dict[str, Any] = {"device": "cpu", "max_model_len": 64, "kv_cache_memory_bytes": 1 << 20, "cpu_threads": 1}
+    link = Link()
+    process.run_rank(link, NodeSettings(model="baton-tiny", **flags))
+    assert link.frozen

@@ -1,0 +1,25 @@
+"""Garbage collection of a process that loads a model and then serves.
+
+A full collection of the 500,000 objects of torch and transformers takes a third of a second, by which the start would
+take longer, or during which no step is launched: with several ranks, on none of them. Collections during the imports
+would take a fifth of the imports' time; the garbage that is never collected instead is 7 MiB.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def collected_once() -> Iterator[None]:
+    """Load within it: garbage is collected once, at the end, and what is left is exempt from collections. Call
+    `gc.freeze` after the imports, so that even that collection leaves their objects out."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
