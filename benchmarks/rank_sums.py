@@ -1,9 +1,9 @@
 """What the sums of a divided layer take: `python -m benchmarks.rank_sums`, with a process for each GPU.
 
 Two tables, after the answers have been checked: the sum, the residual addition and the norm after it as separate
-kernels and as one; and a product with its sum, of a prompt's rows, as a whole and in pieces, of which one is summed
-while the next is computed. Calls follow one another in a CUDA graph; the time of one is what rank 0 sees. What fails is
-printed, and the rest goes on.
+kernels and as one; and the rows of a prompt in a layer without attention, whose sums and norms all ranks make, or each
+rank of some rows, in pieces (`engine.model.parallel.sequence`), beside the products alone. Calls follow one another in
+a CUDA graph; the time of one is what rank 0 sees. What fails is printed, and the rest goes on.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch._C._distributed_c10d import FileStore
 
 from baton.settings import Settings, parse
 from baton_kernels.all_reduce_rms_norm import all_reduce_rms_norm
+from baton_kernels.reduce_rms_norm import Parts, reduce_rms_norm
 from baton_kernels.rms_norm import reference, rms_norm
 from benchmarks.checks import WrongAnswers
 from benchmarks.tables import Table
 from engine.model.linear_method import UnquantizedLinear
 from engine.model.parallel.group import GlooRanks, RankGroup
-from engine.model.parallel.layers import RowParallelLinear
 from engine.model.tolerance import close
 
 EPS = 1e-5
@@ -48,10 +48,10 @@ class SumsSettings(Settings):
     ranks: int = Field(2, ge=2, description="GPUs, one process each")
     widths: str = Field("4096,8192", description="features of a row that a norm follows")
     rows: str = Field("1,8,32,64,128,256,512,1024", description="rows of such sums")
-    inputs: str = Field("2048,7168", description="input features of the products")
-    outputs: int = Field(4096, ge=1, description="output features of the products")
-    prompts: str = Field("2048,8192", description="rows of the products")
-    pieces: str = Field("1,2,4,8", description="in how many pieces to sum a product")
+    inputs: str = Field("2048,7168", description="input features of a layer's o and down")
+    outputs: int = Field(4096, ge=1, description="output features of both")
+    prompts: str = Field("2048,8192", description="rows of the layer")
+    pieces: str = Field("1,2,4", description="into how many pieces to divide them")
     calls: int = Field(20, ge=1, description="calls in a graph")
     limit_s: float = Field(60, gt=0, description="ranks that have not ended by then are killed")
 
@@ -69,11 +69,10 @@ class Bench:
         for width in _numbers(settings.widths):
             for num_rows in _numbers(settings.rows):
                 self._try({"rows": num_rows, "width": width}, self._norm, num_rows, width)
-        for in_features in _numbers(settings.inputs):
-            for num_rows in _numbers(settings.prompts):
-                self._try({"rows": num_rows, "inputs": in_features}, self._product, num_rows, in_features)
+        for num_rows in _numbers(settings.prompts):
+            self._try({"rows": num_rows, "outputs": settings.outputs}, self._layer, num_rows)
 
-    def _try(self, what: Row, measure: Callable[[int, int], Row], *sizes: int) -> None:
+    def _try(self, what: Row, measure: Callable[..., Row], *sizes: int) -> None:
         try:
             row = what | measure(*sizes)
         except Exception as error:  # noqa: BLE001 - the others may succeed
@@ -115,23 +114,58 @@ class Bench:
         self._check(fused(), expected)  # after the graph's calls
         return {"separate_us": separate_us, "fused_us": fused_us, "ratio": fused_us / separate_us}
 
-    def _product(self, num_rows: int, in_features: int) -> Row:
-        group: Any = self.group
-        x = self._random(1, num_rows, in_features, seed=self.rank)
-        weight = self._random(self._settings.outputs, in_features, seed=30 + self.rank) / in_features**0.5
-        own = UnquantizedLinear(weight, None)
-        product, summed = own.make_product(), RowParallelLinear(own, group).make_product()
-        expected = group.all_reduce(product(x))
-        row: Row = {"product_us": self._us(lambda: product(x))}
-        chosen = group.num_pieces(num_rows, self._settings.outputs * x.itemsize)
-        try:
-            for number in _numbers(self._settings.pieces):
-                group.num_pieces = lambda *_, number=number: number
-                self._check(summed(x), expected)
-                row[f"pieces_{number}_us"] = self._us(lambda: summed(x), expected)
-        finally:
-            del group.num_pieces
-        return row | {"chosen": chosen}
+    def _layer(self, num_rows: int) -> Row:
+        """A layer without attention: o, norm, up, down, norm."""
+        group, width = self.group, self._settings.outputs
+        rows = group.share_rows(width, self._dtype)
+        o_inputs, inputs = _numbers(self._settings.inputs)
+        x, before = self._random(1, num_rows, o_inputs, seed=group.rank), self._random(1, num_rows, width, seed=20)
+        residual, weight = before.clone(), self._random(1, width, seed=21)[0]
+        o, up, down = (
+            self._linear(size, of, seed)
+            for seed, size, of in ((30, width, o_inputs), (40, inputs, width), (50, width, inputs))
+        )
+        o_of, up_of, down_of = (method.make_product() for method in (o, up, down))
+
+        def products() -> Tensor:
+            return down_of(up_of(o_of(x)))
+
+        def whole() -> Tensor:
+            y = rms_norm(group.all_reduce(o_of(x)), weight, EPS, residual=residual)
+            return rms_norm(group.all_reduce(down_of(up_of(y))), weight, EPS, residual=residual)
+
+        def divided() -> Tensor:
+            assert rows is not None
+            parts, into = x.new_empty(num_rows, width), o.make_product_into()
+            rows.begin(num_rows)
+            rows.then(own)
+            for index, piece in enumerate(rows.pieces):
+                into(x[0, piece], parts[piece])
+                rows.send(index, parts[piece])
+            rows.then(own)
+            for index in range(len(rows.pieces)):
+                rows.send(index, down_of(up_of(rows.take(index))))
+            return rows.end()
+
+        def own(parts: Parts, those: slice, out: Tensor) -> None:
+            reduce_rms_norm(parts, weight, EPS, out, residual=residual[0, those])
+
+        expected = whole().clone()
+        row: Row = {"products_us": self._us(products), "whole_us": self._us(whole)}
+        if rows is None or not rows.takes(num_rows):
+            return row
+        for number in _numbers(self._settings.pieces):
+            rows.most_pieces = number
+            for _ in range(3):
+                residual.copy_(before)
+                self._check(divided(), expected)
+            row[f"pieces_{number}_us"] = self._us(divided)
+        return row
+
+    def _linear(self, out_features: int, in_features: int, seed: int) -> UnquantizedLinear:
+        """This rank's part."""
+        weight = self._random(out_features, in_features, seed=seed + self.rank) / in_features**0.5
+        return UnquantizedLinear(weight, None)
 
     def _check(self, found: Tensor, expected: Tensor) -> None:
         """Raises WrongAnswers, on all ranks or on none."""
@@ -245,7 +279,7 @@ def main(args: Sequence[str] | None = None) -> int:
     if ranks[0].exitcode:
         return 1
     found = rows.get()
-    for has in ("width", "inputs"):
+    for has in ("width", "outputs"):
         print(_table(found, has))
     print(json.dumps({"benchmark": "rank_sums", "ranks": settings.ranks, "rows": found}))
     return int(any("failed" in row for row in found) or any(process.exitcode for process in ranks))

@@ -1,4 +1,4 @@
-"""Sums over ranks: norms make those that nothing else reads, and sums in pieces are the same."""
+"""Sums over ranks: norms make those that nothing else reads."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ from engine.model.attention import probe
 from engine.model.fast import FusedReport
 from engine.model.fast.forwards import logits_as_served
 from engine.model.fast.target import Target
-from engine.model.linear_method import UnquantizedLinear
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.parallel.group import GlooRanks, RankGroup
-from engine.model.parallel.layers import RowParallelLinear
 from engine.model.parallel.part import RankPart
 from tests.engine import tiny_models
 from tests.engine.rank_threads import in_threads
@@ -121,53 +119,19 @@ def test_ranks_leave_the_same_sums_to_norms(tmp_path: Path) -> None:
     torch.testing.assert_close(after, own, atol=1e-4, rtol=1e-4)
 
 
-class InPieces(GlooRanks):
-    """Sums all in pieces, as GPUs do those of long prompts."""
-
-    started: list[tuple[int, ...]]
+class WithoutNorms(GlooRanks):
+    """Makes no sum in a norm, as GPUs do not those of many rows."""
 
     def __init__(self, group: Any) -> None:
         self.__dict__.update(group.__dict__)
-        self.started = []
-
-    def num_pieces(self, num_rows: int, row_bytes: int) -> int:
-        return 3
 
     def norms_sum(self, num_rows: int, row_bytes: int) -> bool:
         return False
 
-    def start_all_reduce(self, x: Tensor) -> Callable[[], None]:
-        self.started.append(tuple(x.shape))
-        return super().start_all_reduce(x)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_sum_in_pieces_is_the_sum(bias: bool) -> None:
-    """Of whole tiles of rows, the last piece having the rest."""
-    generator = torch.Generator().manual_seed(0)
-    weights = [torch.randn(24, 16, generator=generator) for _ in range(SIZE)]
-    inputs = [torch.randn(1, 700, 16, generator=generator) for _ in range(SIZE)]
-    biases = [torch.ones(24), torch.zeros(24)] if bias else [None, None]
-    results: dict[int, Tensor] = {}
-
-    def run(group: RankGroup) -> None:
-        pieces = InPieces(group)
-        rank = group.rank
-        method = RowParallelLinear(UnquantizedLinear(weights[rank], biases[rank]), pieces)
-        results[rank] = method.make_product_for_norm()(inputs[rank])
-        assert pieces.started == [(256, 24), (256, 24), (188, 24)]
-
-    with in_threads(SIZE, run) as group:
-        run(group)
-    expected = inputs[0] @ weights[0].T + inputs[1] @ weights[1].T + bias
-    for rank in range(SIZE):
-        torch.testing.assert_close(results[rank], expected, atol=1e-4, rtol=1e-4)
-
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_a_model_whose_sums_are_made_in_pieces(family: str, tmp_path: Path) -> None:
-    """Norms that could sum, but need not, take the sum as it is."""
+def test_a_norm_need_not_make_the_sum(family: str, tmp_path: Path) -> None:
     config = {**tiny_models.CONFIGS, **tiny_models.MIXTURES}[family]
-    own, after, report = served(tiny_models.save(config, tmp_path), group_of=InPieces)
+    own, after, report = served(tiny_models.save(config, tmp_path), group_of=WithoutNorms)
     assert report.pieces["sum_norm"].fused == 4
     torch.testing.assert_close(after, own, atol=1e-4, rtol=1e-4)

@@ -27,7 +27,7 @@ def test_small_kernels_compile_for_hopper() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == 157
+    assert int(done.stdout) == 163
 
 
 def bf16(*shape: int) -> Tensor:
@@ -43,6 +43,8 @@ def launch_norms_and_gates() -> None:
     from baton_kernels.all_reduce_rms_norm.kernel import all_reduce_rms_norm
     from baton_kernels.gated_activation import ACTIVATIONS
     from baton_kernels.gated_activation.kernel import gated_activation
+    from baton_kernels.reduce_rms_norm import Parts
+    from baton_kernels.reduce_rms_norm.kernel import reduce_rms_norm, wait_for_flags
     from baton_kernels.rms_norm.kernel import rms_norm
 
     rms_norm(bf16(2, 4096), bf16(4096), 1e-5, bf16(2, 4096), 0.0, False)
@@ -56,6 +58,12 @@ def launch_norms_and_gates() -> None:
         peers = PeerMemory(3, 4, ints(4), ints(NUM_PROGRAMS, dtype=torch.int32))
         assert peers.takes_two_shots(rows, 2 * width)
         all_reduce_rms_norm(bf16(rows, width), bf16(width), 1e-5, peers, bf16(rows, width), 0.0, False)
+    for size in (2, 4):
+        flags = ints(size - 1, dtype=torch.int32)
+        parts = Parts(bf16(2, 8192), bf16(size - 1, 2, 8192), flags, 1)
+        reduce_rms_norm(parts, bf16(8192), 1e-5, bf16(2, 8192), bf16(2, 8192), 0.0, False)
+        reduce_rms_norm(parts, bf16(8192), 1e-5, bf16(2, 8192), None, 1.0, True)
+        wait_for_flags(flags, flags)
     for activation in ACTIVATIONS:
         gated_activation(bf16(2, 2 * 1100), activation)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 from baton.address import HostPort
 from baton.sampling import SamplingParams
@@ -232,11 +232,24 @@ async def test_weights_in_8_bits(tmp_path: Path) -> None:
     assert agreement(said, wanted) > QUANTIZED_AGREEMENT
 
 
+@pytest.mark.parametrize("ranks", [TWO, pytest.param(FOUR, marks=FOUR_GPUS)])
+async def test_rows_of_long_prompts_are_divided(ranks: str, tmp_path: Path) -> None:
+    """In steps as CUDA graphs and op by op. Rows are so wide that norms do not make their sums."""
+    wide = {"hidden_size": 4096, "max_position_embeddings": 4096, "initializer_range": 0.05}
+    checkpoint = tiny_models.save(LlamaConfig(**{**tiny_models.SHAPE, **wide}), tmp_path)
+    rng = Random(7)
+    prompts = [[rng.randrange(10, tiny_models.VOCAB_SIZE) for _ in range(length)] for length in (1500, 2048, 3001)]
+    wanted = made(checkpoint, prompts)
+    flags = (*IN_FP32, "--transport=ipc", "--max-num-batched-tokens=4096")
+    said = await answers(checkpoint, wanted, (ranks,), (ranks,), *flags)
+    check(said, wanted)
+
+
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=FOUR_GPUS)])
-def test_sums_of_few_rows_and_in_pieces(ranks: int) -> None:
+def test_sums_of_few_rows_and_of_divided_rows(ranks: int) -> None:
     """Those that norms make, of one row to several for each program, widths that change between calls, with four ranks
-    in one shot and in two, and those of products in pieces; op by op and in CUDA graphs. All ranks get the same
-    bits."""
+    in one shot and in two, and those of a layer whose rows are divided; op by op and in CUDA graphs. All ranks get the
+    same bits."""
     arguments = ["--ranks", str(ranks), "--widths", "4096,64,2880", "--rows", "1,3,129,300,1024"]
-    arguments += ["--inputs", "2048", "--prompts", "2048,8100"]
+    arguments += ["--prompts", "1024,2048,8100"]
     assert rank_sums.main([*arguments, "--pieces", "1,2,4", "--calls", "3", "--limit-s", "200"]) == 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from engine.model.fast.tally import Tally
-from engine.model.fast.target import Target
+from engine.model.fast.target import FusedQkv, Target
 from engine.model.linear_method import LinearMethod, fusable, fuse, method_of
 from engine.model.tolerance import close
 
@@ -31,30 +31,32 @@ def fuse_qkv(target: Target, tally: Tally) -> None:
     for name, module in target.model.named_modules():
         siblings = fusable(getattr(module, kind, None) for kind in ("q_proj", "k_proj", "v_proj"))
         if siblings and target.absorbed.isdisjoint(siblings):
-            tally.add(name, _fuse_qkv(target, siblings))
+            tally.add(name, _fuse_qkv(target, module, siblings))
 
 
-def _fuse_qkv(target: Target, siblings: dict[nn.Module, LinearMethod]) -> str | None:
+def _fuse_qkv(target: Target, attention: nn.Module, siblings: dict[nn.Module, LinearMethod]) -> str | None:
     """Returns why they were not fused, or None."""
     methods = list(siblings.values())
     x = target.inputs(methods[0].in_features)
     expected = [module(x) for module in siblings]
     whole = fuse(methods)
-    product = whole.make_product()
+    fused = FusedQkv(whole, whole.make_product())
     stash = _Stash()
     sizes = [method.out_features for method in methods]
 
     def forward_q(x: Tensor) -> Tensor:
-        query, stash.key, stash.value = product(x).split_with_sizes(sizes, dim=-1)
+        query, stash.key, stash.value = fused.product(x).split_with_sizes(sizes, dim=-1)
         stash.x = x
         return query
 
     def forward_k(x: Tensor) -> Tensor:
-        return stash.key if x is stash.x else product(x).split_with_sizes(sizes, dim=-1)[1]  # type: ignore[return-value]
+        if x is not stash.x:
+            return fused.product(x).split_with_sizes(sizes, dim=-1)[1]
+        return stash.key  # type: ignore[return-value]
 
     def forward_v(x: Tensor) -> Tensor:
         if x is not stash.x:
-            return product(x).split_with_sizes(sizes, dim=-1)[2]
+            return fused.product(x).split_with_sizes(sizes, dim=-1)[2]
         value = stash.value
         stash.x = stash.key = stash.value = None
         return value  # type: ignore[return-value]
@@ -66,6 +68,7 @@ def _fuse_qkv(target: Target, siblings: dict[nn.Module, LinearMethod]) -> str | 
         target.patches.set_forward(module, forward)
     target.absorbed.update(siblings)
     target.products.append(whole)
+    target.fused_qkv[attention] = fused
     return None
 
 

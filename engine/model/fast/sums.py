@@ -18,7 +18,7 @@ from engine.model.fast.forwards import UnpagedAttention, run_model
 from engine.model.fast.norm import Norm
 from engine.model.fast.patches import Patches
 from engine.model.fast.tally import Tally
-from engine.model.fast.target import Target
+from engine.model.fast.target import Summed, Target
 from engine.model.linear_method import method_of
 from engine.model.parallel.experts import BlockSum
 from engine.model.parallel.group import NormSums
@@ -44,7 +44,11 @@ def fuse_sums(target: Target, tally: Tally) -> None:
         if not candidate.ranks.minimum(int(candidate.refusal is None)):
             candidate.refusal = candidate.refusal or "another rank refused it"
         tally.add(candidate.name, candidate.refusal)
-    _without_sums(target.patches, _sum_in_norms(decoder, attentions, mlps), attentions, mlps).install(target.patches)
+    in_norms = _without_sums(target.patches, _sum_in_norms(decoder, attentions, mlps), attentions, mlps)
+    in_norms.install(target.patches)
+    target.decoder = in_norms
+    if len(found) == 2 * len(decoder.layers) and all(candidate.refusal is None for candidate in found):
+        target.summed = Summed(found[0].ranks, [attention.module for attention in attentions if attention is not None])
 
 
 @dataclass(slots=True)

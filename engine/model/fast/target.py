@@ -13,6 +13,7 @@ from engine.model.fast.decoder import Decoder
 from engine.model.fast.norm import RmsNorm
 from engine.model.fast.patches import Patches
 from engine.model.linear_method import LinearMethod, Product
+from engine.model.parallel.group import NormSums
 
 
 class Mark(NamedTuple):
@@ -22,6 +23,24 @@ class Mark(NamedTuple):
     absorbed: set[nn.Module]
     products: list[LinearMethod]
     mlps_for_norms: dict[nn.Module, Product]
+    fused_qkv: dict[nn.Module, FusedQkv]
+
+
+@dataclass(slots=True)
+class FusedQkv:
+    """The product for q, k and v, which q_proj calls. method: which made it."""
+
+    method: LinearMethod
+    product: Product
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """All sums of the layers, made by norms. ranks: whose parts they sum. outputs: the linear layers at the end of
+    attention."""
+
+    ranks: NormSums
+    outputs: list[nn.Module]
 
 
 @dataclass(slots=True)
@@ -30,8 +49,8 @@ class Target:
 
     norms: for each module that is an RMS norm, what it computes. absorbed: linear layers whose product another module
     computes. products: the linear methods of the installed products, each with weights of its own. mlps_for_norms:
-    forwards of MLPs for use where only an RMS norm reads the results. decoder: the layers, if their residual is kept
-    outside of them.
+    forwards of MLPs for use where only an RMS norm reads the results. fused_qkv: of attention modules. decoder: the
+    layers, if their residual is kept outside of them. summed: None if some sum is not made by a norm.
     """
 
     model: PreTrainedModel
@@ -42,15 +61,24 @@ class Target:
     absorbed: set[nn.Module] = field(default_factory=set)
     products: list[LinearMethod] = field(default_factory=list)
     mlps_for_norms: dict[nn.Module, Product] = field(default_factory=dict)
+    fused_qkv: dict[nn.Module, FusedQkv] = field(default_factory=dict)
     decoder: Decoder | None = None
+    summed: Summed | None = None
 
     def mark(self) -> Mark:
         """The current state, to go back to later."""
-        return Mark(self.patches.mark(), set(self.absorbed), list(self.products), dict(self.mlps_for_norms))
+        return Mark(
+            self.patches.mark(),
+            set(self.absorbed),
+            list(self.products),
+            dict(self.mlps_for_norms),
+            dict(self.fused_qkv),
+        )
 
     def back_to(self, mark: Mark) -> None:
         self.patches.back_to(mark.patches)
-        self.absorbed, self.products, self.mlps_for_norms = mark.absorbed, mark.products, mark.mlps_for_norms
+        self.absorbed, self.products = mark.absorbed, mark.products
+        self.mlps_for_norms, self.fused_qkv = mark.mlps_for_norms, mark.fused_qkv
 
     @property
     def config(self) -> Any:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from baton_kernels.all_reduce_rms_norm import PeerMemory
 from engine.model.parallel.group import ONE_RANK, NormSums, RankGroup
+from engine.model.parallel.sequence import SequenceParallel
 
 
 class StepAgreement(NamedTuple):
@@ -114,6 +115,9 @@ class _BlockSums:
 
     def norms_sum(self, num_rows: int, row_bytes: int) -> bool:
         return self._ranks.everyone.norms_sum(num_rows, row_bytes)
+
+    def share_rows(self, width: int, dtype: torch.dtype) -> SequenceParallel | None:
+        return self._ranks.everyone.share_rows(width, dtype)
 
     def minimum(self, number: int) -> int:
         return self._ranks.everyone.minimum(number)

@@ -2,15 +2,16 @@
 host; all other collectives go over NCCL.
 
 One kernel computes a sum together with the norm that follows it (`baton_kernels.all_reduce_rms_norm`), through its own
-shared memory. Sums of many tokens go over NCCL in pieces, each while the next one is computed. torch's symmetric memory
-computes the other sums, such as that of the embedding. With rows of 4096 bf16 values, two H100s sum 1 / 128 / 1024 rows
-in 17 / 25 / 55 us over NCCL; in 9 / 17 / 63 us in one shot, where each GPU reads all parts; and in 9 / 15 / 42 us in
-two shots, where each GPU sums a part of the rows.
+shared memory. Rows of long steps are divided among the ranks, and copy engines carry them (`sequence.py`). torch's
+symmetric memory computes the other sums, such as that of the embedding. With rows of 4096 bf16 values, two H100s sum 1
+/ 128 / 1024 rows in 17 / 25 / 55 us over NCCL; in 9 / 17 / 63 us in one shot, where each GPU reads all parts; and in 9
+/ 15 / 42 us in two shots, where each GPU sums a part of the rows.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,17 +25,17 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 
 from baton_kernels.all_reduce_rms_norm import NUM_PROGRAMS, PeerMemory
 from baton_kernels.device import num_sms
+from engine.model.parallel.copy_engines import CopyEngines
 from engine.model.parallel.group import COLLECTIVE_TIMEOUT_S, ONE_RANK, GlooRanks, RankGroup
+from engine.model.parallel.sequence import RowMemory, SequenceParallel
 
 log = logging.getLogger(__name__)
 
 ONE_SHOT_BYTES = 256 * 1024
 TWO_SHOT_BYTES = 8 * 1024 * 1024
 """The largest sums that use one shot, and two shots."""
-MOST_PIECES = 4
-PIECE_ROWS = 2048
-"""Larger sums overlap with their products in at most so many pieces of at least so many rows. Two pieces of 1024 rows
-would not make a prompt of 2048 tokens faster."""
+ROW_BYTES = 128 * 1024 * 1024
+"""The longest steps whose rows are divided: 8192 rows of 8192 bf16 values, or 16384 of 4096."""
 _SHARED_DTYPES = (torch.bfloat16, torch.float32)
 _ALIGNMENT = 16
 _TIMEOUT = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
@@ -101,14 +102,11 @@ class GpuRanks:
     def all_reduce(self, x: Tensor) -> Tensor:
         return self._host.all_reduce(x)
 
-    def start_all_reduce(self, x: Tensor) -> Callable[[], None]:
-        return self._host.start_all_reduce(x)
-
-    def num_pieces(self, num_rows: int, row_bytes: int) -> int:
-        return self._host.num_pieces(num_rows, row_bytes)
-
     def norms_sum(self, num_rows: int, row_bytes: int) -> bool:
         return self._host.norms_sum(num_rows, row_bytes)
+
+    def share_rows(self, width: int, dtype: torch.dtype) -> SequenceParallel | None:
+        return None
 
     def all_gather(self, x: Tensor) -> Tensor:
         return self._host.all_gather(x)
@@ -159,6 +157,7 @@ class GpuPeers(GpuRanks):
         self._name = dist.group.WORLD.group_name  # type: ignore[union-attr]
         self._shared: dict[torch.dtype, Tensor] = {}
         """For each dtype, the memory that all ranks map; empty if the GPUs cannot map each other's memory."""
+        self._rows: SequenceParallel | None = None
         if self._can_share(device):
             self._shared = {dtype: self._share(TWO_SHOT_BYTES, dtype, device)[0] for dtype in _SHARED_DTYPES}
             self._buffer, self.peers = self._make_peers(device, kept_sms)
@@ -182,21 +181,22 @@ class GpuPeers(GpuRanks):
         own.copy_(shared)
         return x
 
-    def start_all_reduce(self, x: Tensor) -> Callable[[], None]:
-        work: Any = dist.all_reduce(x, async_op=True)  # on NCCL's stream, after what is queued on the current one
-
-        def wait() -> None:
-            work.wait()
-
-        return wait
-
-    def num_pieces(self, num_rows: int, row_bytes: int) -> int:
-        if num_rows * row_bytes <= TWO_SHOT_BYTES:
-            return 1
-        return max(1, min(MOST_PIECES, num_rows // PIECE_ROWS))
-
     def norms_sum(self, num_rows: int, row_bytes: int) -> bool:
+        if self._rows is not None and self._rows.active:
+            return True
         return self.peers is not None and self.peers.can_take(num_rows, row_bytes)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def share_rows(self, width: int, dtype: torch.dtype) -> SequenceParallel | None:
+        if self.peers is None:
+            return None
+        if self._rows is None:
+            x, received, flags = RowMemory.shapes(self.size, ROW_BYTES // (width * dtype.itemsize), width)
+            shared = self._map(x, dtype), self._map(received, dtype), self._map(flags, torch.int32)
+            memories = [RowMemory(*of_rank) for of_rank in zip(*shared, strict=True)]
+            self._rows = SequenceParallel(self.rank, memories, CopyEngines(self.device))
+        return self._rows
 
     def all_gather(self, x: Tensor) -> Tensor:
         if not x.is_cuda:
@@ -224,6 +224,16 @@ class GpuPeers(GpuRanks):
             log.warning("no peer access between the GPUs of the ranks: all sums go over NCCL")
             return False
         return True
+
+    def _map(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+        """A tensor of each rank, as this rank maps it; zeros."""
+        memory = symmetric_memory.empty(math.prod(shape), dtype=dtype, device=self.device).zero_()
+        handle: Any = symmetric_memory.rendezvous(memory, self._name)
+        first = (memory.data_ptr() - handle.buffer_ptrs[self.rank]) // dtype.itemsize  # the same on all ranks
+        torch.cuda.synchronize(self.device)
+        self.minimum(0)  # the memory of all is zeros
+        own = memory.view(shape)
+        return [own if rank == self.rank else handle.get_buffer(rank, shape, dtype, first) for rank in range(self.size)]
 
     def _share(self, num_bytes: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[int]]:
         """This rank's memory, and the addresses at which it maps the memory of each rank."""

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import (
 )  # torch.distributed does not declare these as exported
 
 from baton_kernels.all_reduce_rms_norm import PeerMemory
+from engine.model.parallel.sequence import SequenceParallel
 
 COLLECTIVE_TIMEOUT_S = 600.0
 """How long a rank waits for another at most. `node.ranks.ranks` notices a rank that died or hangs much earlier."""
@@ -40,6 +41,8 @@ class NormSums(Protocol):
 
     def norms_sum(self, num_rows: int, row_bytes: int) -> bool: ...
 
+    def share_rows(self, width: int, dtype: torch.dtype) -> SequenceParallel | None: ...
+
     def minimum(self, number: int) -> int: ...
 
 
@@ -57,17 +60,14 @@ class RankGroup(Protocol):
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of x over all ranks; may overwrite x."""
 
-    def start_all_reduce(self, x: Tensor) -> Callable[[], None]:
-        """Start to overwrite x, which must be contiguous, with its sum over all ranks; other work goes on meanwhile.
-        After the returned call, x holds the sum; on a GPU, for work that is queued later on the stream of that
-        call."""
-
-    def num_pieces(self, num_rows: int, row_bytes: int) -> int:
-        """Into how many pieces to split the rows, so that one piece is summed while the next is computed."""
-
     def norms_sum(self, num_rows: int, row_bytes: int) -> bool:
-        """Whether the norm right after such a sum computes the sum, with `all_reduce_rms_norm`, instead of the module
-        that computes the partial results. The same on all ranks."""
+        """Whether what follows such a sum computes it, instead of the module that computes the partial results: the
+        norm right after it, with `all_reduce_rms_norm`; or in a step whose rows are divided (`share_rows`), their
+        owners. The same on all ranks."""
+
+    def share_rows(self, width: int, dtype: torch.dtype) -> SequenceParallel | None:
+        """What divides the rows of steps among these ranks, made at the first call. width: of a row. None: they cannot
+        map each other's memory, or gain nothing."""
 
     def all_gather(self, x: Tensor) -> Tensor:
         """The tensors of all ranks, concatenated along the last dimension: [..., n] to [..., size * n]."""
@@ -100,14 +100,11 @@ class OneRank:
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
 
-    def start_all_reduce(self, x: Tensor) -> Callable[[], None]:
-        raise RuntimeError("there are no other ranks")
-
-    def num_pieces(self, num_rows: int, row_bytes: int) -> int:
-        return 1
-
     def norms_sum(self, num_rows: int, row_bytes: int) -> bool:
         return True
+
+    def share_rows(self, width: int, dtype: torch.dtype) -> SequenceParallel | None:
+        return None
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x
@@ -155,20 +152,11 @@ class GlooRanks:
         self._reduce(x, ReduceOp.SUM).wait()
         return x
 
-    def start_all_reduce(self, x: Tensor) -> Callable[[], None]:
-        work = self._reduce(x, ReduceOp.SUM)
-
-        def wait() -> None:
-            work.wait()
-            x.data_ptr()  # keeps x alive until here: gloo writes to it meanwhile
-
-        return wait
-
-    def num_pieces(self, num_rows: int, row_bytes: int) -> int:
-        return 1  # a sum would take cores from the next product
-
     def norms_sum(self, num_rows: int, row_bytes: int) -> bool:
         return True
+
+    def share_rows(self, width: int, dtype: torch.dtype) -> SequenceParallel | None:
+        return None
 
     def all_gather(self, x: Tensor) -> Tensor:
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]

@@ -3,7 +3,7 @@ vocabulary."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -18,9 +18,6 @@ from engine.model.parallel.group import RankGroup
 from engine.model.parallel.sharding import Sharding, WideNorm
 from engine.model.parallel.stages import MissingModule
 from engine.model.tolerance import Tolerance
-
-TILE_ROWS = 128
-"""The rows of a tile in a large matmul."""
 
 
 @torch.no_grad()
@@ -95,43 +92,28 @@ class _Collective(LinearMethod):
 
 
 class RowParallelLinear(_Collective):
-    """Each rank multiplies its part of the inputs, and the results are all-reduced. Many rows are split into pieces:
-    one is summed while the next is computed."""
+    """Each rank multiplies its part of the inputs, and the results are all-reduced."""
 
     @property
     def group(self) -> RankGroup:
         """The ranks that hold the parts, with this one."""
         return self._group
 
-    def make_product(self) -> Product:
-        product, into, group = self._own.make_product(), self._own.make_product_into(), self._group
-        in_features, out_features = self.in_features, self.out_features
-
-        def summed(x: Tensor) -> Tensor:
-            num_rows = x.numel() // in_features
-            num_pieces = group.num_pieces(num_rows, out_features * x.itemsize)
-            if num_pieces == 1:
-                return group.all_reduce(product(x))
-            out = x.new_empty(*x.shape[:-1], out_features)
-            waits = []
-            for rows, sums in _pieces(x.reshape(num_rows, in_features), out.view(num_rows, -1), num_pieces):
-                into(rows, sums)
-                waits.append(group.start_all_reduce(sums))
-            for wait in waits:
-                wait()
-            return out
-
-        return summed
+    @property
+    def own(self) -> LinearMethod:
+        """This rank's part."""
+        return self._own
 
     def make_product_for_norm(self) -> Product:
-        """This rank's partial result if the next norm sums it (`RankGroup.norms_sum`); else the sum."""
-        product, summed, group = self._own.make_product(), self.make_product(), self._group
+        """This rank's partial result if what follows sums it (`RankGroup.norms_sum`); else the sum."""
+        product, group = self._own.make_product(), self._group
         in_features, out_features = self.in_features, self.out_features
 
         def part_or_sum(x: Tensor) -> Tensor:
+            part = product(x)
             if group.norms_sum(x.numel() // in_features, out_features * x.itemsize):
-                return product(x)
-            return summed(x)
+                return part
+            return group.all_reduce(part)
 
         return part_or_sum
 
@@ -163,12 +145,6 @@ class NormOverRanks(nn.Module):
         copies = ranks.shape[-2] * ranks.shape[-1] // self.norm.weight.shape[0]  # so many ranks have the same KV heads
         normed: Tensor = self.norm(ranks[..., ::copies, :].flatten(-2))
         return normed[..., self._first : self._end]
-
-
-def _pieces(x: Tensor, out: Tensor, number: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The rows of both tensors, split into pieces of whole tiles; only the last piece may be smaller."""
-    num_rows = -(-x.shape[0] // (number * TILE_ROWS)) * TILE_ROWS
-    return zip(torch.split(x, num_rows), torch.split(out, num_rows), strict=True)
 
 
 def _few_tokens(model: PreTrainedModel) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,14 +29,6 @@ class NcclRanks(GpuRanks):
         if x.numel():
             self._nccl.allreduce([x]).wait()
         return x
-
-    def start_all_reduce(self, x: Tensor) -> Callable[[], None]:
-        work = self._nccl.allreduce([x])
-
-        def wait() -> None:
-            work.wait()
-
-        return wait
 
     def all_gather(self, x: Tensor) -> Tensor:
         if not x.is_cuda:

@@ -1,0 +1,234 @@
+"""Rows of long steps that are divided among ranks: the model's logits are the same, however they are divided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from baton_kernels.reduce_rms_norm import Parts, reference
+from engine.model import fast
+from engine.model.attention import probe
+from engine.model.fast import FusedReport
+from engine.model.fast.forwards import logits_as_served
+from engine.model.fast.target import Target
+from engine.model.load import loader
+from engine.model.load.checkpoint import Checkpoint
+from engine.model.parallel import sequence
+from engine.model.parallel.group import RankGroup
+from engine.model.parallel.part import RankPart
+from engine.model.parallel.sequence import Copy, RowMemory, SequenceParallel
+from tests.engine import tiny_models
+from tests.engine.rank_threads import in_threads
+from tests.engine.shared_rows import DividedRows, InOrder, memory
+from tests.engine.turns import CopiesInTurn, Turns
+
+torch.set_num_threads(1)
+
+MAX_MODEL_LEN = 64
+CONFIGS = {**tiny_models.CONFIGS, **tiny_models.MIXTURES}
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequence, "TILE_ROWS", 2)
+
+
+def served(folder: Path, size: int, mutate: Any = lambda model: None) -> tuple[Tensor, Tensor, FusedReport, int]:
+    """Of rank 0: logits before and after the fusion, its report, and how many steps were divided."""
+    found: dict[int, tuple[Tensor, Tensor, FusedReport, int]] = {}
+    shared: dict[int, RowMemory] = {}
+
+    def run(group: RankGroup) -> None:
+        rows = DividedRows(group, shared)
+        model: PreTrainedModel = loader.load_model(Checkpoint.open(folder), part=RankPart(rows))
+        mutate(model)
+        probed = probe(model, MAX_MODEL_LEN)
+        target = Target(model, probed.layers, MAX_MODEL_LEN)
+        with torch.inference_mode():
+            own = logits_as_served(target, probed.kv)
+            report = fast.apply(model, probed, MAX_MODEL_LEN)
+            before = rows.num_steps
+            after = logits_as_served(target, probed.kv)
+        found[group.rank] = own, after, report, rows.num_steps - before
+
+    with in_threads(size, run) as group:
+        run(group)
+    assert all(torch.equal(found[0][1], found[rank][1]) for rank in range(size))
+    assert found[0][2].taken_back is None
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "size"), [("llama", 2), ("gemma2", 2), ("llama", 4), ("qwen3_moe", 2), ("gpt_oss", 2), ("qwen3_moe", 4)]
+)
+def test_logits_are_those_of_undivided_rows(family: str, size: int, tmp_path: Path) -> None:
+    """Also where a norm comes before the residual, and of experts. The prompt is divided, the token after it is not."""
+    own, after, report, num_steps = served(tiny_models.save(CONFIGS[family], tmp_path), size)
+    assert "sequence 2/2" in str(report)
+    assert num_steps == 1
+    torch.testing.assert_close(after, own, atol=1e-4, rtol=1e-4)
+
+
+class Sums:
+    """One rank's steps. A part has values that only its rank, its sum and its rows determine."""
+
+    WIDTH = 2
+
+    def __init__(self, rank: int, memories: list[RowMemory], turns: Turns, most_pieces: int) -> None:
+        self._rank, self._size, self._turns, self._number = rank, len(memories), turns, 0
+        self.rows = SequenceParallel(rank, memories, CopiesInTurn(turns, rank), min_own_rows=1, piece_rows=2)
+        self.rows.most_pieces = most_pieces
+
+    def step(self, num_rows: int, num_layers: int, lazy: bool) -> None:
+        """lazy: attention takes the pieces of its input one by one."""
+        rows = self.rows
+        rows.begin(num_rows)
+        for layer in range(num_layers):
+            if layer:
+                for index in range(len(rows.pieces)) if lazy else ():
+                    self._take(index, self._number)
+                if not lazy:
+                    self._check(rows.take_all()[0], slice(0, num_rows), self._number)
+            attention = self._next()
+            parts = [self._send(index, attention) for index in range(len(rows.pieces))]
+            mlp = self._next()
+            for index, part in enumerate(parts):
+                self._take(index, attention)
+                part.fill_(torch.nan)  # its memory is used again
+                self._send(index, mlp)
+        self._check(rows.end()[0], slice(0, num_rows), self._number)
+        assert not rows.active
+
+    def _next(self) -> int:
+        self._number += 1
+        self.rows.then(partial(self._norm, self._number))
+        return self._number
+
+    def _send(self, index: int, number: int) -> Tensor:
+        part = self._part(self._rank, number, self.rows.pieces[index])
+        self.rows.send(index, part)
+        return part
+
+    def _take(self, index: int, number: int) -> None:
+        self._check(self.rows.take(index)[0], self.rows.pieces[index], number)
+
+    def _norm(self, number: int, parts: Parts, own: slice, out: Tensor) -> None:
+        assert own.start < own.stop, "whose parts would it wait for?"
+        reference.until_set(parts.arrived)
+        ranks = [(self._rank + away) % self._size for away in range(self._size)]
+        for rank, part in zip(ranks, [parts.own, *parts.received], strict=True):
+            assert torch.equal(part, self._part(rank, number, own))
+        out.copy_(parts.own + parts.received.sum(0))
+
+    def _check(self, found: Tensor, rows: slice, number: int) -> None:
+        expected = sum((self._part(rank, number, rows) for rank in range(self._size)), torch.zeros(()))
+        assert torch.equal(found, expected)
+
+    def _part(self, rank: int, number: int, rows: slice) -> Tensor:
+        row = torch.arange(rows.start, rows.stop)
+        return ((row * 31 + rank * 17 + number * 7) % 97).float()[:, None].expand(-1, self.WIDTH).contiguous()
+
+
+STEPS = st.tuples(st.integers(4, 24), st.integers(1, 3), st.booleans())
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    size=st.integers(2, 4),
+    most_pieces=st.integers(1, 4),
+    steps=st.lists(STEPS, min_size=1, max_size=3),
+)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_row_or_flag_is_overwritten_too_early(
+    monkeypatch: pytest.MonkeyPatch, seed: int, size: int, most_pieces: int, steps: list[tuple[int, int, bool]]
+) -> None:
+    """In whatever order ranks compute and copy engines copy: all get the sums, and none waits for ever."""
+    turns = Turns(size, seed)
+
+    def until_set(*flags: Tensor) -> None:
+        turns.pause(lambda: all(bool(flag.all()) for flag in flags))
+        turns.pause()  # before the flags are cleared
+
+    monkeypatch.setattr(reference, "until_set", until_set)
+    memories = [memory(size, 24, Sums.WIDTH) for _ in range(size)]
+
+    def program(rank: int) -> None:
+        sums = Sums(rank, memories, turns, most_pieces)
+        for num_rows, num_layers, lazy in steps:
+            sums.step(num_rows, num_layers, lazy)
+
+    turns.run(program)
+    assert not any(bool(own.flags.any()) for own in memories)
+
+
+class Recorded(InOrder):
+    """For one rank of two: the other's parts and rows have always come."""
+
+    def __init__(self, own: RowMemory, events: list[str]) -> None:
+        self._own, self._events = own, events
+
+    def start(self, copies: Iterable[Copy]) -> None:
+        self._own.flags.fill_(1)
+
+    def join(self) -> None:
+        self._events.append("join")
+
+
+def test_rows_travel_while_others_are_computed() -> None:
+    """Parts while the next piece is, and normed rows too; a step ends, or a CUDA graph may, when no rows travel."""
+    memories, events = [memory(2, 16, 4) for _ in range(2)], list[str]()
+    rows = SequenceParallel(0, memories, Recorded(memories[0], events), min_own_rows=1, piece_rows=2)
+    rows.most_pieces = 4
+
+    def norm(name: str, parts: Parts, own: slice, out: Tensor) -> None:
+        events.append(f"norm {name}{own.start // 4}")
+
+    rows.begin(14)
+    for name in ("a", "b"):
+        rows.then(partial(norm, name))
+        for index, piece in enumerate(rows.pieces):
+            if name == "b":
+                rows.take(index)
+            events.append(f"send {name}{index}")
+            rows.send(index, torch.zeros(piece.stop - piece.start, 4))
+    rows.end()
+    assert [piece.stop - piece.start for piece in rows.pieces] == [4, 4, 4, 2]
+    assert events == [
+        *("send a0", "send a1", "norm a0", "send a2", "norm a1", "send a3", "norm a2"),
+        *("send b0", "send b1", "norm b0", "norm a3", "send b2", "norm b1", "send b3", "norm b2", "norm b3", "join"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "size", "lengths"),
+    [(8192, 2, [4096, 4096]), (2049, 2, [1152, 897]), (4098, 4, [1152, 1152, 1152, 642])],
+)
+def test_pieces_are_whole_tiles(num_rows: int, size: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the last one, in which each rank has rows of its own."""
+    monkeypatch.undo()
+    memories = [memory(size, num_rows, 1) for _ in range(size)]
+    rows = SequenceParallel(0, memories, InOrder())
+    assert rows.takes(num_rows)
+    assert not rows.takes(size * sequence.MIN_OWN_ROWS - 1)
+    assert not rows.takes(num_rows + 1)
+    rows.begin(num_rows)
+    assert [piece.stop - piece.start for piece in rows.pieces] == lengths
+
+
+def test_a_short_rest_is_part_of_the_last_piece() -> None:
+    memories = [memory(4, 32, 1) for _ in range(4)]
+    rows = SequenceParallel(0, memories, InOrder(), min_own_rows=1, piece_rows=2)
+    assert not rows.takes(3)
+    for num_rows, lengths in ((9, [4, 5]), (8, [4, 4]), (7, [7]), (4, [4])):
+        rows.most_pieces = 4
+        rows.begin(num_rows)
+        assert [piece.stop - piece.start for piece in rows.pieces] == lengths
