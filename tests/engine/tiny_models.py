@@ -78,10 +78,24 @@ def save(config: Any, folder: Path, seed: int = 0) -> Path:
     return folder
 
 
+SERVED_SHAPE = SHAPE | {"vocab_size": 4096, "eos_token_id": 4095}
+
+
 def save_windowed(folder: Path) -> Path:
-    """Of five layers every other one has a window of 40 tokens: three KV groups. It has baton-tiny's tokenizer."""
-    shape = SHAPE | {"vocab_size": 4096, "num_hidden_layers": 5, "eos_token_id": 4095}
-    save(Gemma2Config(**shape, sliding_window=40, query_pre_attn_scalar=16), folder)
+    """For nodes. Of five layers every other one has a window of 40 tokens: three KV groups."""
+    shape = SERVED_SHAPE | {"num_hidden_layers": 5}
+    return _save_served(Gemma2Config(**shape, sliding_window=40, query_pre_attn_scalar=16), folder)
+
+
+def save_wide(folder: Path) -> Path:
+    """For nodes. Rows are so wide that GPUs divide those of long prompts among ranks."""
+    shape = SERVED_SHAPE | {"hidden_size": 4096, "max_position_embeddings": 4096, "initializer_range": 0.05}
+    return _save_served(LlamaConfig(**shape), folder)
+
+
+def _save_served(config: Any, folder: Path) -> Path:
+    """With baton-tiny's tokenizer, which a node needs."""
+    save(config, folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(EMBEDDED["baton-tiny"] / name, folder)
     return folder

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from baton.address import HostPort
 from baton.sampling import SamplingParams
@@ -234,12 +234,9 @@ async def test_weights_in_8_bits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [TWO, pytest.param(FOUR, marks=FOUR_GPUS)])
 async def test_rows_of_long_prompts_are_divided(ranks: str, tmp_path: Path) -> None:
-    """In steps as CUDA graphs and op by op. Rows are so wide that norms do not make their sums."""
-    wide = {"hidden_size": 4096, "max_position_embeddings": 4096, "initializer_range": 0.05}
-    checkpoint = tiny_models.save(LlamaConfig(**{**tiny_models.SHAPE, **wide}), tmp_path)
-    rng = Random(7)
-    prompts = [[rng.randrange(10, tiny_models.VOCAB_SIZE) for _ in range(length)] for length in (1500, 2048, 3001)]
-    wanted = made(checkpoint, prompts)
+    """In steps as CUDA graphs and op by op."""
+    checkpoint = tiny_models.save_wide(tmp_path / "wide")
+    wanted = made(checkpoint, random_prompts(1500, 2048, 3001))
     flags = (*IN_FP32, "--transport=ipc", "--max-num-batched-tokens=4096")
     said = await answers(checkpoint, wanted, (ranks,), (ranks,), *flags)
     check(said, wanted)
