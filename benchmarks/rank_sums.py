@@ -150,7 +150,8 @@ class Bench:
         def own(parts: Parts, those: slice, out: Tensor) -> None:
             reduce_rms_norm(parts, weight, EPS, out, residual=residual[0, those])
 
-        expected = whole().clone()
+        expected = self._exact(o_of(x), weight, residual)
+        expected = self._exact(down_of(up_of(expected)), weight, residual)
         row: Row = {"products_us": self._us(products), "whole_us": self._us(whole)}
         if rows is None or not rows.takes(num_rows):
             return row
@@ -161,6 +162,11 @@ class Bench:
                 self._check(divided(), expected)
             row[f"pieces_{number}_us"] = self._us(divided)
         return row
+
+    def _exact(self, part: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+        """The norm of the sum, which is rounded once."""
+        total = self.group.all_reduce(part.float()).to(self._dtype)
+        return reference.rms_norm(total, weight, EPS, residual, 0.0, False)
 
     def _linear(self, out_features: int, in_features: int, seed: int) -> UnquantizedLinear:
         """This rank's part."""

@@ -18,6 +18,8 @@ MAX_ROWS = 64
 class InOrder:
     """Implements CopyQueue: copies at once."""
 
+    is_captured = False
+
     def start(self, copies: Iterable[Copy]) -> None:
         for to, source, num_bytes in copies:
             ctypes.memmove(to, source, num_bytes)
@@ -54,7 +56,7 @@ class DividedRows(GlooRanks):
             self._shared[self.rank] = memory(self.size, MAX_ROWS, width, dtype)
             self.minimum(0)
             memories = [self._shared[rank] for rank in range(self.size)]
-            self.rows = Counted(self, self.rank, memories, self._queue(), min_own_rows=1, piece_rows=2)
+            self.rows = Counted(self, self.rank, memories, self._queue(), min_own_rows=1, piece_rows=(2, 2))
         return self.rows
 
 

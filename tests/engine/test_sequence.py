@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from baton_kernels.reduce_rms_norm import Parts, reference
 from engine.model import fast
@@ -28,7 +29,8 @@ from engine.model.parallel.part import RankPart
 from engine.model.parallel.sequence import Copy, RowMemory, SequenceParallel
 from tests.engine import tiny_models
 from tests.engine.rank_threads import in_threads
-from tests.engine.shared_rows import DividedRows, InOrder, memory
+from tests.engine.shared_rows import Counted, DividedRows, InOrder, memory
+from tests.engine.test_sums import Clamped
 from tests.engine.turns import CopiesInTurn, Turns
 
 torch.set_num_threads(1)
@@ -78,6 +80,49 @@ def test_logits_are_those_of_undivided_rows(family: str, size: int, tmp_path: Pa
     torch.testing.assert_close(after, own, atol=1e-4, rtol=1e-4)
 
 
+class Copying(LlamaAttention):
+    """Reads its input by itself, before q, k and v."""
+
+    def forward(self, hidden_states: Tensor, *given: Any, **named: Any) -> Any:
+        return super().forward(hidden_states * 1.0, *given, **named)
+
+
+def test_an_attention_that_reads_its_input_gets_it_whole(tmp_path: Path) -> None:
+    def mutate(model: Any) -> None:
+        model.model.layers[1].self_attn.__class__ = Copying
+
+    own, after, report, num_steps = served(tiny_models.save(CONFIGS["llama"], tmp_path), 2, mutate)
+    assert "sequence 2/2" in str(report)
+    assert num_steps == 1
+    torch.testing.assert_close(after, own, atol=1e-4, rtol=1e-4)
+
+
+def test_rows_stay_together_if_a_sum_does(tmp_path: Path) -> None:
+    """That no norm makes, because the MLP does more with it."""
+
+    def mutate(model: Any) -> None:
+        first = model.model.layers[0]
+        first.mlp = Clamped(first.mlp)
+
+    own, after, report, num_steps = served(tiny_models.save(CONFIGS["llama"], tmp_path), 2, mutate)
+    assert report.pieces["sequence"].found == 0
+    assert num_steps == 0
+    torch.testing.assert_close(after, own, atol=1e-4, rtol=1e-4)
+
+
+def test_a_step_that_failed_does_not_divide_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one has one token: its sums are made as ever."""
+
+    def end(rows: SequenceParallel) -> Tensor:
+        found = SequenceParallel.end(rows)
+        rows.active = True
+        return found
+
+    monkeypatch.setattr(Counted, "end", end)
+    own, after, _, _ = served(tiny_models.save(CONFIGS["llama"], tmp_path), 2)
+    torch.testing.assert_close(after, own, atol=1e-4, rtol=1e-4)
+
+
 class Sums:
     """One rank's steps. A part has values that only its rank, its sum and its rows determine."""
 
@@ -85,7 +130,7 @@ class Sums:
 
     def __init__(self, rank: int, memories: list[RowMemory], turns: Turns, most_pieces: int) -> None:
         self._rank, self._size, self._turns, self._number = rank, len(memories), turns, 0
-        self.rows = SequenceParallel(rank, memories, CopiesInTurn(turns, rank), min_own_rows=1, piece_rows=2)
+        self.rows = SequenceParallel(rank, memories, CopiesInTurn(turns, rank), min_own_rows=1, piece_rows=(2, 2))
         self.rows.most_pieces = most_pieces
 
     def step(self, num_rows: int, num_layers: int, lazy: bool) -> None:
@@ -186,7 +231,7 @@ class Recorded(InOrder):
 def test_rows_travel_while_others_are_computed() -> None:
     """Parts while the next piece is, and normed rows too; a step ends, or a CUDA graph may, when no rows travel."""
     memories, events = [memory(2, 16, 4) for _ in range(2)], list[str]()
-    rows = SequenceParallel(0, memories, Recorded(memories[0], events), min_own_rows=1, piece_rows=2)
+    rows = SequenceParallel(0, memories, Recorded(memories[0], events), min_own_rows=1, piece_rows=(2, 2))
     rows.most_pieces = 4
 
     def norm(name: str, parts: Parts, own: slice, out: Tensor) -> None:
@@ -209,12 +254,23 @@ def test_rows_travel_while_others_are_computed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "size", "lengths"),
-    [(8192, 2, [4096, 4096]), (2049, 2, [1152, 897]), (4098, 4, [1152, 1152, 1152, 642])],
+    ("num_rows", "size", "captured", "lengths"),
+    [
+        (8192, 2, False, [4096, 4096]),
+        (2049, 2, False, [1152, 897]),
+        (4098, 4, False, [2176, 1922]),
+        (8192, 4, False, [2048] * 4),
+        (2048, 2, True, [1024, 1024]),
+        (2048, 4, True, [768, 768, 512]),
+        (1024, 2, True, [512, 512]),
+    ],
 )
-def test_pieces_are_whole_tiles(num_rows: int, size: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for the last one, in which each rank has rows of its own."""
+def test_pieces_are_whole_tiles(
+    num_rows: int, size: int, captured: bool, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the last one. A CUDA graph may have more of them than a host could launch."""
     monkeypatch.undo()
+    monkeypatch.setattr(InOrder, "is_captured", captured)
     memories = [memory(size, num_rows, 1) for _ in range(size)]
     rows = SequenceParallel(0, memories, InOrder())
     assert rows.takes(num_rows)
@@ -226,7 +282,7 @@ def test_pieces_are_whole_tiles(num_rows: int, size: int, lengths: list[int], mo
 
 def test_a_short_rest_is_part_of_the_last_piece() -> None:
     memories = [memory(4, 32, 1) for _ in range(4)]
-    rows = SequenceParallel(0, memories, InOrder(), min_own_rows=1, piece_rows=2)
+    rows = SequenceParallel(0, memories, InOrder(), min_own_rows=1, piece_rows=(2, 2))
     assert not rows.takes(3)
     for num_rows, lengths in ((9, [4, 5]), (8, [4, 4]), (7, [7]), (4, [4])):
         rows.most_pieces = 4

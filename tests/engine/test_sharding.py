@@ -26,16 +26,19 @@ from engine.model.errors import UnsupportedModel
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.skeleton import build_skeleton
+from engine.model.parallel import sequence
 from engine.model.parallel.cut import Cut
 from engine.model.parallel.group import GlooRanks, RankGroup
 from engine.model.parallel.part import RankPart
 from engine.model.parallel.pipeline import Pipeline
+from engine.model.parallel.sequence import RowMemory
 from engine.model.parallel.sharding import Place, kv_slice, shard
 from engine.model.runner import TorchModelRunner
 from engine.sequence import Sequence
 from engine.step import Chunk
 from tests.engine import tiny_models
 from tests.engine.rank_threads import Load, in_threads, ranked_runner
+from tests.engine.shared_rows import DividedRows
 from tests.engine.test_model_families import SIZES, sequences
 from tests.engine.test_parity import ask, run
 
@@ -163,19 +166,30 @@ def check_parts(
     return whole, [models[rank] for rank in range(size)]
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_an_engine_says_the_same_over_several_ranks(ahead: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ahead", "divided"), [(False, False), (True, False), (True, True)])
+def test_an_engine_says_the_same_over_several_ranks(
+    ahead: bool, divided: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With prefix hits, forks whose last block is copied, prompt logprobs, preemptions, and a request that leaves;
-    also where the next step takes tokens that only the device of rank 0 knows."""
+    also where the next step takes tokens that only the device of rank 0 knows, and where rows are divided."""
+    monkeypatch.setattr(sequence, "TILE_ROWS", 2)
+    groups: list[DividedRows] = []
+    shared: dict[int, RowMemory] = {}
+
+    def over(group: GlooRanks) -> RankGroup:
+        groups.append(DividedRows(group, shared))
+        return groups[-1] if divided else group
+
     folder = tiny_models.save(tiny_models.CONFIGS["qwen3"], tmp_path)
     config = dataclasses.replace(
         SIZES, num_blocks=26, max_num_batched_tokens=32, max_model_len=64, block_size=4, async_scheduling=ahead
     )
     said = []
     for size in (1, 2):
-        with ranked_runner(size, Load(folder, config, fused=True)) as (runner, _):
+        with ranked_runner(size, Load(folder, config, fused=True), over=over) as (runner, _):
             said.append(story(Engine(config, runner)))
     assert said[0] == said[1]
+    assert all((group.num_steps > 10) == divided for group in groups)
 
 
 def story(engine: Engine) -> tuple[dict[tuple[str, int], list[int]], list[Any], int]:

@@ -79,6 +79,8 @@ class Turns:
 class CopiesInTurn:
     """Implements CopyQueue."""
 
+    is_captured = False
+
     def __init__(self, turns: Turns, rank: int) -> None:
         self._turns, self._queue = turns, turns.queues[rank]
 

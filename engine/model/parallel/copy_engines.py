@@ -32,6 +32,10 @@ class CopyEngines:
         self._record.argtypes = (c_void_p, c_void_p)
         self._wait.argtypes = (c_void_p, c_void_p, c_uint)
 
+    @property
+    def is_captured(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
     def start(self, copies: Iterable[Copy]) -> None:
         """See CopyQueue. Raises RuntimeError."""
         stream, event = self._streams

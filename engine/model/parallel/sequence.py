@@ -37,10 +37,11 @@ from baton_kernels.reduce_rms_norm import Parts, wait_for_flags
 
 MIN_OWN_ROWS = 512
 """Steps in which each rank would own fewer rows are summed faster in other ways."""
-PIECE_ROWS = 1024
 MOST_PIECES = 8
-"""Rows are divided into at most so many pieces, and not more than ranks, of at least so many rows: products of fewer
-use a GPU less well, and the more ranks, the longer rows travel."""
+"""Rows are divided into at most so many pieces, and not more than ranks: the more ranks, the longer rows travel."""
+CAPTURED_PIECE_ROWS, PIECE_ROWS = 640, 2048
+"""More than two pieces have at least so many rows, in CUDA graphs and in steps that are launched op by op. Products of
+fewer rows use a GPU less well; and a host needs time for each piece, up to 0.7 ms a layer."""
 TILE_ROWS = 128
 """The rows of a tile in a large product."""
 _ROWS = 2
@@ -78,6 +79,10 @@ class Copy(NamedTuple):
 class CopyQueue(Protocol):
     """Copies beside the current stream, in order."""
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether a CUDA graph is being captured, so that the host need not start copies again."""
+
     def start(self, copies: Iterable[Copy]) -> None:
         """Copy once the current stream has reached this point. The caller keeps the memory until it has been
         copied."""
@@ -88,7 +93,7 @@ class CopyQueue(Protocol):
 
 class SequenceParallel:
     """The rows of a step, divided among ranks; one step at a time. All ranks must make the same calls, with as many
-    rows. memories: of all ranks. min_own_rows, piece_rows: see the constants.
+    rows. memories: of all ranks. min_own_rows: see the constant. piece_rows: CAPTURED_PIECE_ROWS and PIECE_ROWS.
 
     active: whether the current step's rows are divided: from `begin` to `end`. A step must have an even number of sums.
     x: [1, num_rows, width], the step's rows; those of a piece, when it has been taken. pieces: the rows of each.
@@ -105,7 +110,7 @@ class SequenceParallel:
         memories: Sequence[RowMemory],
         copies: CopyQueue,
         min_own_rows: int = MIN_OWN_ROWS,
-        piece_rows: int = PIECE_ROWS,
+        piece_rows: tuple[int, int] = (CAPTURED_PIECE_ROWS, PIECE_ROWS),
     ) -> None:
         self._rank, self._memories, self._copies = rank, memories, copies
         self._piece_rows, self.most_pieces = piece_rows, min(MOST_PIECES, len(memories))
@@ -120,7 +125,8 @@ class SequenceParallel:
 
     def begin(self, num_rows: int) -> None:
         """Begin a step, of rows that `takes` accepts."""
-        number = max(1, min(self.most_pieces, num_rows // self._piece_rows))
+        captured, launched = self._piece_rows
+        number = min(self.most_pieces, max(2, num_rows // (captured if self._copies.is_captured else launched)))
         length = max(self._size, -(-num_rows // (number * TILE_ROWS)) * TILE_ROWS)
         self.x, self.active = self._own.x[:num_rows][None], True
         self._pieces: list[_Piece] = []
