@@ -152,6 +152,8 @@ class Bench:
 
         expected = self._exact(o_of(x), weight, residual)
         expected = self._exact(down_of(up_of(expected)), weight, residual)
+        residual.copy_(before)
+        self._check(whole(), expected)
         row: Row = {"products_us": self._us(products), "whole_us": self._us(whole)}
         if rows is None or not rows.takes(num_rows):
             return row
