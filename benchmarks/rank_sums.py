@@ -2,8 +2,8 @@
 
 Two tables, after the answers have been checked: the sum, the residual addition and the norm after it as separate
 kernels and as one; and the rows of a prompt in a layer without attention, whose sums and norms all ranks make, or each
-rank of some rows, in pieces (`engine.model.parallel.sequence`), beside the products alone. Calls follow one another in
-a CUDA graph; the time of one is what rank 0 sees. What fails is printed, and the rest goes on.
+rank of some rows, in pieces (`engine/model/parallel/sequence_parallel.py`), beside the products alone. Calls follow one
+another in a CUDA graph; the time of one is what rank 0 sees. What fails is printed, and the rest goes on.
 """
 
 from __future__ import annotations

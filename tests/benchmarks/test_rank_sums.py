@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.rank_sums import Bench, Row, SumsSettings
-from engine.model.parallel import sequence
+from engine.model.parallel import sequence_parallel
 from engine.model.parallel.group import RankGroup
-from engine.model.parallel.sequence import RowMemory
+from engine.model.parallel.sequence_parallel import RowMemory
 from tests.engine.rank_threads import in_threads
 from tests.engine.shared_rows import DividedRows
 
@@ -22,7 +22,7 @@ SETTINGS = SumsSettings(
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequence, "TILE_ROWS", 2)
+    monkeypatch.setattr(sequence_parallel, "TILE_ROWS", 2)
 
 
 def rows_of(*, sums: bool = True) -> list[Row]:

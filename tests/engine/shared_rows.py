@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.model.parallel.group import GlooRanks
-from engine.model.parallel.sequence import Copy, CopyQueue, RowMemory, SequenceParallel
+from engine.model.parallel.sequence_parallel import Copy, CopyQueue, RowMemory, SequenceParallel
 
 MAX_ROWS = 64
 

@@ -26,12 +26,12 @@ from engine.model.errors import UnsupportedModel
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.skeleton import build_skeleton
-from engine.model.parallel import sequence
+from engine.model.parallel import sequence_parallel
 from engine.model.parallel.cut import Cut
 from engine.model.parallel.group import GlooRanks, RankGroup
 from engine.model.parallel.part import RankPart
 from engine.model.parallel.pipeline import Pipeline
-from engine.model.parallel.sequence import RowMemory
+from engine.model.parallel.sequence_parallel import RowMemory
 from engine.model.parallel.sharding import Place, kv_slice, shard
 from engine.model.runner import TorchModelRunner
 from engine.sequence import Sequence
@@ -172,7 +172,7 @@ def test_an_engine_says_the_same_over_several_ranks(
 ) -> None:
     """With prefix hits, forks whose last block is copied, prompt logprobs, preemptions, and a request that leaves;
     also where the next step takes tokens that only the device of rank 0 knows, and where rows are divided."""
-    monkeypatch.setattr(sequence, "TILE_ROWS", 2)
+    monkeypatch.setattr(sequence_parallel, "TILE_ROWS", 2)
     groups: list[DividedRows] = []
     shared: dict[int, RowMemory] = {}
 

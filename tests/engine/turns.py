@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from random import Random
 
-from engine.model.parallel.sequence import Copy
+from engine.model.parallel.sequence_parallel import Copy
 
 MOST_TURNS = 100_000
 

@@ -19,7 +19,7 @@ from engine.model.fast.norms import fuse_norms
 from engine.model.fast.packing import pack_products
 from engine.model.fast.residual import fuse_residuals
 from engine.model.fast.rotary import fuse_head_norms, fuse_rotation, fuse_tables
-from engine.model.fast.sequence import divide_rows
+from engine.model.fast.sequence_parallel import divide_rows
 from engine.model.fast.sums import fuse_sums
 from engine.model.fast.tally import FusedReport, Tally
 from engine.model.fast.target import Target
@@ -44,7 +44,7 @@ PIECES: dict[str, Piece] = {
     "rope": fuse_rotation,
     "residual_norm": fuse_residuals,
     "sum_norm": fuse_sums,
-    "sequence": divide_rows,
+    "sequence_parallel": divide_rows,
 }
 
 _REPORT = "baton_fused"

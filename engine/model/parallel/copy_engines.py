@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from engine.model.parallel.sequence import Copy
+from engine.model.parallel.sequence_parallel import Copy
 
 
 class CopyEngines:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from baton_kernels.all_reduce_rms_norm import PeerMemory
 from engine.model.parallel.group import ONE_RANK, NormSums, RankGroup
-from engine.model.parallel.sequence import SequenceParallel
+from engine.model.parallel.sequence_parallel import SequenceParallel
 
 
 class StepAgreement(NamedTuple):

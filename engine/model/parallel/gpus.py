@@ -2,10 +2,10 @@
 host; all other collectives go over NCCL.
 
 One kernel computes a sum together with the norm that follows it (`baton_kernels.all_reduce_rms_norm`), through its own
-shared memory. Rows of long steps are divided among the ranks, and copy engines carry them (`sequence.py`). torch's
-symmetric memory computes the other sums, such as that of the embedding. With rows of 4096 bf16 values, two H100s sum 1
-/ 128 / 1024 rows in 17 / 25 / 55 us over NCCL; in 9 / 17 / 63 us in one shot, where each GPU reads all parts; and in 9
-/ 15 / 42 us in two shots, where each GPU sums a part of the rows.
+shared memory. Rows of long steps are divided among the ranks, and copy engines carry them (`sequence_parallel.py`).
+torch's symmetric memory computes the other sums, such as that of the embedding. With rows of 4096 bf16 values, two
+H100s sum 1 / 128 / 1024 rows in 17 / 25 / 55 us over NCCL; in 9 / 17 / 63 us in one shot, where each GPU reads all
+parts; and in 9 / 15 / 42 us in two shots, where each GPU sums a part of the rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from baton_kernels.all_reduce_rms_norm import NUM_PROGRAMS, PeerMemory
 from baton_kernels.device import num_sms
 from engine.model.parallel.copy_engines import CopyEngines
 from engine.model.parallel.group import COLLECTIVE_TIMEOUT_S, ONE_RANK, GlooRanks, RankGroup
-from engine.model.parallel.sequence import RowMemory, SequenceParallel
+from engine.model.parallel.sequence_parallel import RowMemory, SequenceParallel
 
 log = logging.getLogger(__name__)
 

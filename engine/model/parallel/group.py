@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import (
 )  # torch.distributed does not declare these as exported
 
 from baton_kernels.all_reduce_rms_norm import PeerMemory
-from engine.model.parallel.sequence import SequenceParallel
+from engine.model.parallel.sequence_parallel import SequenceParallel
 
 COLLECTIVE_TIMEOUT_S = 600.0
 """How long a rank waits for another at most. `node.ranks.ranks` notices a rank that died or hangs much earlier."""

@@ -23,10 +23,10 @@ from engine.model.fast.forwards import logits_as_served
 from engine.model.fast.target import Target
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
-from engine.model.parallel import sequence
+from engine.model.parallel import sequence_parallel
 from engine.model.parallel.group import RankGroup
 from engine.model.parallel.part import RankPart
-from engine.model.parallel.sequence import Copy, RowMemory, SequenceParallel
+from engine.model.parallel.sequence_parallel import Copy, RowMemory, SequenceParallel
 from tests.engine import tiny_models
 from tests.engine.rank_threads import in_threads
 from tests.engine.shared_rows import Counted, DividedRows, InOrder, memory
@@ -41,7 +41,7 @@ CONFIGS = {**tiny_models.CONFIGS, **tiny_models.MIXTURES}
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequence, "TILE_ROWS", 2)
+    monkeypatch.setattr(sequence_parallel, "TILE_ROWS", 2)
 
 
 def served(folder: Path, size: int, mutate: Any = lambda model: None) -> tuple[Tensor, Tensor, FusedReport, int]:
@@ -75,7 +75,7 @@ def served(folder: Path, size: int, mutate: Any = lambda model: None) -> tuple[T
 def test_logits_are_those_of_undivided_rows(family: str, size: int, tmp_path: Path) -> None:
     """Also where a norm comes before the residual, and of experts. The prompt is divided, the token after it is not."""
     own, after, report, num_steps = served(tiny_models.save(CONFIGS[family], tmp_path), size)
-    assert "sequence 2/2" in str(report)
+    assert "sequence_parallel 2/2" in str(report)
     assert num_steps == 1
     torch.testing.assert_close(after, own, atol=1e-4, rtol=1e-4)
 
@@ -92,7 +92,7 @@ def test_an_attention_that_reads_its_input_gets_it_whole(tmp_path: Path) -> None
         model.model.layers[1].self_attn.__class__ = Copying
 
     own, after, report, num_steps = served(tiny_models.save(CONFIGS["llama"], tmp_path), 2, mutate)
-    assert "sequence 2/2" in str(report)
+    assert "sequence_parallel 2/2" in str(report)
     assert num_steps == 1
     torch.testing.assert_close(after, own, atol=1e-4, rtol=1e-4)
 
@@ -105,7 +105,7 @@ def test_rows_stay_together_if_a_sum_does(tmp_path: Path) -> None:
         first.mlp = Clamped(first.mlp)
 
     own, after, report, num_steps = served(tiny_models.save(CONFIGS["llama"], tmp_path), 2, mutate)
-    assert report.pieces["sequence"].found == 0
+    assert report.pieces["sequence_parallel"].found == 0
     assert num_steps == 0
     torch.testing.assert_close(after, own, atol=1e-4, rtol=1e-4)
 
@@ -274,7 +274,7 @@ def test_pieces_are_whole_tiles(
     memories = [memory(size, num_rows, 1) for _ in range(size)]
     rows = SequenceParallel(0, memories, InOrder())
     assert rows.takes(num_rows)
-    assert not rows.takes(size * sequence.MIN_OWN_ROWS - 1)
+    assert not rows.takes(size * sequence_parallel.MIN_OWN_ROWS - 1)
     assert not rows.takes(num_rows + 1)
     rows.begin(num_rows)
     assert [piece.stop - piece.start for piece in rows.pieces] == lengths

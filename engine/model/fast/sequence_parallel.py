@@ -1,4 +1,4 @@
-"""Decoder layers whose rows are divided among ranks, and computed in pieces: `engine.model.parallel.sequence`.
+"""Decoder layers whose rows are divided among ranks, and computed in pieces: `engine.model.parallel.sequence_parallel`.
 
     norm1, q, k, v     of each piece, when its rows have come from their owners
     attention          of all rows
@@ -27,7 +27,7 @@ from engine.model.fast.target import FusedQkv, Target
 from engine.model.linear_method import Product, method_of
 from engine.model.parallel.group import NormSums
 from engine.model.parallel.layers import RowParallelLinear
-from engine.model.parallel.sequence import SequenceParallel
+from engine.model.parallel.sequence_parallel import SequenceParallel
 from engine.model.tolerance import close
 
 NormOwn = Callable[[Tensor, Parts, slice, Tensor], None]
