@@ -80,6 +80,18 @@ def test_logits_are_those_of_undivided_rows(family: str, size: int, tmp_path: Pa
     torch.testing.assert_close(after, own, atol=1e-4, rtol=1e-4)
 
 
+def test_experts_compute_all_rows_at_once(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def mutate(model: Any) -> None:
+        experts = model.model.layers[1].mlp.experts
+        experts.register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
+
+    _, _, _, num_steps = served(tiny_models.save(CONFIGS["qwen3_moe"], tmp_path), 2, mutate)
+    assert num_steps == 1
+    assert seen[-4:] == [7, 7, 1, 1] or seen[-4:] == [7, 1, 7, 1], "of two ranks, which have seven rows and then one"
+
+
 class Copying(LlamaAttention):
     """Reads its input by itself, before q, k and v."""
 

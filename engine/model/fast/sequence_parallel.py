@@ -5,7 +5,9 @@
     o                  of each piece; the parts travel to the owners, who norm them
     MLP                of each piece, when its rows have come; the parts travel likewise
 
-Only steps of many rows are divided, and only if norms make all sums of the layers (`engine.model.fast.sums`).
+A block of experts computes all rows at once: each piece would read the weights of most experts again, and the block
+knows by the rows' numbers which are padding. Only steps of many rows are divided, and only if norms make all sums of
+the layers (`engine.model.fast.sums`).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from engine.model.fast.norm import Norm, norm_forward
 from engine.model.fast.tally import Tally
 from engine.model.fast.target import FusedQkv, Target
 from engine.model.linear_method import Product, method_of
+from engine.model.parallel.experts import BlockSum
 from engine.model.parallel.group import NormSums
 from engine.model.parallel.layers import RowParallelLinear
 from engine.model.parallel.sequence_parallel import SequenceParallel
@@ -60,6 +63,7 @@ def divide_rows(target: Target, tally: Tally) -> None:
             norm_own(between),
             norm_own([*after, norms[index + 1][0]]),
             takes_rows=fused is not None,
+            mlp_in_pieces=BlockSum.of(layer.get_submodule("mlp")) is None,
             plain=layer.forward,
         )
         if index == 0:
@@ -101,10 +105,16 @@ def _layer_forward(
     after: NormOwn,
     *,
     takes_rows: bool,
+    mlp_in_pieces: bool,
     plain: Forward,
 ) -> Forward:
     """takes_rows: the attention takes the pieces of its input itself. plain: for steps that are not divided."""
     attention, mlp, in_tuple = parts.attention, parts.mlp, parts.mlp_in_tuple
+
+    def compute_mlp(x: Tensor) -> Tensor:
+        result = mlp(x)
+        part: Tensor = result[0] if in_tuple else result
+        return part
 
     def forward(hidden_states: Tensor, **kwargs: Any) -> Tensor:
         if not rows.active:
@@ -117,9 +127,9 @@ def _layer_forward(
         rows.then(partial(between, residual))
         attention(hidden_states=hidden_states, **kwargs)
         rows.then(partial(after, residual))
-        for index in range(len(rows.pieces)):
-            part = mlp(rows.take(index))
-            rows.send(index, part[0] if in_tuple else part)
+        whole = None if mlp_in_pieces else compute_mlp(rows.take_all())
+        for index, piece in enumerate(rows.pieces):
+            rows.send(index, compute_mlp(rows.take(index)) if whole is None else whole[..., piece, :])
         return rows.x
 
     return forward
