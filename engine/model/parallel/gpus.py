@@ -157,6 +157,7 @@ class GpuPeers(GpuRanks):
         self._name = dist.group.WORLD.group_name  # type: ignore[union-attr]
         self._shared: dict[torch.dtype, Tensor] = {}
         """For each dtype, the memory that all ranks map; empty if the GPUs cannot map each other's memory."""
+        self._has_stages = kept_sms > 0
         self._rows: SequenceParallel | None = None
         if self._can_share(device):
             self._shared = {dtype: self._share(TWO_SHOT_BYTES, dtype, device)[0] for dtype in _SHARED_DTYPES}
@@ -189,7 +190,7 @@ class GpuPeers(GpuRanks):
     @torch.inference_mode(False)
     @torch.no_grad()
     def share_rows(self, width: int, dtype: torch.dtype) -> SequenceParallel | None:
-        if self.peers is None:
+        if self.peers is None or self._has_stages:
             return None
         if self._rows is None:
             x, received, flags = RowMemory.shapes(self.size, ROW_BYTES // (width * dtype.itemsize), width)
