@@ -122,6 +122,22 @@ def test_rows_stay_together_if_a_sum_does(tmp_path: Path) -> None:
     torch.testing.assert_close(after, own, atol=1e-4, rtol=1e-4)
 
 
+def test_rows_stay_together_if_one_rank_cannot_share_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    share = DividedRows.share_rows
+
+    def fail(group: DividedRows, width: int, dtype: torch.dtype) -> SequenceParallel:
+        rows = share(group, width, dtype)
+        if group.rank:
+            raise OSError("there is no driver")
+        return rows
+
+    monkeypatch.setattr(DividedRows, "share_rows", fail)
+    own, after, report, num_steps = served(tiny_models.save(CONFIGS["llama"], tmp_path), 2)
+    assert report.pieces["sequence_parallel"].found == 0
+    assert num_steps == 0
+    torch.testing.assert_close(after, own, atol=1e-4, rtol=1e-4)
+
+
 def test_a_step_that_failed_does_not_divide_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one has one token: its sums are made as ever."""
 

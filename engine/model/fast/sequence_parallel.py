@@ -12,6 +12,7 @@ the layers (`engine.model.fast.sums`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,6 +34,8 @@ from engine.model.parallel.layers import RowParallelLinear
 from engine.model.parallel.sequence_parallel import SequenceParallel
 from engine.model.tolerance import close
 
+log = logging.getLogger(__name__)
+
 NormOwn = Callable[[Tensor, Parts, slice, Tensor], None]
 """`OwnRows` after the residual of all rows, [num_rows, width]."""
 
@@ -42,8 +45,12 @@ def divide_rows(target: Target, tally: Tally) -> None:
     decoder, summed = target.decoder, target.summed
     if decoder is None or decoder.final_norm is None or summed is None:
         return
-    rows = summed.ranks.share_rows(target.config.hidden_size, target.model.dtype)
-    if rows is None:
+    try:
+        rows = summed.ranks.share_rows(target.config.hidden_size, target.model.dtype)
+    except (OSError, RuntimeError) as error:
+        log.warning("rows of long steps are not divided: %s", error)
+        rows = None
+    if not summed.ranks.minimum(int(rows is not None)) or rows is None:
         return
     for module in summed.outputs:
         method = method_of(module)
