@@ -301,6 +301,8 @@ def test_pieces_are_whole_tiles(
     monkeypatch.setattr(InOrder, "is_captured", captured)
     memories = [memory(size, num_rows, 1) for _ in range(size)]
     rows = SequenceParallel(0, memories, InOrder())
+    assert rows.takes(num_rows) == captured, "there is too little work for a host that launches each piece"
+    rows.launched_bytes = 4 * num_rows
     assert rows.takes(num_rows)
     assert not rows.takes(size * sequence_parallel.MIN_OWN_ROWS - 1)
     assert not rows.takes(num_rows + 1)
@@ -311,6 +313,8 @@ def test_pieces_are_whole_tiles(
 def test_a_short_rest_is_part_of_the_last_piece() -> None:
     memories = [memory(4, 32, 1) for _ in range(4)]
     rows = SequenceParallel(0, memories, InOrder(), min_own_rows=1, piece_rows=(2, 2))
+    rows.launched_bytes = 0
+    assert rows.takes(4)
     assert not rows.takes(3)
     for num_rows, lengths in ((9, [4, 5]), (8, [4, 4]), (7, [7]), (4, [4])):
         rows.most_pieces = 4

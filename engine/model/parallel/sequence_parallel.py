@@ -41,7 +41,10 @@ MOST_PIECES = 8
 """Rows are divided into at most so many pieces, and not more than ranks: the more ranks, the longer rows travel."""
 CAPTURED_PIECE_ROWS, PIECE_ROWS = 640, 2048
 """More than two pieces have at least so many rows, in CUDA graphs and in steps that are launched op by op. Products of
-fewer rows use a GPU less well; and a host needs time for each piece, up to 0.7 ms a layer."""
+fewer rows use a GPU less well; and a host needs time for each piece."""
+LAUNCHED_BYTES = 48 * 1024 * 1024
+"""Steps that are launched op by op are divided if their rows have so many bytes. A host needs 0.4 to 0.7 ms more for
+each piece of a layer, so for less work it would be slower than the GPUs."""
 TILE_ROWS = 128
 """The rows of a tile in a large product."""
 _ROWS = 2
@@ -103,6 +106,7 @@ class SequenceParallel:
     x: Tensor
     pieces: list[slice]
     most_pieces: int
+    launched_bytes = LAUNCHED_BYTES
 
     def __init__(
         self,
@@ -121,6 +125,8 @@ class SequenceParallel:
 
     def takes(self, num_rows: int) -> bool:
         """Whether a step of so many rows is divided."""
+        if not self._copies.is_captured and self._own.x[:num_rows].nbytes < self.launched_bytes:
+            return False
         return self._min_rows <= num_rows <= len(self._own.x)
 
     def begin(self, num_rows: int) -> None:
