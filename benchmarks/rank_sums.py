@@ -31,6 +31,7 @@ from benchmarks.checks import WrongAnswers
 from benchmarks.tables import Table
 from engine.model.linear_method import UnquantizedLinear
 from engine.model.parallel.group import GlooRanks, RankGroup
+from engine.model.parallel.sequence_parallel import SequenceParallel
 from engine.model.tolerance import close
 
 EPS = 1e-5
@@ -115,67 +116,23 @@ class Bench:
         return {"separate_us": separate_us, "fused_us": fused_us, "ratio": fused_us / separate_us}
 
     def _layer(self, num_rows: int) -> Row:
-        """A layer without attention: o, norm, up, down, norm."""
-        group, width = self.group, self._settings.outputs
-        rows = group.share_rows(width, self._dtype)
-        if rows is not None:
-            rows.launched_bytes = 0  # they are launched as a CUDA graph
-        o_inputs, inputs = _numbers(self._settings.inputs)
-        x, before = self._random(1, num_rows, o_inputs, seed=group.rank), self._random(1, num_rows, width, seed=20)
-        residual, weight = before.clone(), self._random(1, width, seed=21)[0]
-        o, up, down = (
-            self._linear(size, of, seed)
-            for seed, size, of in ((30, width, o_inputs), (40, inputs, width), (50, width, inputs))
-        )
-        o_of, up_of, down_of = (method.make_product() for method in (o, up, down))
-
-        def products() -> Tensor:
-            return down_of(up_of(o_of(x)))
-
-        def whole() -> Tensor:
-            y = rms_norm(group.all_reduce(o_of(x)), weight, EPS, residual=residual)
-            return rms_norm(group.all_reduce(down_of(up_of(y))), weight, EPS, residual=residual)
-
-        def divided() -> Tensor:
-            assert rows is not None
-            parts, into = x.new_empty(num_rows, width), o.make_product_into()
-            rows.begin(num_rows)
-            rows.then(own)
-            for index, piece in enumerate(rows.pieces):
-                into(x[0, piece], parts[piece])
-                rows.send(index, parts[piece])
-            rows.then(own)
-            for index in range(len(rows.pieces)):
-                rows.send(index, down_of(up_of(rows.take(index))))
-            return rows.end()
-
-        def own(parts: Parts, those: slice, out: Tensor) -> None:
-            reduce_rms_norm(parts, weight, EPS, out, residual=residual[0, those])
-
-        expected = self._exact(o_of(x), weight, residual)
-        expected = self._exact(down_of(up_of(expected)), weight, residual)
-        residual.copy_(before)
-        self._check(whole(), expected)
-        row: Row = {"products_us": self._us(products), "whole_us": self._us(whole)}
+        settings = self._settings
+        o_inputs, inputs = _numbers(settings.inputs)
+        layer = Layer(self.group, self._random, num_rows, settings.outputs, o_inputs, inputs)
+        expected = layer.exact()
+        layer.reset()
+        self._check(layer.whole(), expected)
+        row: Row = {"products_us": self._us(layer.products), "whole_us": self._us(layer.whole)}
+        rows = layer.share_rows()
         if rows is None or not rows.takes(num_rows):
             return row
-        for number in _numbers(self._settings.pieces):
+        for number in _numbers(settings.pieces):
             rows.most_pieces = number
             for _ in range(3):
-                residual.copy_(before)
-                self._check(divided(), expected)
-            row[f"pieces_{number}_us"] = self._us(divided)
+                layer.reset()
+                self._check(layer.divided(), expected)
+            row[f"pieces_{number}_us"] = self._us(layer.divided)
         return row
-
-    def _exact(self, part: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
-        """The norm of the sum, which is rounded once."""
-        total = self.group.all_reduce(part.float()).to(self._dtype)
-        return reference.rms_norm(total, weight, EPS, residual, 0.0, False)
-
-    def _linear(self, out_features: int, in_features: int, seed: int) -> UnquantizedLinear:
-        """This rank's part."""
-        weight = self._random(out_features, in_features, seed=seed + self.rank) / in_features**0.5
-        return UnquantizedLinear(weight, None)
 
     def _check(self, found: Tensor, expected: Tensor) -> None:
         """Raises WrongAnswers, on all ranks or on none."""
@@ -231,6 +188,72 @@ class Bench:
     def _random(self, *shape: int, seed: int) -> Tensor:
         generator = torch.Generator(self.device).manual_seed(seed)  # with a GPU's numbers, the same on all
         return torch.randn(shape, generator=generator, device=self.device).to(self._dtype)
+
+
+class Layer:
+    """This rank's part of a layer without attention: o, norm, up, down, norm. random: makes tensors of a shape, from a
+    seed."""
+
+    def __init__(
+        self, group: RankGroup, random: Callable[..., Tensor], num_rows: int, width: int, o_inputs: int, inputs: int
+    ) -> None:
+        self._group, rank = group, group.rank
+        self._x, self._before = random(1, num_rows, o_inputs, seed=rank), random(1, num_rows, width, seed=20)
+        self._residual, self._weight = self._before.clone(), random(1, width, seed=21)[0]
+        o, up, down = (
+            UnquantizedLinear(random(outputs, of, seed=seed + rank) / of**0.5, None)
+            for seed, outputs, of in ((30, width, o_inputs), (40, inputs, width), (50, width, inputs))
+        )
+        self._o, self._up, self._down = o.make_product(), up.make_product(), down.make_product()
+        self._o_into, self._rows = o.make_product_into(), group.share_rows(width, self._x.dtype)
+
+    def share_rows(self) -> SequenceParallel | None:
+        """What divides the rows, any number of them: they are launched as a CUDA graph."""
+        if self._rows is not None:
+            self._rows.launched_bytes = 0
+        return self._rows
+
+    def reset(self) -> None:
+        """To the residual before the layer."""
+        self._residual.copy_(self._before)
+
+    def products(self) -> Tensor:
+        return self._down(self._up(self._o(self._x)))
+
+    def whole(self) -> Tensor:
+        """All ranks sum and norm all rows."""
+        y = self._normed(self._group.all_reduce(self._o(self._x)))
+        return self._normed(self._group.all_reduce(self._down(self._up(y))))
+
+    def divided(self) -> Tensor:
+        """Each rank sums and norms its own rows."""
+        rows, width = self._rows, len(self._weight)
+        assert rows is not None
+        num_rows = self._x.shape[1]
+        parts = self._x.new_empty(num_rows, width)
+        rows.begin(num_rows)
+        rows.then(self._norm_own)
+        for index, piece in enumerate(rows.pieces):
+            self._o_into(self._x[0, piece], parts[piece])
+            rows.send(index, parts[piece])
+        rows.then(self._norm_own)
+        for index in range(len(rows.pieces)):
+            rows.send(index, self._down(self._up(rows.take(index))))
+        return rows.end()
+
+    def exact(self) -> Tensor:
+        """From sums that are rounded once."""
+        return self._exact(self._down(self._up(self._exact(self._o(self._x)))))
+
+    def _exact(self, part: Tensor) -> Tensor:
+        total = self._group.all_reduce(part.float()).to(part.dtype)
+        return reference.rms_norm(total, self._weight, EPS, self._residual, 0.0, False)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self._weight, EPS, residual=self._residual)
+
+    def _norm_own(self, parts: Parts, own: slice, out: Tensor) -> None:
+        reduce_rms_norm(parts, self._weight, EPS, out, residual=self._residual[0, own])
 
 
 def _numbers(text: str) -> list[int]:
