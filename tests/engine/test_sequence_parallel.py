@@ -44,14 +44,18 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence_parallel, "TILE_ROWS", 2)
 
 
-def served(folder: Path, size: int, mutate: Any = lambda model: None) -> tuple[Tensor, Tensor, FusedReport, int]:
+def served(
+    folder: Path, size: int, mutate: Any = lambda model: None, quantization: str | None = None
+) -> tuple[Tensor, Tensor, FusedReport, int]:
     """Of rank 0: logits before and after the fusion, its report, and how many steps were divided."""
     found: dict[int, tuple[Tensor, Tensor, FusedReport, int]] = {}
     shared: dict[int, RowMemory] = {}
 
     def run(group: RankGroup) -> None:
         rows = DividedRows(group, shared)
-        model: PreTrainedModel = loader.load_model(Checkpoint.open(folder), part=RankPart(rows))
+        model: PreTrainedModel = loader.load_model(
+            Checkpoint.open(folder), quantization=quantization, part=RankPart(rows)
+        )
         mutate(model)
         probed = probe(model, MAX_MODEL_LEN)
         target = Target(model, probed.layers, MAX_MODEL_LEN)
@@ -75,6 +79,15 @@ def served(folder: Path, size: int, mutate: Any = lambda model: None) -> tuple[T
 def test_logits_are_those_of_undivided_rows(family: str, size: int, tmp_path: Path) -> None:
     """Also where a norm comes before the residual, and of experts. The prompt is divided, the token after it is not."""
     own, after, report, num_steps = served(tiny_models.save(CONFIGS[family], tmp_path), size)
+    assert "sequence_parallel 2/2" in str(report)
+    assert num_steps == 1
+    torch.testing.assert_close(after, own, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+def test_quantized_weights(quantization: str, tmp_path: Path) -> None:
+    folder = tiny_models.save(CONFIGS["llama"], tmp_path)
+    own, after, report, num_steps = served(folder, 2, quantization=quantization)
     assert "sequence_parallel 2/2" in str(report)
     assert num_steps == 1
     torch.testing.assert_close(after, own, atol=1e-4, rtol=1e-4)
