@@ -34,11 +34,12 @@ def reduce_rms_norm(
     weight_offset: float = 0.0,
     round_once: bool = False,
 ) -> None:
-    """Wait until all parts have arrived, and write `rms_norm` of their sum to `out`, [num_rows, n], contiguous; the
-    other arguments are those of `rms_norm`. Parts are added in the order of ranks, in fp32, and the sum is rounded to
-    their dtype. On a GPU, the kernel waits; what sends the parts must not need its SMs.
+    """Wait until all parts have arrived, and write `rms_norm` of their sum to `out`, [num_rows, n], contiguous, of at
+    least one row; the other arguments are those of `rms_norm`. Parts are added in the order of ranks, in fp32, and the
+    sum is rounded to their dtype. On a GPU, the kernel waits; what sends the parts must not need its SMs.
     """
     round_once = round_once or weight_offset != 0.0
+    assert len(out), "without rows, no program would wait for the parts"
     assert out.shape == parts.own.shape
     assert parts.received.shape == (len(parts.arrived), *out.shape)
     assert parts.own.is_contiguous()

@@ -85,8 +85,6 @@ def reduce_rms_norm(
     round_once: bool,
 ) -> None:
     num_rows, n = out.shape
-    if num_rows == 0:
-        return
     padded = triton.next_power_of_2(n)
     _reduce_rms_norm_kernel[(num_rows,)](
         parts.own,
