@@ -26,10 +26,10 @@ def run_rank(link: RankLink, settings: NodeSettings) -> None:
     name = f"{settings.node_id or settings.listen.port}/{link.number}"
     configure_logging(settings.log_levels(), name, log_format=settings.log_format)
 
-    from engine.model.parallel.others import serve
-
     with collected_once():
         rank, serve_pool = _load(link, settings)
+    from engine.model.parallel.others import serve  # it imports torch: not before collections are off
+
     link.ready(rank.pool.tensor, serve_pool)
     serve(rank, link.receive)
 
