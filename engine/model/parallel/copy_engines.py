@@ -21,7 +21,7 @@ class CopyEngines:
         self._stream: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(self._stream)  # torch creates an event when it is recorded
-        self._streams = self._stream.cuda_stream, self._event.cuda_event
+        self._handles = self._stream.cuda_stream, self._event.cuda_event
         driver = ctypes.CDLL("libcuda.so.1")
         self._copy, self._record, self._wait = (
             driver.cuMemcpyDtoDAsync_v2,
@@ -38,7 +38,7 @@ class CopyEngines:
 
     def start(self, copies: Iterable[Copy]) -> None:
         """See CopyQueue. Raises RuntimeError."""
-        stream, event = self._streams
+        stream, event = self._handles
         error = self._record(event, torch._C._cuda_getCurrentRawStream(self._device)) or self._wait(stream, event, 0)
         for to, source, num_bytes in copies:
             error = error or self._copy(to, source, num_bytes, stream)

@@ -100,6 +100,7 @@ class SequenceParallel:
 
     active: whether the current step's rows are divided: from `begin` to `end`. A step must have an even number of sums.
     x: [1, num_rows, width], the step's rows; those of a piece, when it has been taken. pieces: the rows of each.
+    most_pieces, launched_bytes: see the constants; between steps they may be changed, on all ranks.
     """
 
     active: bool
