@@ -13,7 +13,6 @@ from torch import Tensor
 from baton.layout import KvLayout
 from baton_kernels.block_checksum import block_checksums
 from baton_kernels.block_copy import Move, PoolMoves
-from baton_kernels.cuda_driver import CurrentDevice, DriverEvent
 from baton_kernels.event_thread import EventThread
 from baton_kernels.fp8_kv.moves import QuantizingMoves
 from kv_transfer.async_operation import DONE, AsyncOperation, CudaEventOperation, Target
@@ -55,9 +54,8 @@ class SlotCopies:
         self._ids, self._numbers = list(ids), list(ids.numpy())  # the same memory
         self._scattered_ids = list(torch.empty_like(ids, device=device)) if on_gpu else self._ids
         self._stream: Any = torch.cuda.Stream(device, priority=-1) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._handle = 0 if self._stream is None else int(self._stream.cuda_stream)
-        blocking, num_events = not spin_wait, staging.num_slots if on_gpu else 0
-        self._done = [DriverEvent(self._stream, blocking) for _ in range(num_events)]
+        events: Any = torch.cuda.Event
+        self._done = [events(blocking=not spin_wait) for _ in range(staging.num_slots)] if on_gpu else []
         self._watch = EventThread(device, "kv-copies")
 
     def mark(self) -> Mark:
@@ -102,16 +100,16 @@ class SlotCopies:
 
     def on_device(self) -> contextlib.AbstractContextManager[object]:
         """A context that makes this device the calling thread's current one."""
-        return contextlib.nullcontext() if self._stream is None else CurrentDevice(self._device.index)
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.device(self._device)
 
     def make_stream_wait(self, slot: int) -> None:
         """Make work queued on the current stream from now on wait for the slot's last copy."""
         if self._stream is not None:
-            self._done[slot].make_wait(torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()))
+            torch.cuda.current_stream().wait_event(self._done[slot])
 
     def is_done(self, slot: int) -> bool:
         """Whether the slot's last copy is done. On any thread."""
-        return self._stream is None or self._done[slot].query()
+        return self._stream is None or bool(self._done[slot].query())
 
     def when_done(self, slot: int, after: Callable[[], None]) -> None:
         """Call `after` when the slot's last copy is done: on a thread that this object owns and that ends with it; on a
@@ -189,7 +187,7 @@ class SlotCopies:
         if self._stream is None:
             return DONE
         done = self._done[slot]
-        done.record(self._handle)
+        done.record(self._stream)
         return CudaEventOperation(done)
 
 

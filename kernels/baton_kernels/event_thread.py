@@ -8,21 +8,13 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
 END_S = 5.0
 """How long the end of the process waits for a thread to end: one that waits for a hung device never does."""
 
-
-class Recorded(Protocol):
-    """A `torch.cuda.Event`, or what waits like one."""
-
-    def synchronize(self) -> None: ...
-
-
-_Work = tuple[Recorded, Callable[[], None]]
+_Work = tuple[torch.cuda.Event, Callable[[], None]]
 _running: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue[_Work | None]] = weakref.WeakKeyDictionary()
 
 
@@ -38,7 +30,7 @@ class EventThread:
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def add(self, event: Recorded, after: Callable[[], None]) -> None:
+    def add(self, event: torch.cuda.Event, after: Callable[[], None]) -> None:
         """`event` must already be recorded in a stream. One thread at a time."""
         self._work.put((event, after))
         if self._thread is None:

@@ -107,7 +107,7 @@ def test_a_device_that_fails_wakes_too(monkeypatch: pytest.MonkeyPatch) -> None:
     woken = threading.Semaphore(0)
     watch = EventThread(torch.device("cuda"), "watch")
     for _ in range(2):
-        watch.add(Broken(), woken.release)
+        watch.add(Broken(), woken.release)  # type: ignore[arg-type]
         assert woken.acquire(timeout=WAIT_S)
 
 

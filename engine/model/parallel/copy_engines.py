@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from baton_kernels.cuda_driver import DriverEvent, driver
+from baton_kernels.cuda_driver import driver
 from engine.model.parallel.sequence_parallel import Copy
 
 
@@ -18,8 +18,9 @@ class CopyEngines:
     def __init__(self, device: torch.device) -> None:
         self._device = device.index
         self._stream: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        self._handle = int(self._stream.cuda_stream)
-        self._event = DriverEvent(self._stream, blocking=False)
+        self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record(self._stream)  # torch creates an event when it is recorded
+        self._handles = self._stream.cuda_stream, self._event.cuda_event
         self._driver = driver()
 
     @property
@@ -28,10 +29,11 @@ class CopyEngines:
 
     def start(self, copies: Iterable[Copy]) -> None:
         """See CopyQueue. Raises CudaError."""
-        self._event.record(torch._C._cuda_getCurrentRawStream(self._device))
-        self._event.make_wait(self._handle)
+        stream, event = self._handles
+        self._driver.record(event, torch._C._cuda_getCurrentRawStream(self._device))
+        self._driver.wait(stream, event)
         for to, source, num_bytes in copies:
-            self._driver.copy(to, source, num_bytes, self._handle)
+            self._driver.copy(to, source, num_bytes, stream)
 
     def join(self) -> None:
         torch.cuda.current_stream().wait_stream(self._stream)

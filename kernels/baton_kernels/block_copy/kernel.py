@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,13 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from baton_kernels.block_copy.words import as_words, word_bytes
-from baton_kernels.cuda_driver import CudaError, CurrentDevice, DriverKernel
 
 PIECE = 2048  # words per program: with 8-byte words, eight 16-byte accesses per thread, all in flight at once
 ALIGNMENT = 16
 """Triton compiles a separate kernel for addresses and sizes that are multiples of this."""
-NUM_ARGUMENTS = 7
-"""Those that are not constexpr."""
 
 
 @triton.jit(do_not_specialize_on_alignment=["source_ids_ptr", "target_ids_ptr"])
@@ -89,7 +85,8 @@ class PoolMoves:
     def __init__(self, pool_bytes: Tensor) -> None:
         self._pool = pool_bytes
         self._address = pool_bytes.data_ptr()
-        self._found: dict[tuple[bool, int, int, int], tuple[Moved, DriverKernel | None]] = {}
+        self._on_device = torch.cuda.device_of(pool_bytes)
+        self._found: dict[tuple[bool, int, int, int], Moved] = {}
 
     def ready(
         self,
@@ -109,16 +106,14 @@ class PoolMoves:
             rows = staging[: num_blocks * piece_bytes].view(num_blocks, piece_bytes)
             source, target = (columns, rows) if gathers else (rows, columns)
             return partial(self._find, like, source, target, block_ids, num_blocks, stream)
-        (compiled, num_programs, sizes), kernel = found
+        compiled, num_programs, sizes = found
         places = (pool_at, staging_at) if gathers else (staging_at, pool_at)
-        grid, arguments = (num_blocks, num_programs, 1), (*places, ids_at, ids_at, *sizes)
-        if kernel is not None:
-            return partial(self._launch, kernel.prepared(grid, arguments[:NUM_ARGUMENTS], stream.cuda_stream))
-        return partial(self._launch, partial(compiled[grid], *arguments, stream=stream.cuda_stream))
+        arguments = *places, ids_at, ids_at, *sizes
+        return partial(self._launch, compiled[num_blocks, num_programs, 1], arguments, stream.cuda_stream)
 
-    def _launch(self, launch: Callable[[], None]) -> None:
-        with CurrentDevice(self._pool.get_device()) if self._pool.is_cuda else contextlib.nullcontext():
-            launch()
+    def _launch(self, launch: Callable[..., None], arguments: tuple[Any, ...], stream: int) -> None:
+        with self._on_device:
+            launch(*arguments, stream=stream)
 
     def _find(
         self,
@@ -134,15 +129,7 @@ class PoolMoves:
         with torch.cuda.stream(stream):
             moved = _move(source, target, source_ids, target_ids, num_blocks)
         if moved.compiled is not None:
-            self._found[like] = moved, _driver_kernel(moved.compiled)
-
-
-def _driver_kernel(compiled: Any) -> DriverKernel | None:
-    """None: only Triton can launch it."""
-    try:
-        return DriverKernel(compiled, NUM_ARGUMENTS)
-    except CudaError:
-        return None
+            self._found[like] = moved
 
 
 def _move(source: Tensor, target: Tensor, source_ids: Tensor | None, target_ids: Tensor | None, num_rows: int) -> Moved:

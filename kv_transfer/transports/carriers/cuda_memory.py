@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from baton.errors import TransferError
-from baton_kernels.cuda_driver import HANDLE_BYTES, CudaError, CurrentDevice, driver
+from baton_kernels.cuda_driver import HANDLE_BYTES, CudaError, driver
 from kv_transfer.async_operation import CudaEventOperation
 from kv_transfer.transports.carriers.completion_flags import FLAG_BYTES, NO_FLAG, open_flags
 
@@ -122,7 +122,7 @@ class CudaFlagWriter:
             raise
 
     def signal(self, flag: int, number: int, stream: Any) -> None:
-        with CurrentDevice(self._device), contextlib.suppress(CudaError):  # END is sent anyway
+        with torch.cuda.device(self._device), contextlib.suppress(CudaError):  # END is sent anyway
             self._driver.write_value(stream.cuda_stream, self._on_device + flag * FLAG_BYTES, number)
 
     def close(self) -> None:

@@ -96,10 +96,8 @@ class PairThread(TransportThread):
         if is_busy:
             self._carrier.progress()
             self._links.collect()
-        has_ended = self._emitted
         self._deliver()
-        # To land a part takes as long as the next one may take to arrive: its flag is looked at before the connections.
-        self._ready = [] if has_ended else self._wait(is_busy, deadline)
+        self._ready = self._wait(is_busy, deadline)
 
     def _wait(self, is_busy: bool, deadline: float | None) -> list[tuple[int, int]]:
         if self._mailbox or self._stopping != (deadline is not None):
