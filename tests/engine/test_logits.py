@@ -13,8 +13,8 @@ from benchmarks.logits_models import FAMILIES
 torch.set_num_threads(1)
 
 FP32_ROUNDING = 2e-5
-"""In deviations of the logits: 0.6e-5 to 1.2e-5 have been seen of the same family, since the order of a product's sums
-depends on where its memory lies."""
+"""Relative to the norm of a token's logits: 0.6e-5 to 1.2e-5 have been seen of the same family, since the order of a
+product's sums depends on where its memory lies."""
 
 # Of transformers' own error in the dtype, for which rounding is to blame alone.
 SIXTEEN_BIT_MARGIN = 1.5
