@@ -55,7 +55,8 @@ class CudaDriver:
 
     def write_value(self, stream: int, address: int, value: int) -> None:
         """Write the value (64 bits) once all work queued on the stream is done. With these flags the write follows a
-        fence like `__threadfence_system`, but for the whole stream (CUstreamWriteValue_flags)."""
+        fence like `__threadfence_system`, but for the whole stream (CUstreamWriteValue_flags): what its kernels stored
+        at a peer is visible before the value is."""
         self._check("cuStreamWriteValue64", self._write(stream, address, value, 0))
 
     # ---- memory ----

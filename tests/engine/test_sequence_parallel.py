@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention
 
+from baton_kernels.cuda_driver import CudaError
 from baton_kernels.reduce_rms_norm import Parts, reference
 from engine.model import fast
 from engine.model.attention import probe
@@ -141,7 +142,7 @@ def test_rows_stay_together_if_one_rank_cannot_share_them(tmp_path: Path, monkey
     def fail(group: DividedRows, width: int, dtype: torch.dtype) -> SequenceParallel:
         rows = share(group, width, dtype)
         if group.rank:
-            raise OSError("there is no driver")
+            raise CudaError("there is no driver")
         return rows
 
     monkeypatch.setattr(DividedRows, "share_rows", fail)

@@ -41,7 +41,6 @@ def test_a_copy_waits_for_what_an_event_recorded() -> None:
 
 @pytest.mark.gpu
 def test_an_error_is_named() -> None:
-    torch.cuda.init()
-    torch.zeros(1, device="cuda")
+    torch.zeros(1, device="cuda")  # makes a context
     with pytest.raises(CudaError, match=r"^cuIpcCloseMemHandle: CUDA_ERROR_"):
         driver().close_handle(8)

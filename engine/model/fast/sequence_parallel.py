@@ -47,7 +47,7 @@ def divide_rows(target: Target, tally: Tally) -> None:
         return
     try:
         rows = summed.ranks.share_rows(target.config.hidden_size, target.model.dtype)
-    except (OSError, RuntimeError) as error:
+    except RuntimeError as error:
         log.warning("rows of long steps are not divided: %s", error)
         rows = None
     if not summed.ranks.minimum(int(rows is not None)) or rows is None:
