@@ -50,7 +50,7 @@ mutants: setup ## break the code, one place at a time, and see whether its tests
 	@$(BIN)/python tools/mutants.py --jobs 2
 
 demo: setup ## a cluster on this machine, shown at work
-	@$(BIN)/python -m deploy.demo
+	@$(BIN)/python -m tools.demo
 
 bench: setup ## N streams over HTTP against a cluster on this machine
 	@$(BIN)/python -m benchmarks.serve

@@ -1,4 +1,4 @@
-"""Ways to run baton. `up` (the command `baton-up`) starts a whole cluster on one machine, and `demo` shows one at work.
+"""Ways to run baton. `up` (the command `baton-up`) starts a whole cluster on one machine.
 
 `settings` are the command's flags, `plan` decides which processes run with which flags, `ports` holds their ports,
 `supervisor` keeps them running, `child` starts each. `healthy` is the health check of containers. No torch here, but in

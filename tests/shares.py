@@ -28,7 +28,7 @@ LONGEST = (
     "tests/e2e/test_chaos.py",  # a minute, however fast the machine
     "fragile",  # freezes and restarts nodes: it waits more than it computes
     *("tests/deploy/test_up.py", "tests/docs/test_readme.py", "house"),
-    *("tests/protocol/test_simulation.py", "tests/deploy/test_demo.py", "tests/e2e/test_membership.py"),
+    *("tests/protocol/test_simulation.py", "tests/tools/test_demo.py", "tests/e2e/test_membership.py"),
     *("tests/node/test_processes.py", "tests/fuzz/test_openapi.py", "tests/fuzz/test_many_at_once.py"),
 )
 """Shares that take longest, in the order in which they begin."""

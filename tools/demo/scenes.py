@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from deploy.demo.client import Client, Reply
-from deploy.demo.cluster import Blocks, Cluster, DemoFailed
-from deploy.demo.typewriter import Typewriter
+from tools.demo.client import Client, Reply
+from tools.demo.cluster import Blocks, Cluster, DemoFailed
+from tools.demo.typewriter import Typewriter
 from tools import tiny_tasks
 from tools.tiny_tasks import Sample
 

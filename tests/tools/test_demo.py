@@ -9,7 +9,7 @@ from tests.deploy.spawned import Process
 
 @pytest.mark.timeout(240)
 def test_demo_shows_all_that_it_promises() -> None:
-    with Process("-m", "deploy.demo") as demo:
+    with Process("-m", "tools.demo") as demo:
         assert demo.wait_end(200) == 0, demo.log
         demo.wait_for(r"ready after [\d.]+ s")
         demo.wait_for(r"A chat answer, as it comes\n +> .*\n +\w+")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.box import SIMPLE
 from rich.table import Table
 
-from deploy.demo.client import Reply
+from tools.demo.client import Reply
 
 PHASES = {"queue": "queue_ms", "prefill": "prefill_ms", "transfer": "transfer_ms", "first\ntoken": "first_token_ms"}
 CACHED = ("cached_tokens", "decode_cached_tokens")

@@ -10,10 +10,10 @@ import httpx
 import openai
 from rich.console import Console
 
-from deploy.demo.client import Client
-from deploy.demo.cluster import Cluster, DemoFailed, running_cluster
-from deploy.demo.scenes import Show
-from deploy.demo.table import account
+from tools.demo.client import Client
+from tools.demo.cluster import Cluster, DemoFailed, running_cluster
+from tools.demo.scenes import Show
+from tools.demo.table import account
 
 AFTERWARDS = """\
 [bold]Go on with[/]
