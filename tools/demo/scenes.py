@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from tools import tiny_tasks
 from tools.demo.client import Client, Reply
 from tools.demo.cluster import Blocks, Cluster, DemoFailed
 from tools.demo.typewriter import Typewriter
-from tools import tiny_tasks
 from tools.tiny_tasks import Sample
 
 TEXT_TOKENS = 1500
