@@ -133,12 +133,12 @@ def _by_token(chosen: int, entry: TokenLogprobs, token_text: TokenText) -> dict[
 
 
 def _of_prompt(prompt: ScoredPrompt, token_text: TokenText) -> list[dict[int, Logprob] | None]:
-    told: list[dict[int, Logprob] | None] = []
+    entries: list[dict[int, Logprob] | None] = []
     for token_id, score in prompt.scores():
         if score is None:
-            told.append(None)
+            entries.append(None)
             continue
         own = {token_id: Logprob(score.logprob, score.rank, token_text(token_id))}
         top = {other: Logprob(value, rank, token_text(other)) for rank, (other, value) in enumerate(score.top, 1)}
-        told.append({**own, **top} | own)
-    return told
+        entries.append({**own, **top} | own)
+    return entries

@@ -223,8 +223,8 @@ class Reservations:
         self._blocks.begin_load(lease.written)
         self._engine.scheduler.reserve_seqs(reserve.num_samples)
         self._post_receives(lease)
-        told = held[0], lease.num_parts, lease.credits, self._receiver.verify, held[1:]
-        self._outbox.to_prefill(lease.peer, Grant(reserve.attempt_id, lease.serial, *told))
+        terms = held[0], lease.num_parts, lease.credits, self._receiver.verify, held[1:]
+        self._outbox.to_prefill(lease.peer, Grant(reserve.attempt_id, lease.serial, *terms))
         return True
 
     def _post_receives(self, lease: Lease) -> bool:

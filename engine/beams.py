@@ -114,14 +114,14 @@ class BeamGroup(Generic[M]):
         length = self._num_prompt_tokens + len(beam.tokens) - (beam.tokens[-1] in self._eos_token_ids)
         return float(beam.cumulative_logprob / length**self._sampling.length_penalty)
 
-    def _extended(self, beam: Beam, token: int, logprob: float, told: TokenLogprobs) -> Beam:
+    def _extended(self, beam: Beam, token: int, logprob: float, scored: TokenLogprobs) -> Beam:
         stops = token in self._sampling.stop_token_ids
         ends = token in self._eos_token_ids or stops
         k = self._sampling.num_logprobs
         return Beam(
             (*beam.tokens, token),
             beam.cumulative_logprob + logprob,
-            (*beam.logprobs, TokenLogprobs(logprob, told.top[:k])) if k >= 0 else (),
+            (*beam.logprobs, TokenLogprobs(logprob, scored.top[:k])) if k >= 0 else (),
             FinishReason.STOP if ends else None,
             token if stops and token not in self._eos_token_ids else None,
         )

@@ -91,7 +91,7 @@ class NodeLoop:
         self._awake = Wakeup()
         self._stopping = False
         self._thread: threading.Thread | None = None
-        self._told: tuple[Load, bool] | None = None
+        self._reported: tuple[Load, bool] | None = None
         self._next_gauge = 0.0
         self._uncounted = False  # a step came after the last counts
 
@@ -195,10 +195,10 @@ class NodeLoop:
         if only_outputs and not outputs:
             return
         state = role.load(), role.idle
-        is_news = bool(outputs) or state != self._told or (rests and state[1] and self._uncounted)
+        is_news = bool(outputs) or state != self._reported or (rests and state[1] and self._uncounted)
         if not is_news:
             return
-        self._told = state
+        self._reported = state
         counts = None
         if state[1] or self.clock() >= self._next_gauge:
             counts, self._next_gauge = count(), self.clock() + GAUGE_PERIOD_S

@@ -127,12 +127,12 @@ def _check_structured_outputs(settings: NodeSettings) -> None:
 
 def _check_pool(settings: NodeSettings) -> None:
     """On a CPU, where allocating more memory than there is fails only when it is written to."""
-    told = settings.kv_cache_memory_bytes
-    if told is None or (settings.device != "cpu" and num_gpus()):
+    wanted = settings.kv_cache_memory_bytes
+    if wanted is None or (settings.device != "cpu" and num_gpus()):
         return
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if told > there:
-        raise StartupError(f"--kv-cache-memory-bytes: {told} are more than this machine's {there}")
+    if wanted > there:
+        raise StartupError(f"--kv-cache-memory-bytes: {wanted} are more than this machine's {there}")
 
 
 def num_gpus() -> int:

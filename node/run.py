@@ -132,7 +132,7 @@ async def _serve(settings: NodeSettings, side: RoleSide, parts: NodeParts, loop:
     except ValueError as error:
         raise StartupError(str(error)) from error
     log.info("ready address=%s metrics=http://%s/metrics seconds=%.2f", node.address, node.metrics.address, _age_s())
-    ends: list[asyncio.Future[Any]] = [stop, node.failure, _told_by(parts.peers, ranks)]
+    ends: list[asyncio.Future[Any]] = [stop, node.failure, _stopped_by(parts.peers, ranks)]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     deadline = time.monotonic() + settings.drain_timeout
     drained = not node.failure.done() and await _drain(node, parts.peers)
@@ -152,14 +152,14 @@ def _age_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _told_by(peers: PeerNodes | None, ranks: Ranks | None) -> asyncio.Future[None]:
+def _stopped_by(peers: PeerNodes | None, ranks: Ranks | None) -> asyncio.Future[None]:
     """Completes when another data parallel node, or another host of this one, is told to stop: all stop together."""
     aio = asyncio.get_running_loop()
-    told: asyncio.Future[None] = aio.create_future()
+    stopped: asyncio.Future[None] = aio.create_future()
 
     def tell() -> None:
-        if not told.done():
-            told.set_result(None)
+        if not stopped.done():
+            stopped.set_result(None)
 
     def stop() -> None:
         """On another thread, at any time."""
@@ -170,7 +170,7 @@ def _told_by(peers: PeerNodes | None, ranks: Ranks | None) -> asyncio.Future[Non
         peers.ready(stop)
     if ranks is not None:
         ranks.serves(stop)
-    return told
+    return stopped
 
 
 async def _leave(peers: PeerNodes, node: Node, deadline: float, drained: bool) -> bool:

@@ -247,23 +247,23 @@ class Sessions:
 
     async def _write(self, session: _Session, context: Context) -> str:
         """Send updates as they come, the load, and what the prefix cache holds."""
-        told: Load | None = None
-        told_at = kv_told_at = 0.0
+        sent: Load | None = None
+        sent_at = kv_sent_at = 0.0
         while True:
             now = time.monotonic()
-            due = told_at + (HEARTBEAT_S if told == self._load else LOAD_PERIOD_S)
+            due = sent_at + (HEARTBEAT_S if sent == self._load else LOAD_PERIOD_S)
             if now >= due:
-                told, told_at = self._load, now
-                if told is not None:
-                    await context.write(wire.write_node_message(told))
+                sent, sent_at = self._load, now
+                if sent is not None:
+                    await context.write(wire.write_node_message(sent))
                 continue
             if session.blocks.lacks_snapshot:
                 session.blocks.lacks_snapshot = False
                 self._post(BlocksWanted(session.epoch))
             if not session.blocks.is_empty:
-                if now >= (kv_due := kv_told_at + KV_PERIOD_S):
+                if now >= (kv_due := kv_sent_at + KV_PERIOD_S):
                     await context.write(wire.write_node_message(session.blocks.take()))
-                    kv_told_at = now if session.blocks.is_empty else kv_told_at  # the rest of a batch follows at once
+                    kv_sent_at = now if session.blocks.is_empty else kv_sent_at  # the rest of a batch follows at once
                 due = min(due, max(now, kv_due))
             updates = await session.take(due - now)
             if not updates and session.closing:

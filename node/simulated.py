@@ -87,9 +87,9 @@ def slots_for(
     settings: NodeSettings, profile: Profile, built: SimulatedModel, clock: Callable[[], float] = time.monotonic
 ) -> Slots:
     """As many and as large as suit the profile's link, unless settings say otherwise."""
-    told = settings.kv_link_bandwidth or profile.link.bandwidth_gb_s
+    bandwidth = settings.kv_link_bandwidth or profile.link.bandwidth_gb_s
     block_bytes = built.layout.block_bytes
-    sizes = slot_sizes(settings.model_copy(update={"kv_link_bandwidth": told}), block_bytes, built.on_gpu)
+    sizes = slot_sizes(settings.model_copy(update={"kv_link_bandwidth": bandwidth}), block_bytes, built.on_gpu)
     return Slots(sizes.num_slots, slot_bytes_for(sizes.part_blocks, block_bytes), clock)
 
 
@@ -197,8 +197,8 @@ def _read_tokenizer(folder: Path) -> TokenizerFiles:
 
 
 def _generation_defaults(folder: Path, stated: dict[str, Any]) -> GenerationDefaults:
-    told = _read_json(folder / "generation_config.json")
-    eos = told.get("eos_token_id", stated.get("eos_token_id"))
+    defaults = _read_json(folder / "generation_config.json")
+    eos = defaults.get("eos_token_id", stated.get("eos_token_id"))
     ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
     return GenerationDefaults(eos_token_ids=ids)
 

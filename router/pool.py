@@ -175,9 +175,9 @@ class Pool:
     def _too_large(self, decodes: Sequence[Node], num_tokens: int, n: int) -> BatonError:
         """What to raise, since none of these can hold it: it would wait for one to be idle, and others behind it."""
         largest = max(decodes, key=lambda node: node.load.num_blocks_total)
-        needed, told = least_blocks(largest, num_tokens, n), f" for n {n}" if n > 1 else ""
+        needed, for_n = least_blocks(largest, num_tokens, n), f" for n {n}" if n > 1 else ""
         why = (
-            f"the prompt needs {needed} KV blocks{told}, and a decode node has {largest.load.num_blocks_total} at most"
+            f"the prompt needs {needed} KV blocks{for_n}, and a decode node has {largest.load.num_blocks_total} at most"
         )
         known = self._largest.get(largest.version.name, largest)
         if known.can_hold(least_blocks(known, num_tokens, n)):

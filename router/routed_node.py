@@ -118,7 +118,7 @@ class Node:
         of a prompt is always computed."""
         info, load, capacity = self.info, self.load, self.capacity
         num_cached = min(num_held * info.layout.block_size, max(0, num_tokens - 1)) if num_held else 0
-        told = load.prompt_tokens_per_s  # beside what it decodes
+        rate = load.prompt_tokens_per_s  # beside what it decodes
         num_uncached = num_tokens - num_cached
         spoken_for, in_use = self.to_decode / capacity, self.in_use
         return Candidate(
@@ -128,7 +128,7 @@ class Node:
             (self.to_decode, load.num_waiting + load.num_running),
             num_cached,
             self.queue_s(now) if self.num_prompts or self.waiting_of_others else 0.0,
-            num_uncached / told if told else self.prefill_time.predict(num_uncached),
+            num_uncached / rate if rate else self.prefill_time.predict(num_uncached),
             self.handoff_s.value,
             load.num_running,
             (in_use if in_use > spoken_for else spoken_for) + num_tokens / capacity,

@@ -22,8 +22,8 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 def summary(values: Sequence[float]) -> dict[str, float]:
     """mean, p50, p90 and p99."""
-    told = {"mean": statistics.fmean(values) if values else math.nan}
-    return {**told, **{f"p{percent}": percentile(values, percent) for percent in PERCENTILES}}
+    mean = {"mean": statistics.fmean(values) if values else math.nan}
+    return {**mean, **{f"p{percent}": percentile(values, percent) for percent in PERCENTILES}}
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:

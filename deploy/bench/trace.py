@@ -50,8 +50,8 @@ def read_trace(path: Path) -> list[Entry]:
         try:
             entries.append(_parse(json.loads(line)))
         except (ValueError, TypeError, KeyError) as error:
-            told = f"lacks {error}" if isinstance(error, KeyError) else str(error)
-            raise ValueError(f"{path}, line {number}: {told}") from None
+            reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"{path}, line {number}: {reason}") from None
     if not entries:
         raise ValueError(f"{path}: no request in it")
     return sorted(entries, key=lambda entry: entry.timestamp)

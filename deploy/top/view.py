@@ -31,10 +31,10 @@ def view(snapshot: Snapshot, history: History, url: str, trouble: str = "") -> R
 
 def _requests(snapshot: Snapshot) -> Text:
     states = {name: number for name, number in snapshot["work"]["requests"].items() if number}
-    told = ", ".join(f"{number} {plain(name).replace('_', ' ')}" for name, number in states.items())
+    parts = ", ".join(f"{number} {plain(name).replace('_', ' ')}" for name, number in states.items())
     failed = snapshot["work"]["num_ended"].get("failed", 0)
     return Text(
-        f"requests  {sum(states.values())} in flight{f' ({told})' if told else ''}, {failed} failed since the start; "
+        f"requests  {sum(states.values())} in flight{f' ({parts})' if parts else ''}, {failed} failed since the start; "
         f"bottleneck {plain(snapshot['bottleneck'])}"
     )
 

@@ -47,18 +47,18 @@ class Sampled:
         """asked: (choice, number of logprobs) pairs. logprobs, for these choices: the chosen token's, [num_asked], and
         the logprobs and ids of the most likely tokens, [num_asked, width] each."""
         self.tokens = tokens
-        self._told = (tokens, *logprobs)
+        self._tensors = (tokens, *logprobs)
         self._asked = asked
 
     def to_host(self) -> None:
         """Start the copies to the host, on the current stream."""
-        self._told = tuple(download(tensor) for tensor in self._told)
+        self._tensors = tuple(download(tensor) for tensor in self._tensors)
         if self.processed is not None:
             self.processed.to_host()
 
     def choices(self) -> list[Choice]:
         """One per choice of the batch. The caller must make sure that the copies of `to_host` are done."""
-        tokens, *logprobs = (tensor.tolist() for tensor in self._told)
+        tokens, *logprobs = (tensor.tolist() for tensor in self._tensors)
         choices = [Choice(token) for token in tokens]
         for (i, num), chosen, values, ids in zip(self._asked, *logprobs or ([], [], []), strict=True):
             top = tuple(zip(ids, values, strict=True))[:num]

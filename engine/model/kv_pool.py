@@ -26,8 +26,8 @@ def require_served(layers: Sequence[LayerKv], model: str) -> None:
             widths = f"{layer.head_dim_k} and {layer.head_dim_v}"
             raise UnsupportedModel(f"{model}: K and V of layer {index} differ in width: {widths}")
     if len(shapes := {dataclasses.replace(layer, sliding_window=None) for layer in layers}) != 1:
-        told = sorted((layer.num_kv_heads, layer.head_dim_k, layer.dtype) for layer in shapes)
-        raise UnsupportedModel(f"{model}: layers' KV differ in shape: {told}")
+        found = sorted((layer.num_kv_heads, layer.head_dim_k, layer.dtype) for layer in shapes)
+        raise UnsupportedModel(f"{model}: layers' KV differ in shape: {found}")
 
 
 def fresh_pages(num_bytes: int) -> Tensor:

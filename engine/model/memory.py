@@ -125,8 +125,8 @@ def out_of_memory(advice: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        told = isinstance(error, MemoryError | torch.OutOfMemoryError) or _HOST_ALLOCATOR in str(error)
-        if not told:
+        is_known = isinstance(error, MemoryError | torch.OutOfMemoryError) or _HOST_ALLOCATOR in str(error)
+        if not is_known:
             raise
         raise ValueError(f"{advice}: {str(error).splitlines()[0]}") from error
 

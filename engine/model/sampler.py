@@ -152,9 +152,9 @@ class Sampler:
         if tensors.feature_flags & _PENALIZED:  # harmless for other rows: `begin` clears a row that gets penalties
             places = tensors.rows * self._counts.shape[1] + tokens
             self._counts.view(-1).scatter_add_(0, places, torch.ones_like(tokens))
-        told = self._told(logits, tensors, tokens)
-        told.processed = tensors.processed
-        return told
+        sampled = self._with_logprobs(logits, tensors, tokens)
+        sampled.processed = tensors.processed
+        return sampled
 
     def _count_known(self, row: int, prompt_tokens: Seq[int], output_tokens: Seq[int]) -> None:
         counts = self._counts[row].zero_()
@@ -206,7 +206,7 @@ class Sampler:
         choices = np.array([choice for choice, _ in matchers], np.int64)
         apply_token_masks(own, upload(choices, own.device), upload(masks, own.device))
 
-    def _told(self, logits: Tensor, tensors: SamplingTensors, tokens: Tensor) -> Sampled:
+    def _with_logprobs(self, logits: Tensor, tensors: SamplingTensors, tokens: Tensor) -> Sampled:
         num_logprobs = self._num_logprobs[tensors.host_rows]
         asked = np.flatnonzero(num_logprobs >= 0)
         if not asked.size:

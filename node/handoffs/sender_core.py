@@ -144,8 +144,8 @@ class KvSenderCore(ABC, Generic[S]):
         is_of_groups = len(grant.held) == self._engine.tables.shape.width
         if num_parts != grant.num_parts or max(grant.held) > num_full or not is_of_groups:
             there = "+".join(map(str, grant.held))
-            told = f"{there} blocks there and {grant.num_parts} parts to come"
-            text = f"decode node {peer.target.address} told of {told}, and they are {num_full} at most and {num_parts}"
+            said = f"{there} blocks there and {grant.num_parts} parts to come"
+            text = f"decode node {peer.target.address} told of {said}, and they are {num_full} at most and {num_parts}"
             self._refused(sending, TransferError(text))
 
     def peer_opened(self, incarnation: str, layout: KvLayout, part_blocks: int) -> None:

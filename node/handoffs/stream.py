@@ -181,8 +181,8 @@ def routes_to(mine: Hello, theirs: Hello) -> list[Route]:
     ]
     if missing := {peer_rank for _, peer_rank in routes} - addresses.keys():
         offered = ", ".join(f"{endpoint.transport} of rank {endpoint.rank}" for endpoint in theirs.endpoints) or "none"
-        told = f"transport {spoken} of rank {min(missing)}"
-        raise TransferError(f"{told} is not offered by {theirs.node_id} ({offered})")
+        needed = f"transport {spoken} of rank {min(missing)}"
+        raise TransferError(f"{needed} is not offered by {theirs.node_id} ({offered})")
     return [Route(rank, peer_rank, addresses[peer_rank]) for rank, peer_rank in routes]
 
 

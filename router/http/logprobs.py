@@ -82,10 +82,10 @@ class CompletionLogprobs:
         self._offsets: dict[int, int] = {}  # answer -> characters so far
 
     def of(self, delta: Delta) -> dict[str, Any]:
-        told = [*self._echoed(delta), *zip(delta.token_ids, delta.logprobs, strict=True)]
-        texts = [token_text(self._tokenizer, token_id) for token_id, _ in told]
-        names = [token_name(self._tokenizer, token_id, self._as_ids) for token_id, _ in told]
-        entries = [entry for _, entry in told]
+        scored = [*self._echoed(delta), *zip(delta.token_ids, delta.logprobs, strict=True)]
+        texts = [token_text(self._tokenizer, token_id) for token_id, _ in scored]
+        names = [token_name(self._tokenizer, token_id, self._as_ids) for token_id, _ in scored]
+        entries = [entry for _, entry in scored]
         return {
             "tokens": names,
             "token_logprobs": [entry and max(entry.logprob, LEAST) for entry in entries],

@@ -79,7 +79,7 @@ class StatusRoutes:
         """The prompts in flight, of both front ends: what --max-num-requests bounds."""
         load = self._admission.num_requests
         if self.siblings is not None:
-            load = sum(told or 0 for told in (await self.siblings.ask("load")).values())
+            load = sum(count or 0 for count in (await self.siblings.ask("load")).values())
         return JSONResponse({"server_load": load})
 
     async def prefix_index(self) -> JSONResponse:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.model.load import parallel_read, progress
-from engine.model.load.progress import Loaded, told
+from engine.model.load.progress import Loaded, progress_logged
 
 GIB = 1024**3
 
@@ -40,7 +40,7 @@ def lines():
 
 def test_a_line_every_period_for_as_long_as_it_takes(lines: Lines) -> None:
     loaded = Loaded(8 * GIB)
-    with told("org/model", loaded, period_s=0.01):
+    with progress_logged("org/model", loaded, period_s=0.01):
         assert lines.came.acquire(timeout=20)
         loaded.add(2 * GIB)
         seen = len(lines.lines)
@@ -54,7 +54,7 @@ def test_a_line_every_period_for_as_long_as_it_takes(lines: Lines) -> None:
 
 
 def test_what_takes_no_time_says_nothing(lines: Lines) -> None:
-    with told("m"):
+    with progress_logged("m"):
         pass
     assert lines.lines == []
 

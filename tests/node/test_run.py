@@ -20,7 +20,7 @@ from node.peers import nodes
 from node.peers.nodes import PeerNodes
 from node.ranks import forks, process
 from node.ranks.ranks import Ranks
-from node.run import MakeParts, _make_frozen_parts, _told_by
+from node.run import MakeParts, _make_frozen_parts, _stopped_by
 from node.settings import NodeSettings
 from node.shell import NodeParts
 
@@ -98,10 +98,10 @@ def test_a_node_may_be_told_to_stop_at_any_time() -> None:
     peers, ranks = Tells(), Tells()
 
     async def serve() -> None:
-        told = _told_by(cast(PeerNodes, peers), cast(Ranks, ranks))
+        stopped = _stopped_by(cast(PeerNodes, peers), cast(Ranks, ranks))
         for stop in (*peers.stops, *ranks.stops):
             await asyncio.to_thread(stop)
-        await asyncio.wait_for(told, 20.0)
+        await asyncio.wait_for(stopped, 20.0)
 
     uvloop.run(serve())
     for stop in (*peers.stops, *ranks.stops):

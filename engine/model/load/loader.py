@@ -16,7 +16,7 @@ from engine.model.errors import UnsupportedModel
 from engine.model.linear_method import Quantization, Unquantized, create_weights, process_weights_after_loading
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.placing import NotDirect
-from engine.model.load.progress import Loaded, told
+from engine.model.load.progress import Loaded, progress_logged
 from engine.model.load.skeleton import build_skeleton, fill_with_dummies, in_parts, move_empty
 from engine.model.load.weights import fill, match, stored_dtype, stored_weights
 from engine.model.memory import GIB
@@ -89,7 +89,7 @@ def _load(
     ):
         raise UnsupportedModel(f"{path}: weights that are stored quantized in this form cannot be divided among ranks")
     if load_format == "dummy":
-        with told(str(path)):
+        with progress_logged(str(path)):
             return _load_dummy(checkpoint, quantization or Unquantized(), dtype, device, part)
     if problem := why_no_weights(path):
         raise UnsupportedModel(f"{path}: {problem}")
@@ -105,7 +105,7 @@ def _load(
         if isinstance(quantization, STORED):
             raise UnsupportedModel(f"{path}: {reason}") from reason  # transformers reads other forms of these formats
         log.info("weights go through transformers: %s", reason)
-    with told(str(path)):
+    with progress_logged(str(path)):
         model = _load_through_transformers(checkpoint, dtype, device)
         if quantization is not None and requested is not None:
             process_weights_after_loading(model, quantization, model.dtype)
@@ -133,7 +133,7 @@ def _load_directly(
     cut_of = sharding.cut_of if sharding is not None else lambda _: None
     matched = match(model, stored, cut_of)
     loaded = Loaded(sum(source.num_bytes for sources in matched.values() for source in sources))
-    with told(str(checkpoint.path), loaded):
+    with progress_logged(str(checkpoint.path), loaded):
         for layer in [model] if unquantized else in_parts(model):
             own = layer.state_dict(keep_vars=True).values()
             move_empty(layer, device)

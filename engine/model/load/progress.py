@@ -33,7 +33,7 @@ class Loaded:
 
 
 @contextmanager
-def told(model: str, loaded: Loaded | None = None, period_s: float = PERIOD_S) -> Iterator[None]:
+def progress_logged(model: str, loaded: Loaded | None = None, period_s: float = PERIOD_S) -> Iterator[None]:
     """Log a line every `period_s` while the body runs. loaded: the progress; None: it is not known."""
     began = time.monotonic()
 

@@ -91,13 +91,13 @@ class Pipeline:
         form = zlib.crc32(repr(alike).encode())
         if self.everyone.minimum(form) != -self.everyone.minimum(-form):
             raise UnsupportedModel("the KV of different pipeline stages differs in shape")
-        told = self.everyone.rank == self.stage.number * self._stage_size  # one rank of each stage adds to the sums
+        is_first = self.everyone.rank == self.stage.number * self._stage_size  # one rank of each stage adds to the sums
         num_layers = torch.zeros(self.stage.size, dtype=torch.int64)
-        num_layers[self.stage.number] = len(own) * told
+        num_layers[self.stage.number] = len(own) * is_first
         num_layers = self.everyone.all_reduce(num_layers)
         first = int(num_layers[: self.stage.number].sum())
         windows = torch.zeros(int(num_layers.sum()), dtype=torch.int64)
-        windows[first : first + len(own)] = torch.tensor([(layer.sliding_window or 0) * told for layer in own])
+        windows[first : first + len(own)] = torch.tensor([(layer.sliding_window or 0) * is_first for layer in own])
         windows = self.everyone.all_reduce(windows)
         return tuple(dataclasses.replace(alike, sliding_window=window or None) for window in windows.tolist())
 

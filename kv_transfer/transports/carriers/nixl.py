@@ -133,14 +133,14 @@ class NixlSending:
 class NixlReceiving(OneSidedReceiving):
     def __init__(self, carrier: NixlCarrier) -> None:
         self._carrier = carrier
-        self._told: set[int] = set()  # addresses whose metadata the peer has
+        self._announced: set[int] = set()  # addresses whose metadata the peer has
 
     def export_slot(self, memory: Tensor) -> bytes:
         registration, address = self._carrier.register(memory), memory.data_ptr()
         place = _PLACE.pack(address, self._carrier.index)
-        if address in self._told:
+        if address in self._announced:
             return place
-        self._told.add(address)
+        self._announced.add(address)
         return place + bytes(self._carrier.agent.get_partial_agent_metadata(registration, True, ["UCX"]))
 
 

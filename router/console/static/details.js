@@ -63,9 +63,9 @@ function attemptOf(attempt, request) {
   ];
   const events = Object.entries({ placed: attempt.placed_at_s, started: attempt.started_at_s, "first token": attempt.attempt === 0
     ? request.first_token_s : null, "handed off": attempt.handed_off_at_s, adopted: attempt.adopted_at_s, ended: attempt.ended_at_s });
-  const told = events.filter(([, at]) => at !== null && at !== undefined).sort((a, b) => a[1] - b[1]);
+  const known = events.filter(([, at]) => at !== null && at !== undefined).sort((a, b) => a[1] - b[1]);
   return h("section", {}, h("h3", {}, `Attempt ${attempt.attempt + 1}`), list(facts),
-    h("ol", { class: "events" }, ...told.map(([name, at]) => h("li", {}, h("span", { class: "number" }, seconds(at)), ` ${name}`))));
+    h("ol", { class: "events" }, ...known.map(([name, at]) => h("li", {}, h("span", { class: "number" }, seconds(at)), ` ${name}`))));
 }
 
 function list(facts) {
