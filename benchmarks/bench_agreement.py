@@ -180,14 +180,14 @@ def aiperf(settings: AgreementSettings, url: str, out: Path) -> Measured:
     server = [f"--model={MODEL}", f"--url={url}", "--endpoint-type=completions", "--streaming"]
     server += ["--extra-inputs", "ignore_eos:true", f"--tokenizer={EMBEDDED[MODEL]}", "--use-server-token-count"]
     call([str(settings.aiperf), "profile", *server, *load, "--ui=none", f"--artifact-dir={out}"], out)
-    told = json.loads((out / "profile_export_aiperf.json").read_text())
+    profile = json.loads((out / "profile_export_aiperf.json").read_text())
     return {
-        "requests/s": told["request_throughput"]["avg"],
-        "output tokens/s": told["output_token_throughput"]["avg"],
-        "TTFT mean": told["time_to_first_token"]["avg"],
-        "TTFT p50": told["time_to_first_token"]["p50"],
-        "ITL mean": told["inter_token_latency"]["avg"],
-        "latency mean": told["request_latency"]["avg"],
+        "requests/s": profile["request_throughput"]["avg"],
+        "output tokens/s": profile["output_token_throughput"]["avg"],
+        "TTFT mean": profile["time_to_first_token"]["avg"],
+        "TTFT p50": profile["time_to_first_token"]["p50"],
+        "ITL mean": profile["inter_token_latency"]["avg"],
+        "latency mean": profile["request_latency"]["avg"],
     }
 
 
@@ -204,14 +204,14 @@ def guidellm(settings: AgreementSettings, url: str, out: Path) -> Measured:
     ]
     call(command, out)
     metrics: dict[str, Any] = json.loads(result.read_text())["benchmarks"][0]["metrics"]
-    told = {name: value["successful"] for name, value in metrics.items() if value and "successful" in value}
+    figures = {name: value["successful"] for name, value in metrics.items() if value and "successful" in value}
     return {
-        "requests/s": told["requests_per_second"]["mean"],
-        "output tokens/s": told["output_tokens_per_second"]["mean"],
-        "TTFT mean": told["time_to_first_token_ms"]["mean"],
-        "TTFT p50": told["time_to_first_token_ms"]["median"],
-        "ITL mean": told["inter_token_latency_ms"]["mean"],
-        "latency mean": told["request_latency"]["mean"] * 1e3,
+        "requests/s": figures["requests_per_second"]["mean"],
+        "output tokens/s": figures["output_tokens_per_second"]["mean"],
+        "TTFT mean": figures["time_to_first_token_ms"]["mean"],
+        "TTFT p50": figures["time_to_first_token_ms"]["median"],
+        "ITL mean": figures["inter_token_latency_ms"]["mean"],
+        "latency mean": figures["request_latency"]["mean"] * 1e3,
     }
 
 

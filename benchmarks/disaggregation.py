@@ -136,12 +136,12 @@ async def run(settings: DisaggregationSettings) -> dict[str, Any]:
     rows, behind = list[list[str]](), list[str]()
     for index, load in enumerate(workloads):
         lines = {name: of.serving[index] for name, of in measured.items()}
-        told = references(next(iter(lines.values()))[0]["model"], load.input_len, load.output_len, load.rate)
+        published = references(next(iter(lines.values()))[0]["model"], load.input_len, load.output_len, load.rate)
         for name, own in lines.items():
             figures = medians([figures_of(line) for line in own])
             rows.append([load.name, name, *_texts(own), _attained(own)])
-            behind += [f"{load.name} {cell}" for cell in cells_behind(name, figures, told)]
-        rows += [[load.name, reference.name, *map(_text, reference.figures), ""] for reference in told]
+            behind += [f"{load.name} {cell}" for cell in cells_behind(name, figures, published)]
+        rows += [[load.name, reference.name, *map(_text, reference.figures), ""] for reference in published]
     if workloads:
         print(Table(["load", "set", *COLUMNS, "within"], rows).plain())
     for cell in behind:
@@ -259,11 +259,11 @@ def goodput_of(workloads: Sequence[Workload], serving: Sequence[Sequence[Mapping
     return found
 
 
-def cells_behind(name: str, ours: Figures, told: Sequence[Reference]) -> list[str]:
+def cells_behind(name: str, ours: Figures, published: Sequence[Reference]) -> list[str]:
     """The figures in which a set is not better than the vLLM reference for that set."""
     return [
         f"{name}: {column} {mine:.2f}, {reference.name} {theirs:g}"
-        for reference in told
+        for reference in published
         if reference.beside == name
         for column, mine, theirs in zip(COLUMNS, ours, reference.figures, strict=True)
         if mine >= theirs

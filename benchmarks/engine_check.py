@@ -254,10 +254,10 @@ def _logits(reference: Any, answer: Answer) -> Tensor:
 
 def _logprob_errors(logits: Tensor, answer: Answer) -> Tensor:
     """The largest error among the logprobs reported for each token: [num_tokens]."""
-    told = [((token, said.logprob), *said.top) for token, said in zip(answer.tokens, answer.logprobs, strict=True)]
-    width = min(map(len, told))
-    ids = torch.tensor([[token for token, _ in row[:width]] for row in told], device=logits.device)
-    ours = torch.tensor([[value for _, value in row[:width]] for row in told], device=logits.device)
+    entries = [((token, said.logprob), *said.top) for token, said in zip(answer.tokens, answer.logprobs, strict=True)]
+    width = min(map(len, entries))
+    ids = torch.tensor([[token for token, _ in row[:width]] for row in entries], device=logits.device)
+    ours = torch.tensor([[value for _, value in row[:width]] for row in entries], device=logits.device)
     return (logits.log_softmax(dim=-1).gather(1, ids) - ours).abs().amax(dim=-1)
 
 

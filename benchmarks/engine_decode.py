@@ -89,13 +89,13 @@ def measure(bench: Bench) -> dict[str, Any]:
     sampled = parse_cells(QUICK_CELLS if settings.quick else settings.sampled_cells)
     num_steps = min(settings.num_steps, QUICK_STEPS) if settings.quick else settings.num_steps
     fill_pool(bench)
-    told = []
+    judged = []
     for cell, sampling in [*((cell, GREEDY) for cell in cells), *((cell, "top-p") for cell in sampled)]:
         note(f"decode, batch {cell[0]} at {cell[1]}, {sampling}")
-        told.append(_judged(bench, measure_cell(bench, cell, sampling, num_steps, SAMPLINGS[sampling])))
+        judged.append(_judged(bench, measure_cell(bench, cell, sampling, num_steps, SAMPLINGS[sampling])))
     if bench.shape.experts is not None and bench.settings.num_ranks == 1:
-        _count_experts(bench, told)
-    section: dict[str, Any] = {"num_steps": num_steps, "cells": told}
+        _count_experts(bench, judged)
+    section: dict[str, Any] = {"num_steps": num_steps, "cells": judged}
     print(decode_table(section).plain())
     if settings.trace:
         section["trace"] = _trace(bench, max(cells), settings.trace)
@@ -111,10 +111,10 @@ def measure_even(bench: Bench) -> dict[str, Any] | None:
     return measure(bench)
 
 
-def _count_experts(bench: Bench, told: list[dict[str, Any]]) -> None:
+def _count_experts(bench: Bench, judged: list[dict[str, Any]]) -> None:
     """Add to each greedy cell the experts that its steps read, and the floor that follows."""
     with counting(bench) as chosen:
-        for cell in (cell for cell in told if cell["sampling"] == GREEDY):
+        for cell in (cell for cell in judged if cell["sampling"] == GREEDY):
             note(f"experts, batch {cell['batch']} at {cell['context']}")
             running = adopt(bench, (cell["batch"], cell["context"]), COUNTED_STEPS, SAMPLINGS[GREEDY])
             for _ in range(WARM_STEPS):

@@ -92,8 +92,8 @@ def _command(settings: EngineBenchSettings) -> str:
     for name in type(settings).model_fields:
         value = getattr(settings, name)
         if name in settings.model_fields_set and value is not False:
-            told = [] if value is True else [value.name if isinstance(value, Path) else str(value)]
-            words += [flag_name(name), *told]
+            values = [] if value is True else [value.name if isinstance(value, Path) else str(value)]
+            words += [flag_name(name), *values]
     return shlex.join(words)
 
 

@@ -72,8 +72,8 @@ def host_table(section: Mapping[str, Any]) -> Table:
 def prefill_table(section: Mapping[str, Any]) -> Table:
     """Single prompts by length, then many at once, with the time per prompt."""
     rows = [
-        _prefill_row(1, told["num_tokens"], told["median_ms"], told["in_a_row_ms"], told["mfu"], told["vllm_ms"])
-        for told in section["alone"]
+        _prefill_row(1, one["num_tokens"], one["median_ms"], one["in_a_row_ms"], one["mfu"], one["vllm_ms"])
+        for one in section["alone"]
     ]
     many = section["saturated"]
     length, vllm = many["num_tokens"], many["vllm_tokens_per_s"]

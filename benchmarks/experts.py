@@ -137,18 +137,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     shapes = {"quick": QUICK} if settings.quick else {name: SHAPES[name] for name in settings.shapes.split(",")}
     tokens = [1, 5, 40] if settings.quick else [int(part) for part in settings.tokens.split(",")]
-    told: dict[str, Any] = {}
+    by_shape: dict[str, Any] = {}
     for name, shape in shapes.items():
         layer = Layer.random(shape, device, dtype, settings.weights)
-        told[name] = []
+        by_shape[name] = []
         for num_tokens in tokens:
             try:
-                told[name].append(measure(layer, num_tokens, bounds, settings.transformers and plain))
+                by_shape[name].append(measure(layer, num_tokens, bounds, settings.transformers and plain))
             except WrongAnswers as error:
                 sys.exit(f"{settings.prog}: {name}: {error}")
         print(f"\n{name}, weights in {settings.weights}")
-        print(as_table(told[name]).plain(), flush=True)
-    line = {"benchmark": "experts", "weights": settings.weights, "ceilings": asdict(bounds), "shapes": told}
+        print(as_table(by_shape[name]).plain(), flush=True)
+    line = {"benchmark": "experts", "weights": settings.weights, "ceilings": asdict(bounds), "shapes": by_shape}
     print(json.dumps(line), flush=True)
 
 

@@ -109,30 +109,30 @@ def rows_to_try(num_tokens: int, mean: float) -> list[int]:
 def tune_blocks(case: Case) -> list[dict[str, Any]]:
     num_tokens, top_k = case.routed[0][1].shape
     mean = num_tokens * top_k / case.layer.shape.num_experts
-    told: list[dict[str, Any]] = []
+    timed: list[dict[str, Any]] = []
     for rows in rows_to_try(num_tokens, mean):
         blocks = case.blocks(rows)
         firsts = sorted((case.gate_up_us(t, blocks), str(t), t) for t in candidates(rows, 2))[:NUM_SHOWN]
         seconds = sorted((case.down_us(t, blocks), str(t), t) for t in candidates(rows, 1))[:NUM_SHOWN]
         for (first_us, _, first), (second_us, _, second) in zip(firsts, seconds, strict=False):
             whole = case.layer_us(Tilings(first, second))
-            told.append({"us": whole, "gate_up": str(first), "gate_up_us": first_us, "down": str(second)})
-            told[-1]["down_us"] = second_us
+            timed.append({"us": whole, "gate_up": str(first), "gate_up_us": first_us, "down": str(second)})
+            timed[-1]["down_us"] = second_us
     known = next(tilings for most, tilings in CLASSES if mean <= most)
-    told.append({"us": case.layer_us(known), "gate_up": "as it is", "down": "as it is"})
-    return sorted(told, key=lambda row: float(row["us"]))
+    timed.append({"us": case.layer_us(known), "gate_up": "as it is", "down": "as it is"})
+    return sorted(timed, key=lambda row: float(row["us"]))
 
 
 def tune_rows(case: Case) -> list[dict[str, Any]]:
-    told: list[dict[str, Any]] = []
+    timed: list[dict[str, Any]] = []
     options = list(itertools.product((2, 4, 8, 16), (128, 256, 512), (2, 4, 8), (3, 5)))
     for pick in ("gate_up", "down"):
         for values in options:
             tiling = RowTiling(*values)
             tilings = RowTilings(tiling, ROW.down) if pick == "gate_up" else RowTilings(ROW.gate_up, tiling)
-            told.append({"us": case.layer_us(tilings), pick: str(tiling)})
-    told.append({"us": case.layer_us(ROW), "gate_up": "as it is", "down": "as it is"})
-    best = sorted(told, key=lambda row: float(row["us"]))
+            timed.append({"us": case.layer_us(tilings), pick: str(tiling)})
+    timed.append({"us": case.layer_us(ROW), "gate_up": "as it is", "down": "as it is"})
+    best = sorted(timed, key=lambda row: float(row["us"]))
     return [*[row for row in best if "down" not in row][:8], *[row for row in best if "down" in row][:8]]
 
 
@@ -141,17 +141,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = parse(TuneSettings, argv)
     if not torch.cuda.is_available():
         sys.exit(f"{settings.prog}: needs a GPU")
-    told: dict[str, Any] = {}
+    by_shape: dict[str, Any] = {}
     for name in settings.shapes.split(","):
         layer = Layer.random(SHAPES[name], torch.device("cuda"), torch.bfloat16)
         for num_tokens in map(int, settings.tokens.split(",")):
             case = Case.of(layer, num_tokens)
             rows = tune_rows(case) if num_tokens <= ROW_TOKENS else tune_blocks(case)
-            told[f"{name} {num_tokens}"] = rows
+            by_shape[f"{name} {num_tokens}"] = rows
             print(f"\n{name}, {num_tokens} tokens")
             columns = ["us", "gate_up", "gate_up_us", "down", "down_us"]
             print(Table(columns, [[str(row.get(key, "-")) for key in columns] for row in rows]).plain(), flush=True)
-    print(json.dumps({"benchmark": "experts_tune", "shapes": told}), flush=True)
+    print(json.dumps({"benchmark": "experts_tune", "shapes": by_shape}), flush=True)
 
 
 if __name__ == "__main__":

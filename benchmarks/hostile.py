@@ -79,9 +79,9 @@ async def arena(flags: str) -> AsyncIterator[tuple[Attack, Victim]]:
         processes = cluster_processes()
         nodes = {name: HostPort.parse(p.flags["listen"]) for name, p in processes.items() if "listen" in p.flags}
         async with Stranger(nodes["decode-0"]) as one:
-            told = one.info
+            info = one.info
         router = HostPort.parse(processes["router"].flags["grpc"])
-        attack = Attack(addresses.http, router, nodes, processes, told.max_model_len, told.vocab_size)
+        attack = Attack(addresses.http, router, nodes, processes, info.max_model_len, info.vocab_size)
         async with Victim(addresses.http) as victim:
             if not await victim.flows(RECOVER_S):
                 raise RuntimeError("the victim's stream does not flow")

@@ -34,8 +34,8 @@ async def drain_one_of_two(attack: Attack) -> str:
             except RequestFailed:
                 failed += 1
     status, _ = await get(attack.http, "/ready")
-    told = ", ".join(f"{count} in {number} attempts" for number, count in sorted(attempts.items()))
-    return f"{told}, {failed} failed; /ready {status}"
+    counts = ", ".join(f"{count} in {number} attempts" for number, count in sorted(attempts.items()))
+    return f"{counts}, {failed} failed; /ready {status}"
 
 
 @case
@@ -61,8 +61,8 @@ async def _seen(attack: Attack) -> str:
     await asyncio.sleep(0.3)
     while time.monotonic() < until:
         status, text = await get(attack.http, "/ready")
-        told = json.loads(text) if text.startswith("{") else {}
-        ready[f"{status} {told.get('status') or told.get('error', {}).get('message', '')}"[:90]] += 1
+        answer = json.loads(text) if text.startswith("{") else {}
+        ready[f"{status} {answer.get('status') or answer.get('error', {}).get('message', '')}"[:90]] += 1
         answers[(await exchange(attack.http, post("/v1/completions", BODY), 10.0))[:60]] += 1
         await asyncio.sleep(0.1)
     return f"/ready {_most(ready)}; requests {_most(answers)}"

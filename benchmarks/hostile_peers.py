@@ -46,9 +46,9 @@ async def epoch_of_another(attack: Attack) -> str:
     if not epochs:
         return f"/debug/kv tells none ({status})"
     async with stranger(attack, "decode-0") as one:
-        told = await outcome(one.session(int(epochs.pop())))
+        ended = await outcome(one.session(int(epochs.pop())))
         await asyncio.sleep(LOOKED_AFTER_S)
-    return "subscribed" if told.startswith("<") else told
+    return "subscribed" if ended.startswith("<") else ended
 
 
 @case
@@ -80,7 +80,7 @@ async def _ended(one: Stranger, message: node_pb2.RouterMessage) -> str:
     call = await one.session()
     await call.write(message)
     while True:
-        for update in (await one.told(call, "updates")).updates.updates:
+        for update in (await one.next_of(call, "updates")).updates.updates:
             if update.HasField("end"):
                 return _error(update.end.error) if update.end.HasField("error") else "ended well"
 
@@ -140,10 +140,10 @@ async def commit_foreign_bias(attack: Attack) -> str:
         neighbours.extend([await _answer_of(attack) for _ in range(3)])
 
     beyond = {attack.vocab_size + 40: 100.0}
-    told = await _commit(attack, bias=beyond, max_tokens=1500, meanwhile=meanwhile)
+    result = await _commit(attack, bias=beyond, max_tokens=1500, meanwhile=meanwhile)
     lost = sum(answer.startswith("none") for answer in neighbours)
     changed = sum(answer != alone for answer in neighbours) - lost
-    return f"{told}; of {len(neighbours)} neighbours' answers {changed} changed, {lost} lost"
+    return f"{result}; of {len(neighbours)} neighbours' answers {changed} changed, {lost} lost"
 
 
 async def _answer_of(attack: Attack) -> str:
@@ -176,7 +176,7 @@ async def _commit(
         attempt_id, target = one.attempt_id("commit"), one.info.incarnation
         reserve = _reserve_of_prompt(one, attempt_id, max_tokens)
         await call.write(node_pb2.PrefillMessage(reserve=reserve))
-        grant = await one.told(call, "grant", "refuse")
+        grant = await one.next_of(call, "grant", "refuse")
         if grant.WhichOneof("kind") == "refuse":
             return f"reserve refused: {_error(grant.refuse.error)}"
         attack.begin()
@@ -192,19 +192,19 @@ async def _commit(
         await call.write(node_pb2.PrefillMessage(commit=commit))
 
         async def replied() -> str:
-            answer = await one.told(call, "commit_reply", "refuse")
+            answer = await one.next_of(call, "commit_reply", "refuse")
             if answer.WhichOneof("kind") == "refuse":
                 return f"refused: {_error(answer.refuse.error)}"
             reply = answer.commit_reply
             return _error(reply.error) if reply.HasField("error") else f"accepted, {grant.grant.num_parts} parts"
 
-        told = await outcome(replied())
+        result = await outcome(replied())
         if meanwhile is not None:
             await meanwhile()
         else:
             await asyncio.sleep(1.0)  # for a step with it
         session.cancel()
-        return told
+        return result
 
 
 def _reserve_of_prompt(one: Stranger, attempt_id: common_pb2.AttemptId, max_tokens: int) -> node_pb2.Reserve:
@@ -250,14 +250,14 @@ async def _reserve(attack: Attack, deadline_s: float, name: str = "decode-0") ->
         attack.begin()
         await call.write(node_pb2.PrefillMessage(reserve=reserve))
 
-        async def told() -> str:
-            answer = await one.told(call, "grant", "refuse")
+        async def refusal() -> str:
+            answer = await one.next_of(call, "grant", "refuse")
             if answer.WhichOneof("kind") == "refuse":
                 return f"refused: {_error(answer.refuse.error)}"
-            await one.told(call, "heartbeat")  # it lives
+            await one.next_of(call, "heartbeat")  # it lives
             return "granted"
 
-        return await outcome(told())
+        return await outcome(refusal())
 
 
 # ---- a decode node that lies to a prefill node ----

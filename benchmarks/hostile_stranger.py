@@ -80,7 +80,7 @@ class Stranger:
             raise TimeoutError(f"the stream ended: {(await call.code()).name} {await call.details()}")
         return message
 
-    async def told(self, call: Any, *kinds: str) -> Any:
+    async def next_of(self, call: Any, *kinds: str) -> Any:
         """The next message of one of these kinds."""
         while (message := await self.read(call)).WhichOneof("kind") not in kinds:
             pass

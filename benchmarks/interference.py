@@ -111,14 +111,14 @@ def _push(pipe: Pipe, address: HostPort, settings: InterferenceSettings) -> None
     with contextlib.suppress(EOFError):
         while pipe.recv():
             try:
-                told: tuple[int, float] | str = asyncio.run(_push_until_told(pipe, address, settings))
+                outcome: tuple[int, float] | str = asyncio.run(_push_until_stopped(pipe, address, settings))
             except (OSError, RequestFailed) as error:
-                told = f"a pushed prompt failed: {error}"
+                outcome = f"a pushed prompt failed: {error}"
             pipe.recv()
-            pipe.send(told)
+            pipe.send(outcome)
 
 
-async def _push_until_told(pipe: Pipe, address: HostPort, settings: InterferenceSettings) -> tuple[int, float]:
+async def _push_until_stopped(pipe: Pipe, address: HostPort, settings: InterferenceSettings) -> tuple[int, float]:
     async with Connection(address) as connection:
         prompts = await Prompts.of(connection, settings.seed + 1)
     load = Load(address, prompts, settings.push_len, 2)

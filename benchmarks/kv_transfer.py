@@ -106,8 +106,8 @@ def _options(settings: TransferSettings, transport: str, most_blocks: int) -> En
     layout = QUICK if settings.quick else LLAMA_8B
     if settings.kv_cache_dtype != "auto":
         layout = dataclasses.replace(layout, layers=tuple(map(as_quantized, layout.layers)))
-    told = {name: getattr(settings, name) for name in ("kv_link_bandwidth", "kv_slots", "kv_slot_blocks")}
-    slots = slot_sizes(NodeSettings(model="none", **told), layout.block_bytes, on_gpu)
+    given = {name: getattr(settings, name) for name in ("kv_link_bandwidth", "kv_slots", "kv_slot_blocks")}
+    slots = slot_sizes(NodeSettings(model="none", **given), layout.block_bytes, on_gpu)
     return EndOptions(
         role=SENDER,
         transport=transport,

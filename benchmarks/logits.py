@@ -154,8 +154,8 @@ def main(argv: Seq[str] | None = None) -> None:
     print(as_table(results).plain())
     print()
     print(Table(["model", "fused"], [[result.family, result.fused] for result in results]).plain())
-    told = {"benchmark": "logits", "device": settings.device, "dtype": settings.dtype}
-    print(json.dumps({**told, "results": [asdict(result) for result in results]}), flush=True)
+    line = {"benchmark": "logits", "device": settings.device, "dtype": settings.dtype}
+    print(json.dumps({**line, "results": [asdict(result) for result in results]}), flush=True)
 
 
 if __name__ == "__main__":

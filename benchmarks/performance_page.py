@@ -80,8 +80,8 @@ def _run_of(result: Measured) -> str:
 
 
 def _compared(results: Results) -> str:
-    told = {result["compared_with"] for result in results.values()} - {None}
-    return "\n".join(f"vLLM's figures are those of {text}." for text in sorted(told))
+    versions = {result["compared_with"] for result in results.values()} - {None}
+    return "\n".join(f"vLLM's figures are those of {text}." for text in sorted(versions))
 
 
 def _checked(results: Results) -> str:
@@ -100,8 +100,8 @@ def _tables(section: str, table: Callable[[Measured], Table]) -> Callable[[Resul
     """A table for each model that has the section."""
 
     def part(results: Results) -> str:
-        told = {name: result[section] for name, result in results.items() if result.get(section)}
-        return "\n\n".join(f"**{name}**\n\n{table(measured).markdown()}" for name, measured in told.items())
+        sections = {name: result[section] for name, result in results.items() if result.get(section)}
+        return "\n\n".join(f"**{name}**\n\n{table(measured).markdown()}" for name, measured in sections.items())
 
     return part
 

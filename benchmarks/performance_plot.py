@@ -75,8 +75,8 @@ def _line(line: Line, xs: Sequence[float], ys: Sequence[float], ticks: Sequence[
     dashes = ' stroke-dasharray="6 5"' if line.dashed else ""
     drawn = [f'<polyline points="{points}" fill="none" stroke="{line.color}" stroke-width="2.5"{dashes}/>']
     for x, y, tick, value in zip(xs, ys, ticks, line.values, strict=True):
-        told = f"<title>{escape(line.name)}, {escape(tick)}: {value:.2f}</title>"
-        drawn.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{line.color}">{told}</circle>')
+        title = f"<title>{escape(line.name)}, {escape(tick)}: {value:.2f}</title>"
+        drawn.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{line.color}">{title}</circle>')
     return drawn
 
 

@@ -164,8 +164,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     median = statistics.median(found)
     rows = [["CPU per request, us", f"{median:.0f}", f"{min(found):.0f}", f"{max(found):.0f}"]]
     print(Table(["", "median", "least", "most"], rows).plain())
-    told = {"output_len": settings.output_len, "us_per_request": round(median, 1)}
-    print(json.dumps({"benchmark": "router_requests", **told}), flush=True)
+    figures = {"output_len": settings.output_len, "us_per_request": round(median, 1)}
+    print(json.dumps({"benchmark": "router_requests", **figures}), flush=True)
 
 
 if __name__ == "__main__":

@@ -267,8 +267,8 @@ def report(settings: StreamsSettings, rounds: Sequence[Round]) -> None:
     every = [[name, f"{medians[name]:.2f}", *(f"{getattr(r, name):.2f}" for r in rounds)] for name in names]
     print(Table(["", "median", *(f"round {i}" for i in range(1, len(rounds) + 1))], every).plain())
     shape = {name: getattr(settings, name) for name in ("num_streams", "interval_ms", "output_len", "router")}
-    told = {name: round(value, 3) for name, value in medians.items()}
-    print(json.dumps({"benchmark": "router_streams", **shape, **told}), flush=True)
+    figures = {name: round(value, 3) for name, value in medians.items()}
+    print(json.dumps({"benchmark": "router_streams", **shape, **figures}), flush=True)
 
 
 def report_memory(settings: StreamsSettings, memory: Memory) -> None:
@@ -280,14 +280,14 @@ def report_memory(settings: StreamsSettings, memory: Memory) -> None:
     kb_per_stream = (memory.streams[0] - memory.start) * 1e3 / settings.num_streams
     rows.append(["an open stream, kB", f"{kb_per_stream:.1f}"])
     print(Table(["", "RSS, MB"], rows).plain())
-    told = {
+    figures = {
         "num_requests": settings.memory,
         "num_streams": settings.num_streams,
         "rss_mb": [round(megabytes, 1) for megabytes in memory.grown],
         "streams_mb": [round(megabytes, 1) for megabytes in memory.streams],
         "kb_per_stream": round(kb_per_stream, 1),
     }
-    print(json.dumps({"benchmark": "router_streams_memory", **told}), flush=True)
+    print(json.dumps({"benchmark": "router_streams_memory", **figures}), flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

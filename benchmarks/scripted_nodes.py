@@ -161,9 +161,9 @@ class Streams:
             self._session.put(write_update(Update(stream.attempt_id, kind)) for kind in (end, End()))
 
     def _next(self, stream: Stream) -> node_pb2.Update:
-        told = stream.update.tokens
-        told.first_index = stream.next_index
-        told.token_ids = self._tokens[stream.next_index % len(self._tokens)]
+        tokens = stream.update.tokens
+        tokens.first_index = stream.next_index
+        tokens.token_ids = self._tokens[stream.next_index % len(self._tokens)]
         stream.next_index += 1
         return stream.update
 

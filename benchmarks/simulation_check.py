@@ -62,12 +62,12 @@ async def real(settings: CheckSettings, rates: Sequence[float]) -> list[list[Str
         return [await load.arriving(settings.num_requests, per_s, settings.seed) for per_s in rates]
 
 
-def compare(per_s: float, told: Sequence[Streamed], made: Sequence[Answer]) -> dict[str, float]:
+def compare(per_s: float, served: Sequence[Streamed], made: Sequence[Answer]) -> dict[str, float]:
     """Milliseconds of both, by percentile."""
     times = {
-        "ttft": ([a.first_token_s for a in told], [a.token_times[0] - a.arrived for a in made]),
+        "ttft": ([a.first_token_s for a in served], [a.token_times[0] - a.arrived for a in made]),
         "itl": (
-            [gap for a in told for gap in a.between_tokens_s],
+            [gap for a in served for gap in a.between_tokens_s],
             [b - c for a in made for b, c in zip(a.token_times[1:], a.token_times, strict=False)],
         ),
     }
@@ -85,7 +85,7 @@ def markdown(lines: Sequence[dict[str, float]]) -> str:
         for name in ("ttft", "itl"):
             pairs = [(line[f"{name}_p{p}_real_ms"], line[f"{name}_p{p}_simulated_ms"]) for p in PERCENTS]
             cells = [" / ".join(f"{pair[i]:.1f}" for pair in pairs) for i in (0, 1)]
-            off = " / ".join(f"{made / told - 1:+.0%}" if told else "-" for told, made in pairs)
+            off = " / ".join(f"{made / served - 1:+.0%}" if served else "-" for served, made in pairs)
             rows.append(f"| {line['per_s']:g} | {name.upper()} | {cells[0]} | {cells[1]} | {off} |")
     return "\n".join(rows)
 
@@ -93,8 +93,8 @@ def markdown(lines: Sequence[dict[str, float]]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     settings = parse(CheckSettings, argv)
     rates = [float(rate) for rate in settings.rates.split(",")]
-    told = asyncio.run(real(settings, rates))
-    lines = [compare(per_s, own, simulated(settings, per_s)) for per_s, own in zip(rates, told, strict=True)]
+    served = asyncio.run(real(settings, rates))
+    lines = [compare(per_s, own, simulated(settings, per_s)) for per_s, own in zip(rates, served, strict=True)]
     for line in lines:
         print(json.dumps({"benchmark": "simulation_check", **line}))
     print(markdown(lines), flush=True)

@@ -84,8 +84,8 @@ def _gaps(answer: Answer) -> list[float]:
 
 
 def _balance(loads: Iterable[int], num_nodes: int) -> float:
-    told = list(loads)
-    return max(told) * num_nodes / sum(told) if sum(told) and num_nodes else 1.0
+    counts = list(loads)
+    return max(counts) * num_nodes / sum(counts) if sum(counts) and num_nodes else 1.0
 
 
 _COLUMNS = ("TTFT p50", "p90", "p99", "ITL p50", "p99", "longest gap", "hit rate", "good", "goodput/s", "balance P, D")
@@ -96,8 +96,8 @@ def markdown(rows: dict[str, Report]) -> str:
     lines = [f"| policy | {' | '.join(_COLUMNS)} |", f"| --- |{' ---: |' * len(_COLUMNS)}"]
     for name, row in rows.items():
         times = (row.ttft_p50, row.ttft_p90, row.ttft_p99, row.itl_p50, row.itl_p99, row.longest_gap_p50)
-        told = [f"{value:.0f}" if value >= 100 else f"{value:.1f}" for value in times]
-        told += [f"{row.hit_rate:.0%}", f"{row.good_share:.1%}", f"{row.goodput:.1f}"]
-        told.append(f"{row.prefill_balance:.2f}, {row.decode_balance:.2f}")
-        lines.append(f"| {name} | {' | '.join(told)} |")
+        cells = [f"{value:.0f}" if value >= 100 else f"{value:.1f}" for value in times]
+        cells += [f"{row.hit_rate:.0%}", f"{row.good_share:.1%}", f"{row.goodput:.1f}"]
+        cells.append(f"{row.prefill_balance:.2f}, {row.decode_balance:.2f}")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
