@@ -182,11 +182,11 @@ class NodeLink:
             await asyncio.wait((reading,), timeout=LAST_WORD_S)  # its last message tells more than a failed write
             reason = reading.result() if reading.done() else f"cannot write to it: {writing.exception()!r}"
         finally:
+            self.info = None
+            self._dispatcher.node_lost(info.incarnation, reason)  # before any wait, which a second cancel would end
             reading.cancel()
             writing.cancel()
             await asyncio.gather(reading, writing, return_exceptions=True)
-            self.info = None
-            self._dispatcher.node_lost(info.incarnation, reason)
         return reason
 
     async def _listen(self, call: _Call, info: NodeInfo) -> str:

@@ -117,6 +117,15 @@ async def test_a_removed_nodes_requests_go_on_elsewhere(operator: Operator) -> N
     assert node.num_sessions == 2
 
 
+async def test_a_node_that_is_removed_again_and_again_loses_no_request(operator: Operator) -> None:
+    task, node = await running(operator, asyncio.Event())
+    cluster = operator.router.server.cluster
+    while link := cluster.find(node.info.address):
+        cluster.remove(link)
+        await asyncio.sleep(0)  # a turn of the loop: the link is told again at each step of its end
+    check(await task, attempts=2)
+
+
 async def test_removed_nodes_are_no_requests_fault(operator: Operator) -> None:
     """A request that loses two nodes is held to be the cause of it, but not of this."""
     await operator.nodes.add(NodeRole.DECODE)
