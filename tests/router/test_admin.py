@@ -189,6 +189,18 @@ async def test_a_node_is_removed_at_once_by_the_address_at_which_it_is_not_in_us
     await operator.gone(node)
 
 
+async def test_an_address_in_the_wrong_role_is_removed_without_the_node(operator: Operator) -> None:
+    node, cluster = operator.nodes.nodes[0], operator.router.server.cluster
+    wrong = node.info.address.replace("127.0.0.1", "localhost")
+    await operator.client.post("/admin/nodes", json={"role": "prefill", "address": wrong})
+    link = cluster.find(wrong)
+    await operator.router.until(lambda: link.problem == "is a decode node, but configured under --prefill")
+    await operator.client.delete(f"/admin/nodes/{wrong}")
+    await operator.router.until(lambda: cluster.find(wrong) is None)
+    assert (await operator.states())[node.info.address] == "up"
+    assert node.num_sessions == 1
+
+
 async def test_a_drain_is_taken_back_by_adding_the_node(operator: Operator) -> None:
     hold = asyncio.Event()
     task, node = await running(operator, hold)
