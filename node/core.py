@@ -51,9 +51,9 @@ if TYPE_CHECKING:
 class RoleOptions:
     """What both roles take besides the engine and what moves KV.
 
-    At most `max_waiting` requests are in a queue; none gets more than `max_deadline_s`. `grammars`: compiles what
-    answers must match; without it, requests with structured outputs are refused. `processors`: likewise, for logits
-    processors.
+    At most `max_waiting` requests are in a queue, and answers that go on here; none gets more than `max_deadline_s`.
+    `grammars`: compiles what answers must match; without it, requests with structured outputs are refused.
+    `processors`: likewise, for logits processors.
     """
 
     incarnation: str
@@ -174,7 +174,7 @@ class RoleCore(ABC):
             return  # a repeat, a fenced attempt, or a lost session: no answer is needed
         try:
             self._check_target(prefill.target_incarnation)
-            if self.engine.num_waiting >= self._max_waiting:
+            if self.engine.num_waiting >= self._max_waiting and not prefill.goes_on:
                 raise Overloaded(f"{self._max_waiting} prompts are waiting")
             sequence = self._make_sequence(prefill, now)
             self.engine.add(sequence)

@@ -131,9 +131,10 @@ class NodeLink:
         async with open_channel(str(self.address), self._trust.tls, self._name) as channel:
             status = node_pb2_grpc.NodeStatusStub(channel)  # type: ignore[no-untyped-call]  # generated
             info = read_node_info(await status.Describe(node_pb2.DescribeRequest(), timeout=DESCRIBE_TIMEOUT_S))
-            self._reached, self.incarnation = True, info.incarnation
+            self._reached = True
             if info.role is not self.role:
                 raise NodeUnavailable(f"is a {info.role.value} node, but configured under --{self.role.value}")
+            self.incarnation = info.incarnation
             tokenizer = await self._models.tokenizer(info, lambda: _fetch_tokenizer(status, info))
             self._models.join(info, tokenizer, str(self.address))
             try:
@@ -182,11 +183,11 @@ class NodeLink:
             await asyncio.wait((reading,), timeout=LAST_WORD_S)  # its last message tells more than a failed write
             reason = reading.result() if reading.done() else f"cannot write to it: {writing.exception()!r}"
         finally:
+            self.info = None
+            self._dispatcher.node_lost(info.incarnation, reason)  # before any wait, which a second cancel would end
             reading.cancel()
             writing.cancel()
             await asyncio.gather(reading, writing, return_exceptions=True)
-            self.info = None
-            self._dispatcher.node_lost(info.incarnation, reason)
         return reason
 
     async def _listen(self, call: _Call, info: NodeInfo) -> str:

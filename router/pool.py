@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from random import Random
 
@@ -53,7 +54,7 @@ class Pool:
         self._misfits: dict[Pair, str | None] = {}  # of each prefill node and each decode node
         self._moves: dict[Pair, str | None] = {}  # of decode nodes, as far as they were asked for
         self._prefill_time = PrefillTime()  # of all: what is expected of a new one
-        self._num_placed = 0
+        self._num_placed: Counter[ModelVersion | None] = Counter()  # on nodes of each version; None: on any
         self._largest: dict[str, Node] = {}  # decode nodes that were ever here, by the name of their model
 
     def add(self, info: NodeInfo) -> None:
@@ -166,7 +167,7 @@ class Pool:
         if paired and not able:
             raise self._too_large(every_decode, num_tokens, n)
         roomy = self._with_room(prefills, decodes, now, num_tokens, held, n) if paired else []
-        options = self._options((prefills, roomy or decodes, paired), now, num_tokens, held)
+        options = self._options((prefills, roomy or decodes, paired), now, num_tokens, held, version)
         option = self._policy.choose(options, self._draw)
         prefill, decode = self._nodes[option.prefill.incarnation], option.decode
         last = None if decode is None else self._nodes[decode.incarnation]
@@ -219,7 +220,12 @@ class Pool:
         return [], of_decode[0] or of_decode[1], False
 
     def _options(
-        self, willing: tuple[list[Node], list[Node], bool], now: float, num_tokens: int, held: Mapping[str, int]
+        self,
+        willing: tuple[list[Node], list[Node], bool],
+        now: float,
+        num_tokens: int,
+        held: Mapping[str, int],
+        version: ModelVersion | None,
     ) -> Options:
         prefills, decodes, paired = willing
 
@@ -231,7 +237,8 @@ class Pool:
         alone = second if not paired else []
         if paired and self._policy.uses_decode_alone:
             alone = [candidate for candidate in second if candidate.bounds_gaps]
-        return Options(first, second if paired else [], fits, alone, self._num_placed, num_tokens)
+        turn = self._num_placed[version]
+        return Options(first, second if paired else [], fits, alone, turn, num_tokens)
 
     def _works(self, pair: Pair, now: float) -> bool:
         return self._misfits[pair] is None and not self.pair_breakers.is_out(pair, now)
@@ -240,14 +247,15 @@ class Pool:
 
     def place(self, placement: Placement, num_tokens: int, now: float) -> None:
         """A prompt of so many tokens goes there. The caller follows with `prefilled` and `ended`, once each."""
-        self._num_placed += 1
         node = placement.prefill
+        for counted in (None, node.version):
+            self._num_placed[counted] += 1
         if not node.num_prompts:
             node.busy_since = now
         node.num_prompts += 1
         node.to_prefill += num_tokens
         node.to_prefill_s += placement.prefill_s
-        node.last_placed = self._num_placed
+        node.last_placed = self._num_placed[None]
         placement.last.to_decode += num_tokens
         self._node_breakers.placed(node.place, now)
         if placement.decode:

@@ -107,6 +107,11 @@ class Prefill:
     priority: int = 0
     age_s: float = 0.0
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether its client has a part of the answer."""
+        return any(sample.output_tokens for sample in self.samples)
+
 
 @dataclass(frozen=True, slots=True)
 class Abort:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,16 @@ _FLAG = "--nodes-file"
 
 class BadNodesFile(ValueError):
     """The text says why, and begins with the flag."""
+
+
+class _Texts(yaml.BaseLoader):
+    """Lists, mappings and texts: no value is taken for a number or a date, which may be an impossible one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        mapping = super().construct_mapping(node, deep)
+        if len(mapping) < len(node.value):  # the later list would replace the earlier one
+            raise yaml.constructor.ConstructorError(None, None, "a key is there twice", node.start_mark)
+        return mapping
 
 
 class NodesFile:
@@ -69,10 +79,10 @@ def _read(path: Path) -> tuple[tuple[int, ...], frozenset[Member]]:
         stamp = _stamp(path)
         if stamp[1] > MAX_BYTES:
             raise BadNodesFile(f"{_FLAG}: {path} has {stamp[1]} bytes, more than {MAX_BYTES}")
-        stated = yaml.safe_load(path.read_text())
+        stated = yaml.load(path.read_text(), _Texts)
     except OSError as error:
         raise BadNodesFile(_unreadable(path, error)) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise BadNodesFile(f"{_FLAG}: {path} is neither YAML nor JSON: {' '.join(str(error).split())}") from None
     try:
         return stamp, parse(stated)

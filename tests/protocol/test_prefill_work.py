@@ -121,6 +121,16 @@ def test_the_queue_is_bounded_and_load_tells_who_waits(prefilling: Prefilling) -
     assert (load.num_waiting, load.num_running) == (1, 1)
 
 
+def test_an_answer_that_has_begun_is_never_refused_for_the_queue(prefilling: Prefilling) -> None:
+    """All streams of a decode node that dies come at once, and none may end for that."""
+    prefilling.node.core._max_waiting = 1
+    for number in range(3):
+        send(prefilling, AttemptId(EPOCH, f"r{number}", 1), samples=(Sample(0, (7,)),))
+    assert not prefilling.ends
+    send(prefilling, AttemptId(EPOCH, "new", 1))
+    assert errors(prefilling) == [Overloaded]
+
+
 def test_the_work_of_a_router_that_is_gone_ends(prefilling: Prefilling) -> None:
     send(prefilling)
     prefilling.node.core.handle(SessionLost(EPOCH), 1.5)

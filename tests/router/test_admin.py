@@ -117,6 +117,15 @@ async def test_a_removed_nodes_requests_go_on_elsewhere(operator: Operator) -> N
     assert node.num_sessions == 2
 
 
+async def test_a_node_that_is_removed_again_and_again_loses_no_request(operator: Operator) -> None:
+    task, node = await running(operator, asyncio.Event())
+    cluster = operator.router.server.cluster
+    while link := cluster.find(node.info.address):
+        cluster.remove(link)
+        await asyncio.sleep(0)  # a turn of the loop: the link is told again at each step of its end
+    check(await task, attempts=2)
+
+
 async def test_removed_nodes_are_no_requests_fault(operator: Operator) -> None:
     """A request that loses two nodes is held to be the cause of it, but not of this."""
     await operator.nodes.add(NodeRole.DECODE)
@@ -178,6 +187,18 @@ async def test_a_node_is_removed_at_once_by_the_address_at_which_it_is_not_in_us
     await operator.client.delete(f"/admin/nodes/{second}")
     check(await task, attempts=2)
     await operator.gone(node)
+
+
+async def test_an_address_in_the_wrong_role_is_removed_without_the_node(operator: Operator) -> None:
+    node, cluster = operator.nodes.nodes[0], operator.router.server.cluster
+    wrong = node.info.address.replace("127.0.0.1", "localhost")
+    await operator.client.post("/admin/nodes", json={"role": "prefill", "address": wrong})
+    link = cluster.find(wrong)
+    await operator.router.until(lambda: link.problem == "is a decode node, but configured under --prefill")
+    await operator.client.delete(f"/admin/nodes/{wrong}")
+    await operator.router.until(lambda: cluster.find(wrong) is None)
+    assert (await operator.states())[node.info.address] == "up"
+    assert node.num_sessions == 1
 
 
 async def test_a_drain_is_taken_back_by_adding_the_node(operator: Operator) -> None:

@@ -97,6 +97,34 @@ def test_a_file_lists_nodes(tmp_path: Path, form: str) -> None:
     assert NodesFile(path).members == {Member(P, at("a:1")), Member(D, at("[fd00::1]:2")), Member(D, at("b:3"))}
 
 
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "decode: [2026-13-01]",
+        "decode: [0x_]",
+        f"decode: [{'9' * 5000}]",
+        "decode: [!!int '']",
+        "decode: [!!timestamp now]",
+        "decode: &all [*all]",
+        "[" * 5000,
+        "decode: ['a:1']\ndecode: ['b:1']",
+    ],
+)
+def test_whatever_a_file_says_is_a_problem_and_never_an_error(tmp_path: Path, broken: str) -> None:
+    """An error would end the source: the file would not be read again."""
+    path = tmp_path / "nodes.yaml"
+    path.write_text("decode: ['a:1']")
+    source = NodesFile(path)
+    write(path, broken)
+    source.look()
+    assert source.members == {Member(D, at("a:1"))}
+    assert str(source.problem).startswith("--nodes-file: ")
+    write(path, "decode: ['b:1']")
+    source.look()
+    assert source.members == {Member(D, at("b:1"))}
+    assert source.problem is None
+
+
 def test_a_broken_file_keeps_the_nodes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "nodes.yaml"
     path.write_text("decode: ['a:1']")

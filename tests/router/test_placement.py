@@ -11,6 +11,7 @@ from baton.node_info import NodeRole, TransportEndpoint
 from baton.sampling import FinishReason, SamplingParams
 from router.rates import PRIOR_S_PER_TOKEN
 from router.request_state import RoutedRequest
+from router.versions import version_of
 from tests.router.rig import RouterRig, info
 
 OVER = SampleEnd(0, FinishReason.LENGTH)
@@ -254,3 +255,17 @@ def test_how_long_requests_last_is_learned_when_they_end() -> None:
     node = rig.core.pool.get("d1")
     assert node
     assert node.held_s.value == pytest.approx(7.5)
+
+
+def test_round_robin_takes_turns_within_each_model() -> None:
+    """Requests that come for two models by turns would otherwise all go to the same node of each."""
+    rig = RouterRig(with_prefill=False, policy="round-robin")
+    nodes = [dataclasses.replace(info(f"d{i}", NodeRole.DECODE), served_model_name="ab"[i // 2]) for i in range(4)]
+    for node in nodes:
+        rig.core.node_up(node, 0.0)
+    versions = [version_of(nodes[0]), version_of(nodes[2])]
+    for number in range(8):
+        request = RoutedRequest(str(number), (1,), 1, SamplingParams(max_tokens=8), 60.0, version=versions[number % 2])
+        rig.core.submit(request, 0.0)
+    rig.collect()
+    assert [name for name, _ in rig.prefills] == ["d0", "d2", "d1", "d3"] * 2
