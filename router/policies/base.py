@@ -55,8 +55,7 @@ class Option(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Options:
     """The pairs that work together are those that `fits` is true of; `alone`: decode nodes that may do all themselves.
-    There is at least one option. `turn` counts placements on nodes of this
-    version; `num_tokens`: of the prompt."""
+    There is at least one option. `turn` counts placements on nodes of this version; `num_tokens`: of the prompt."""
 
     prefills: Sequence[Candidate]
     decodes: Sequence[Candidate]
