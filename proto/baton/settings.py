@@ -28,6 +28,7 @@ import baton
 from baton.address import HostPort
 from baton.log_levels import LogLevels, parse_log_levels
 from baton.setting_names import ALL_NAMES, closest, of_kubernetes
+from baton.unique_keys import UniqueKeys
 
 ENV_PREFIX = "BATON_"
 EXIT_USAGE = 2
@@ -198,13 +199,17 @@ def metavar(annotation: Any) -> str:
     return found + ",..." if get_origin(annotation) is tuple else found
 
 
+class _Values(UniqueKeys, yaml.SafeLoader):
+    """Without keys that are there twice."""
+
+
 def _read_file(cls: type[Settings], path: Path) -> dict[str, Any]:
     """The file's settings by field name, without those of other commands. Raises SettingsError."""
     try:
-        content = yaml.safe_load(path.read_text()) or {}
+        content = yaml.load(path.read_text(), _Values) or {}
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"--config: cannot read {path}: {error}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # also a date that cannot be
         raise SettingsError(f"--config: {path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise SettingsError(f"--config: {path} must map names to values")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import yaml
 
 from baton.address import HostPort
 from baton.node_info import NodeRole
+from baton.unique_keys import UniqueKeys
 from router.discovery.source import Found, Member
 
 log = logging.getLogger(__name__)
@@ -31,14 +32,8 @@ class BadNodesFile(ValueError):
     """The text says why, and begins with the flag."""
 
 
-class _Texts(yaml.BaseLoader):
+class _Texts(UniqueKeys, yaml.BaseLoader):
     """Lists, mappings and texts: no value is taken for a number or a date, which may be an impossible one."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        mapping = super().construct_mapping(node, deep)
-        if len(mapping) < len(node.value):  # the later list would replace the earlier one
-            raise yaml.constructor.ConstructorError(None, None, "a key is there twice", node.start_mark)
-        return mapping
 
 
 class NodesFile:

@@ -150,12 +150,21 @@ def test_a_bad_variable_is_named(capsys, monkeypatch):
         ("max-seqs: 3", "has an unknown key 'max-seqs'"),
         ("low: 1\nconfig: other.yaml", "has an unknown key 'config'"),
         ("max-num-seqs: 1\nmax_num_seqs: 2", "sets 'max_num_seqs' twice"),
+        ("max-num-seqs: 1\nlow: 2\nmax-num-seqs: 2", "'max-num-seqs' is there twice"),
+        ("low: 2026-13-01", "is not YAML: month must be in 1..12"),
+        ("low: " + 3000 * "[", "is not YAML: maximum recursion depth exceeded"),
         ("- 3", "must map names to values"),
         ("a: [", "is not YAML"),
     ],
 )
 def test_bad_files_end_with_one_line(capsys, config, text, message):
     assert message in fails(capsys, "--config", config(text))
+
+
+def test_a_file_may_merge_mappings_and_override_what_they_say(config):
+    path = config("max-num-seqs: &n 3\n<<: {low: 1, high: 20}\nlow: 2\n")
+    settings = parse(Example, ["--config", path])
+    assert (settings.max_num_seqs, settings.low, settings.high) == (3, 2, 20)
 
 
 def test_a_missing_required_flag_is_named(capsys):

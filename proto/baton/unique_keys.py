@@ -1,0 +1,20 @@
+"""YAML without keys that are there twice: of these, YAML takes the last one, and says nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import yaml
+from yaml.constructor import BaseConstructor, ConstructorError
+
+
+class UniqueKeys(BaseConstructor):
+    """A base of a YAML loader, before the loader itself. Raises yaml.YAMLError for a key that is there twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for index, key in enumerate(keys):
+            if key in keys[:index]:
+                raise ConstructorError(None, None, f"{key!r} is there twice", node.start_mark)
+        return super().construct_mapping(node, deep)
