@@ -2,18 +2,22 @@
 
 A batch is one row, [1, num_tokens], whatever sequences are in it. The implementation name `baton_paged` makes every
 attention module call `forward` here, and, being unknown to transformers' mask builders, makes the model build no mask.
-The module's own `AttentionSite` handles the call, so models of several nodes in one process do not interfere.
+A probe uses another name, so that masks tell their windows. The module's own `AttentionSite` handles the call, so
+models of several nodes in one process do not interfere.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from baton.layout import LayerKv
 from baton_kernels.kv_write import HeadNorm, kv_write, rope_kv_write
@@ -25,13 +29,15 @@ from engine.model.layer_marks import SeesLayers
 from engine.model.parallel.stages import num_held_layers
 
 IMPLEMENTATION = "baton_paged"
+_PROBED = "baton_probed"
 _SITE = "baton_attention_site"
 _ROTARY = "baton_fused_rotary"
 
 
 @dataclass(slots=True)
 class AttentionCall:
-    """One attention call of a model. query: [num_tokens, num_heads, head_dim]; key, value: with num_kv_heads."""
+    """One attention call of a model. query: [num_tokens, num_heads, head_dim]; key, value: with num_kv_heads. mask: in
+    a probe, what `_window_of_mask` made."""
 
     query: Tensor
     key: Tensor
@@ -40,6 +46,7 @@ class AttentionCall:
     sliding_window: int | None
     softcap: float | None
     sinks: Tensor | None
+    mask: Tensor | None = None
 
 
 class AttentionSite(Protocol):
@@ -71,11 +78,19 @@ def forward(
         sliding_window=sliding_window,
         softcap=softcap,
         sinks=s_aux,
+        mask=attention_mask,
     )
     return site.attend(module, call)[None], None
 
 
+def _window_of_mask(*, local_size: int | None = None, **_: object) -> Tensor:
+    """In place of a mask: the window that it would have, [1, 1, 1, 1]; 0: none."""
+    return torch.full((1, 1, 1, 1), local_size or 0)
+
+
 AttentionInterface.register(IMPLEMENTATION, forward)
+AttentionInterface.register(_PROBED, forward)
+AttentionMaskInterface.register(_PROBED, _window_of_mask)
 
 
 # ---- while serving ----
@@ -223,12 +238,14 @@ class _ProbeSite:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.calls: list[tuple[nn.Module, LayerKv]] = []
+        self.masks: list[Tensor | None] = []
         self._dtype = str(dtype).removeprefix("torch.")
 
     def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
         num_kv_heads, head_dim_k = call.key.shape[1:]
         kept = LayerKv(num_kv_heads, head_dim_k, call.value.shape[-1], self._dtype, call.sliding_window)
         self.calls.append((module, kept))
+        self.masks.append(call.mask)
         return attend_within(call)
 
 
@@ -255,7 +272,8 @@ def probe(model: PreTrainedModel, max_model_len: int | None = None) -> Probe:
     for module in model.modules():
         bind(module, site)
     try:
-        _forward_few_tokens(model)
+        with _windows_in_masks(model.config):
+            _forward_few_tokens(model)
     finally:
         for module in model.modules():
             bind(module, None)
@@ -267,6 +285,8 @@ def probe(model: PreTrainedModel, max_model_len: int | None = None) -> Probe:
             f"for {num_held} layers"
         )
     kv = tuple(kept for _, kept in site.calls)
+    context: float = max_model_len or getattr(config, "max_position_embeddings", None) or math.inf
+    _require_windows(model, kv, site.masks, context)
     require_served(kv, type(model).__name__)
     return Probe(layers, kv)
 
@@ -281,6 +301,31 @@ def _forward_few_tokens(model: PreTrainedModel) -> None:
         raise UnsupportedModel(f"{type(model).__name__} does not run on a flattened batch: {error}") from error
     if logits.shape[:2] != (1, 2):
         raise UnsupportedModel(f"{type(model).__name__} does not honour logits_to_keep: logits {tuple(logits.shape)}")
+
+
+@contextlib.contextmanager
+def _windows_in_masks(config: Any) -> Iterator[None]:
+    """Within, a model of ours gets `_window_of_mask` for its masks."""
+    before = config._attn_implementation
+    if before == IMPLEMENTATION:
+        config._attn_implementation = _PROBED
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def _require_windows(
+    model: PreTrainedModel, kv: tuple[LayerKv, ...], masks: list[Tensor | None], max_model_len: float
+) -> None:
+    """Refuse a model whose masks have other windows than its attention modules say, of which only we take notice. A
+    window as long as the context is none."""
+    for index, (layer, mask) in enumerate(zip(kv, masks, strict=True)):
+        masked = layer.sliding_window if mask is None else int(mask)
+        said = layer.sliding_window
+        if min(masked or math.inf, max_model_len) != min(said or math.inf, max_model_len):
+            windows = f"{masked or 'none'} in its mask, {said or 'none'} in its attention"
+            raise UnsupportedModel(f"{type(model).__name__}: layer {index} has two sliding windows: {windows}")
 
 
 def _refuse_by_config(config: Any) -> None:

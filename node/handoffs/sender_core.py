@@ -219,7 +219,7 @@ class KvSenderCore(ABC, Generic[S]):
             peer = self._peers.get(incarnation)
             if peer and (drain := peer.drains.get(lease)):
                 if not self._parts.drain(incarnation, lease, drain):
-                    return  # no slot is free for the others either
+                    continue  # no slot of that part's rank is free; another rank's may be
                 if drain.over:
                     peer.forget_drain(lease)
             del self._draining[incarnation, lease]

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import FalconConfig, Llama4TextConfig, LlamaConfig, MambaConfig
+from transformers import FalconConfig, Llama4TextConfig, LlamaConfig, MambaConfig, Qwen2MoeConfig
 
 from baton.layout import KvLayout, KvSlice, LayerKv
 from baton.messages import AttemptId
 from baton.sampling import SamplingParams
 from engine.config import EngineConfig
-from engine.model.attention import probe
+from engine.model.attention import IMPLEMENTATION, probe
 from engine.model.batch import singles_first
 from engine.model.errors import UnsupportedModel
 from engine.model.kv_pool import require_served
@@ -131,6 +131,25 @@ def test_models_that_would_be_wrong_are_refused(config, why: str, tmp_path: Path
     folder = tiny_models.save(config, tmp_path)
     with pytest.raises(UnsupportedModel, match=why):
         probe(loader.load_model(Checkpoint.open(folder)))
+
+
+WINDOWED = Qwen2MoeConfig(
+    **tiny_models.SHAPE,
+    num_experts=2,
+    num_experts_per_tok=1,
+    use_sliding_window=True,
+    sliding_window=20,
+    max_window_layers=1,
+)
+"""Its attention modules say nothing of the window that its masks have."""
+
+
+def test_a_window_that_attention_does_not_say_is_refused_if_it_matters(tmp_path: Path) -> None:
+    model = loader.load_model(Checkpoint.open(tiny_models.save(WINDOWED, tmp_path)))
+    with pytest.raises(UnsupportedModel, match="two sliding windows: 20 in its mask, none in its attention"):
+        probe(model)
+    assert probe(model, max_model_len=20).kv == (LayerKv(2, 16, 16, "float32"),) * 2
+    assert model.config._attn_implementation == IMPLEMENTATION
 
 
 LAYER = LayerKv(2, 16, 16, "float32")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed import _symmetric_memory as symmetric_memory
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention
 
@@ -24,7 +26,7 @@ from engine.model.fast.forwards import logits_as_served
 from engine.model.fast.target import Target
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
-from engine.model.parallel import sequence_parallel
+from engine.model.parallel import gpus, sequence_parallel
 from engine.model.parallel.group import RankGroup
 from engine.model.parallel.part import RankPart
 from engine.model.parallel.sequence_parallel import Copy, RowMemory, SequenceParallel
@@ -150,6 +152,31 @@ def test_rows_stay_together_if_one_rank_cannot_share_them(tmp_path: Path, monkey
     assert report.pieces["sequence_parallel"].found == 0
     assert num_steps == 0
     torch.testing.assert_close(after, own, atol=1e-4, rtol=1e-4)
+
+
+def test_no_rank_waits_for_one_that_has_no_room_for_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the rendezvous they would, until torch gives up."""
+    own = threading.local()
+
+    def empty(num_values: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if own.rank == 1:
+            raise torch.OutOfMemoryError("no room")
+        return torch.empty(num_values, dtype=dtype, device=device)
+
+    def rendezvous(memory: Tensor, name: str) -> None:
+        raise AssertionError("rank 1 does not come")
+
+    def share(group: RankGroup) -> None:
+        own.rank = group.rank
+        peers = object.__new__(gpus.GpuPeers)  # without NCCL
+        vars(peers).update(vars(group), _host=group, peers=object(), _has_stages=False, _rows=None, _name="gpus")
+        with pytest.raises(RuntimeError, match="no room"):
+            peers.share_rows(8, torch.float32)
+
+    monkeypatch.setattr(symmetric_memory, "empty", empty)
+    monkeypatch.setattr(symmetric_memory, "rendezvous", rendezvous)
+    with in_threads(3, share) as group:
+        share(group)
 
 
 def test_a_step_that_failed_does_not_divide_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,6 +178,20 @@ def test_two_grants_for_one_work_are_both_given_back(prefilling: Prefilling) -> 
     prefilling.node.check_integrity()
 
 
+def test_a_lease_whose_rank_has_no_slot_holds_up_no_other(
+    prefilling: Prefilling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outgoing, unknown = prefilling.node.core._outgoing, AttemptId(EPOCH, "unknown", 1)
+    drain = outgoing._parts.drain
+    monkeypatch.setattr(outgoing._parts, "drain", lambda peer, lease, of: lease > 1 and drain(peer, lease, of))
+    for lease in (1, 2):
+        grant = Grant(unknown, lease, 0, GRANTED, GRANTED)
+        prefilling.node.core.handle(FromPeer(prefilling.peer, grant), 1.5)
+    prefilling.turn()
+    drains = outgoing._peers[prefilling.peer].drains
+    assert [drains[lease].next_part for lease in (1, 2)] == [0, GRANTED]
+
+
 @pytest.mark.parametrize("is_over", [False, True])
 def test_credits_beyond_the_parts_are_none(prefilling: Prefilling, is_over: bool) -> None:
     prefilling.grant(num_parts=GRANTED)

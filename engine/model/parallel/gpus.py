@@ -160,7 +160,7 @@ class GpuPeers(GpuRanks):
         self._has_stages = kept_sms > 0
         self._rows: SequenceParallel | None = None
         if self._can_share(device):
-            self._shared = {dtype: self._share(TWO_SHOT_BYTES, dtype, device)[0] for dtype in _SHARED_DTYPES}
+            self._shared = {dtype: self._share(TWO_SHOT_BYTES, dtype)[0] for dtype in _SHARED_DTYPES}
             self._buffer, self.peers = self._make_peers(device, kept_sms)
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -228,7 +228,7 @@ class GpuPeers(GpuRanks):
 
     def _map(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
         """A tensor of each rank, as this rank maps it; zeros."""
-        memory = symmetric_memory.empty(math.prod(shape), dtype=dtype, device=self.device).zero_()
+        memory = self._allocate(math.prod(shape), dtype).zero_()
         handle: Any = symmetric_memory.rendezvous(memory, self._name)
         first = (memory.data_ptr() - handle.buffer_ptrs[self.rank]) // dtype.itemsize  # the same on all ranks
         torch.cuda.synchronize(self.device)
@@ -236,17 +236,29 @@ class GpuPeers(GpuRanks):
         own = memory.view(shape)
         return [own if rank == self.rank else handle.get_buffer(rank, shape, dtype, first) for rank in range(self.size)]
 
-    def _share(self, num_bytes: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[int]]:
+    def _share(self, num_bytes: int, dtype: torch.dtype) -> tuple[Tensor, list[int]]:
         """This rank's memory, and the addresses at which it maps the memory of each rank."""
-        memory = symmetric_memory.empty(num_bytes // dtype.itemsize, dtype=dtype, device=device)
+        memory = self._allocate(num_bytes // dtype.itemsize, dtype)
         handle: Any = symmetric_memory.rendezvous(memory, self._name)
         start = memory.data_ptr() - handle.buffer_ptrs[self.rank]  # this offset is the same on all ranks
         return memory, [address + start for address in handle.buffer_ptrs]
 
+    def _allocate(self, num_values: int, dtype: torch.dtype) -> Tensor:
+        """Memory that other ranks can map: [num_values]. Returns when all ranks have theirs, so that none waits in
+        torch's rendezvous for one that has not. If one lacks the memory, raises RuntimeError on all of them."""
+        error = None
+        try:
+            memory = symmetric_memory.empty(num_values, dtype=dtype, device=self.device)
+        except RuntimeError as own:
+            error = own
+        if self.minimum(int(error is None)):
+            return memory
+        raise error or RuntimeError(f"another rank has no room for {num_values} values that all ranks map")
+
     def _make_peers(self, device: torch.device, kept_sms: int) -> tuple[Tensor, PeerMemory]:
         """This rank's buffer, which must live as long as the PeerMemory, and the PeerMemory. Returns when the buffers
         of all ranks are empty."""
-        buffer, addresses = self._share(PeerMemory.num_bytes(self.size), torch.uint8, device)
+        buffer, addresses = self._share(PeerMemory.num_bytes(self.size), torch.uint8)
         buffer.fill_(0xFF)
         turns = torch.zeros(NUM_PROGRAMS, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)
