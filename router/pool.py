@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from random import Random
 
@@ -54,7 +53,8 @@ class Pool:
         self._misfits: dict[Pair, str | None] = {}  # of each prefill node and each decode node
         self._moves: dict[Pair, str | None] = {}  # of decode nodes, as far as they were asked for
         self._prefill_time = PrefillTime()  # of all: what is expected of a new one
-        self._num_placed: Counter[ModelVersion | None] = Counter()  # on nodes of each version; None: on any
+        self._num_placed = 0
+        self._num_placed_on = dict[str, int]()  # on nodes of each version, by its id
         self._largest: dict[str, Node] = {}  # decode nodes that were ever here, by the name of their model
 
     def add(self, info: NodeInfo) -> None:
@@ -237,7 +237,7 @@ class Pool:
         alone = second if not paired else []
         if paired and self._policy.uses_decode_alone:
             alone = [candidate for candidate in second if candidate.bounds_gaps]
-        turn = self._num_placed[version]
+        turn = self._num_placed if version is None else self._num_placed_on.get(version.id, 0)
         return Options(first, second if paired else [], fits, alone, turn, num_tokens)
 
     def _works(self, pair: Pair, now: float) -> bool:
@@ -248,14 +248,14 @@ class Pool:
     def place(self, placement: Placement, num_tokens: int, now: float) -> None:
         """A prompt of so many tokens goes there. The caller follows with `prefilled` and `ended`, once each."""
         node = placement.prefill
-        for counted in (None, node.version):
-            self._num_placed[counted] += 1
+        self._num_placed += 1
+        self._num_placed_on[node.version.id] = self._num_placed_on.get(node.version.id, 0) + 1
         if not node.num_prompts:
             node.busy_since = now
         node.num_prompts += 1
         node.to_prefill += num_tokens
         node.to_prefill_s += placement.prefill_s
-        node.last_placed = self._num_placed[None]
+        node.last_placed = self._num_placed
         placement.last.to_decode += num_tokens
         self._node_breakers.placed(node.place, now)
         if placement.decode:
