@@ -13,8 +13,9 @@ class UniqueKeys(BaseConstructor):
     """A base of a YAML loader, before the loader itself. Raises yaml.YAMLError for a key that is there twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for index, key in enumerate(keys):
-            if key in keys[:index]:
+        seen = set[str]()
+        for key in (key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key in seen:
                 raise ConstructorError(None, None, f"{key!r} is there twice", node.start_mark)
+            seen.add(key)
         return super().construct_mapping(node, deep)
