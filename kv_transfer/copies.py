@@ -28,7 +28,9 @@ class Copies(Protocol):
         self, slot: int, ids: Sequence[int], rows: Rows, checksums_at: int | None, placed: Target | None = None
     ) -> AsyncOperation: ...
 
-    def scatter(self, slot: int, ids: Sequence[int], rows: Rows, not_before: Mark) -> Move: ...
+    def scatter(
+        self, slot: int, ids: Sequence[int], rows: Rows, not_before: Mark, in_advance: bool = False
+    ) -> Move: ...
 
     def on_device(self) -> contextlib.AbstractContextManager[object]: ...
 
@@ -57,7 +59,9 @@ class NoCopies:
     ) -> AsyncOperation:
         return DONE
 
-    def scatter(self, slot: int, ids: Sequence[int], rows: Rows, not_before: Mark) -> Move:
+    def scatter(
+        self, slot: int, ids: Sequence[int], rows: Rows, not_before: Mark, in_advance: bool = False
+    ) -> Move:
         return _nothing
 
     def on_device(self) -> contextlib.AbstractContextManager[object]:

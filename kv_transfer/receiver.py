@@ -109,7 +109,8 @@ class KvReceiver(KvMover):
         self._plans: dict[int, _Plan] = {}  # by slot: parts that have not arrived
         self._landing: list[int] = []  # slots that a copy reads, or did at the last check; in the order of the copies
         self._unawaited: int | None = None  # the slot of the last copy, if the engine's stream does not wait for it yet
-        self._partial: set[int] = set()  # leases with parts not yet expected, for lack of a slot or of a turn
+        # Leases with parts not yet expected, for lack of a slot or of a turn: whether parts of it have arrived.
+        self._partial: dict[int, bool] = {}
         self._is_called = False  # the engine was woken and has not polled since
         self._events: list[ReceiverEvent] = []
         self._failure: Exception | None = None
@@ -159,7 +160,7 @@ class KvReceiver(KvMover):
         rows = self._rows_of(what, sent)
         ids = rows.of(blocks, groups)
         with self._lock:
-            self._partial.add(lease)
+            is_under_way = self._partial.setdefault(lease, False)
             self._free_slots()
             slot = self._staging.take(SlotOwner(peer, lease, part))
             if slot is None:
@@ -167,8 +168,8 @@ class KvReceiver(KvMover):
                     self._copies.when_done(busy, self._wake_engine)
                 return False
             if is_last:
-                self._partial.remove(lease)
-            land = self._copies.scatter(slot, ids, rows, not_before)
+                del self._partial[lease]
+            land = self._copies.scatter(slot, ids, rows, not_before, not is_under_way)
             num_blocks, num_bytes = len(blocks), len(ids) * rows.sent_bytes
             pieces = (num_blocks, rows.most * rows.sent_bytes) if len(rows.runs) == 1 else (len(ids), rows.sent_bytes)
             header = PartHeader(lease, part, num_blocks, what, *pieces, sent.digest)
@@ -184,7 +185,7 @@ class KvReceiver(KvMover):
             for slot, plan in self._plans.items():
                 if plan.lease == lease:
                     self._plans[slot] = plan._replace(withdrawn=True)
-            self._partial.discard(lease)
+            self._partial.pop(lease, None)
             self._await_copies()
 
     def poll(self) -> list[ReceiverEvent]:
@@ -256,7 +257,9 @@ class KvReceiver(KvMover):
             return PartRefused(*plan.name, error)
         self._landing.append(slot)
         self._unawaited = slot
-        if plan.lease in self._partial or all(other.lease != plan.lease for other in self._plans.values()):
+        if is_partial := plan.lease in self._partial:
+            self._partial[plan.lease] = True
+        if is_partial or all(other.lease != plan.lease for other in self._plans.values()):
             self._call_engine()  # it can expect more parts, or has them all; it polls once the copy is launched
         plan.land()
         if self._partial:

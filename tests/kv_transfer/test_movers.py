@@ -295,6 +295,27 @@ def test_the_engine_is_woken_for_a_part_only_if_it_could_go_on(hub_pair: tuple[S
     assert [event.part for event in receiver.mover.poll()] == [2, 1, 3, 0]
 
 
+def test_copies_are_prepared_in_advance_until_parts_come(
+    hub_pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receiver = hub_pair
+    copies, prepared = receiver.mover._copies, []
+    scatter = copies.scatter
+
+    def seen(*where: Any) -> Move:
+        prepared.append(where[-1])
+        return scatter(*where)
+
+    monkeypatch.setattr(copies, "scatter", seen)
+    for part in (0, 1):
+        assert receiver.mover.expect(sender.name, 1, part, [part])
+    assert sender.mover.send(receiver.name, 1, 0, [0])
+    sender.transport.hub.deliver_all()
+    assert receiver.mover.expect(sender.name, 1, 2, [2], is_last=True)
+    assert receiver.mover.expect(sender.name, 2, 0, [3], is_last=True)
+    assert prepared == [True, True, False, True]
+
+
 def test_the_engine_is_woken_for_a_credit_that_is_not_used(hub_pair: tuple[Side, Side]) -> None:
     sender, receiver = hub_pair
     for part in (0, 1):

@@ -218,6 +218,17 @@ def test_slots_serve_part_after_part_while_copies_are_held_up(pair: Pair) -> Non
         pair.until(lambda: pair.receiver.num_free_slots == 4)
 
 
+def test_a_part_expected_after_others_have_come_lands_as_they_did(pair: Pair) -> None:
+    """Its ids are not uploaded: the copy reads them over the bus."""
+    for part, (source, target) in enumerate([(5, 8), (3, 9), (6, 10)]):
+        assert pair.receiver.expect("sender", 1, part, [target], is_last=part == 2)
+        assert pair.sender.send("receiver", 1, part, [source])
+        pair.until(pair.pushed)
+        pair.deliver()
+        assert len(pair.receiver.poll()) == 1
+    assert pair.target[[8, 9, 10], 0].tolist() == [5, 3, 6]
+
+
 def test_layers_travel_with_checksums_and_damage_is_seen(pair: Pair) -> None:
     for part in range(2):
         assert pair.receiver.expect("sender", 2, part, [8, 9], one_layer(part))

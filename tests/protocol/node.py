@@ -54,8 +54,10 @@ class LateCopies(SlotCopies):
     def mark(self) -> Mark:
         return self._model.mark()
 
-    def scatter(self, slot: int, blocks: Sequence[int], rows: Rows, not_before: Mark) -> Move:
-        move = super().scatter(slot, blocks, rows, None)
+    def scatter(
+        self, slot: int, ids: Sequence[int], rows: Rows, not_before: Mark, in_advance: bool = False
+    ) -> Move:
+        move = super().scatter(slot, ids, rows, None, in_advance)
 
         def late() -> None:
             self._model.reach(not_before)
