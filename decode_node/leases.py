@@ -111,7 +111,7 @@ class Lease:
         return len(self.commit.prompt_tokens) + len(self.commit.samples[0].output_tokens) - 1
 
     def adopted(self, launched: float) -> Adopted:
-        """The update for the router when the first step with the request is launched, at that time. Transfers before
+        """The update for the router when the first step with the request is about to be launched. Transfers before
         the Commit arrived were hidden behind the prompt's computation and count as no time."""
         assert self.commit is not None
         arrived, in_place = max(self.committed, self.last_arrived), max(self.committed, self.landed)

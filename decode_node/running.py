@@ -155,7 +155,8 @@ class RunningRequests:
             self._outbox.to_router(sequence.attempt_id, started)
 
     def tell_adopted(self, chunks: Iterable[Chunk]) -> None:
-        """Report the adopted requests among these chunks of a step that is launched now, which is their first."""
+        """Report the adopted requests among these chunks of a step that is to be launched in this turn, which is their
+        first."""
         if self._adopted:
             for attempt_id in self._adopted.keys() & {chunk.sequence.attempt_id for chunk in chunks}:
                 self._outbox.to_router(attempt_id, self._adopted.pop(attempt_id).adopted(self._engine.clock()))

@@ -86,10 +86,12 @@ class Decoding:
         return self.grants[-1].lease
 
     def commit(self, lease: int, age_s: float = 0.0, deadline_s: float = 60.0) -> None:
-        samples = (Sample(0, (90,)),)
-        message = Commit(lease, NEW, self.node.incarnation, PROMPT, samples, ENDLESS, deadline_s, age_s=age_s)
-        self.core.handle(FromPeer("p", message), self.now)
+        self.core.handle(FromPeer("p", self.commit_of(lease, age_s, deadline_s)), self.now)
         self.turn()
+
+    def commit_of(self, lease: int, age_s: float = 0.0, deadline_s: float = 60.0) -> Commit:
+        samples = (Sample(0, (90,)),)
+        return Commit(lease, NEW, self.node.incarnation, PROMPT, samples, ENDLESS, deadline_s, age_s=age_s)
 
     def told(self, kind: type) -> list[UpdateKind]:
         return [said for attempt_id, said in self.said if attempt_id == NEW and isinstance(said, kind)]
@@ -140,6 +142,19 @@ def test_who_comes_while_a_step_runs_is_in_the_next_one(decoding: Decoding, shar
     (tokens,) = decoding.told(Tokens)
     assert isinstance(tokens, Tokens)
     assert tokens.first_index == 1
+
+
+def test_a_first_token_does_not_wait_for_the_launch(decoding: Decoding) -> None:
+    """The router may hold it until the request is adopted, and a launch takes as long as a third of a step."""
+    lease = decoding.reserve()
+    due = decoding.core.next_deadline()
+    assert due
+    decoding.wait_until(due)
+    decoding.core.handle(FromPeer("p", decoding.commit_of(lease)), decoding.now)
+    decoding.core.prepare(decoding.now)
+    said = [output.update for output in decoding.core.take_outputs() if isinstance(output, ToRouter)]
+    assert [type(update.kind) for update in said if update.attempt_id == NEW] == [Adopted]
+    assert decoding.num_in_flight == 1, "the step is launched already"
 
 
 def test_a_step_that_ends_before_it_was_expected_is_followed_at_once(decoding: Decoding) -> None:
