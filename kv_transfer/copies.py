@@ -59,9 +59,7 @@ class NoCopies:
     ) -> AsyncOperation:
         return DONE
 
-    def scatter(
-        self, slot: int, ids: Sequence[int], rows: Rows, not_before: Mark, in_advance: bool = False
-    ) -> Move:
+    def scatter(self, slot: int, ids: Sequence[int], rows: Rows, not_before: Mark, in_advance: bool = False) -> Move:
         return _nothing
 
     def on_device(self) -> contextlib.AbstractContextManager[object]:

@@ -109,9 +109,7 @@ class RemoteCopies:
         self._send("gather", slot, ids, rows, checksums_at=checksums_at)
         return DONE
 
-    def scatter(
-        self, slot: int, ids: Sequence[int], rows: Rows, not_before: Mark, in_advance: bool = False
-    ) -> Move:
+    def scatter(self, slot: int, ids: Sequence[int], rows: Rows, not_before: Mark, in_advance: bool = False) -> Move:
         return partial(self._send, "scatter", slot, tuple(ids), rows)
 
     def on_device(self) -> contextlib.AbstractContextManager[object]:

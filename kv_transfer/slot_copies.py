@@ -52,7 +52,7 @@ class SlotCopies:
         on_gpu = device.type == "cuda"
         ids = torch.empty((staging.num_slots, self.most_pieces), dtype=torch.int64, pin_memory=on_gpu)
         self._ids, self._numbers = list(ids), list(ids.numpy())  # the same memory
-        self._device_ids = list(torch.empty_like(ids, device=device)) if on_gpu else self._ids
+        self._device_ids: list[Tensor] = list(torch.empty_like(ids, device=device)) if on_gpu else self._ids
         self._stream: Any = torch.cuda.Stream(device, priority=-1) if on_gpu else None  # type: ignore[no-untyped-call]
         events: Any = torch.cuda.Event
         self._done = [events(blocking=not spin_wait) for _ in range(staging.num_slots)] if on_gpu else []
@@ -85,9 +85,7 @@ class SlotCopies:
         self.make_stream_wait(slot)
         return launched
 
-    def scatter(
-        self, slot: int, ids: Sequence[int], rows: Rows, not_before: Mark, in_advance: bool = False
-    ) -> Move:
+    def scatter(self, slot: int, ids: Sequence[int], rows: Rows, not_before: Mark, in_advance: bool = False) -> Move:
         """Prepare a copy of the slot's beginning into the rows `ids`, to run once the work that `not_before`
         marks is done. Calling the result launches the copy, on any thread, even one that launches no steps. The slot's
         previous copy must be done.

@@ -54,9 +54,7 @@ class LateCopies(SlotCopies):
     def mark(self) -> Mark:
         return self._model.mark()
 
-    def scatter(
-        self, slot: int, ids: Sequence[int], rows: Rows, not_before: Mark, in_advance: bool = False
-    ) -> Move:
+    def scatter(self, slot: int, ids: Sequence[int], rows: Rows, not_before: Mark, in_advance: bool = False) -> Move:
         move = super().scatter(slot, ids, rows, None, in_advance)
 
         def late() -> None:
