@@ -59,14 +59,15 @@ class RankModel:
         memory: Callable[[int], Tensor] | None = None,
     ) -> None:
         self.model, self.pipeline, self._data = model, pipeline, data
+        self.device: torch.device = model.device  # the model searches its parameters for it
         self.group = pipeline.peers
         self._config = config
-        self.pool = KvPool(probed.kv, config.num_blocks, config.block_size, model.device, memory, probed.groups)
+        self.pool = KvPool(probed.kv, config.num_blocks, config.block_size, self.device, memory, probed.groups)
         self._steps = attach(probed.layers, self.pool, self.group.size)
         shape = config.table_shape
         assert shape.width == len(self._steps), f"tables of {shape.width} groups for {len(self._steps)}"
         dims = shape.width, config.max_num_seqs, shape.num_columns(config.max_model_len)
-        tables = torch.zeros(dims, dtype=torch.int32, device=model.device)
+        tables = torch.zeros(dims, dtype=torch.int32, device=self.device)
         self._state = DeviceState(tables, last_tokens, config.block_size, extensions)
         self._hidden_states = HiddenStates(model)
         self._received = received_by(model)
@@ -88,7 +89,7 @@ class RankModel:
             layer.num_kv_heads,
             layer.head_dim_k,
             self.model.dtype,
-            self.model.device,
+            self.device,
             min(self._config.max_num_batched_tokens, self._config.max_model_len),
         )
 
@@ -128,7 +129,7 @@ class RankModel:
         if step.num_tokens_across_dp.size:
             self._data.begin(step.num_tokens_across_dp.tolist())
         if step.tables.size:
-            both = upload(step.tables, self.model.device)
+            both = upload(step.tables, self.device)
             update_block_tables(self._state.block_tables, both[0], both[1])
         if step.fresh.size:
             self.pool.clear(step.fresh.tolist())
@@ -168,7 +169,7 @@ class RankModel:
         for context in self._steps:
             context.row_slot_mapping = None
         width = self.model.config.get_text_config().hidden_size
-        no_rows = torch.empty(1, 0, width, dtype=self.model.dtype, device=self.model.device)
+        no_rows = torch.empty(1, 0, width, dtype=self.model.dtype, device=self.device)
         for block in self._expert_blocks:
             block(no_rows)
         return no_rows[0]
@@ -204,7 +205,7 @@ class RankModel:
     def _inputs(self, step: RankStep) -> ModelInputs:
         num_rows = None if step.num_logits == ALL_TOKENS else step.num_logits
         size = BatchSize(len(step.lengths), step.num_tokens, num_rows, self.extensions)
-        packed = upload(step.packed, self.model.device)
+        packed = upload(step.packed, self.device)
         return batch.unpack(packed, size, self._state, step.lengths.tolist(), step.ends.tolist())
 
     def _forward_padded(self, inputs: ModelInputs, marks: SeesLayers | None) -> Tensor:

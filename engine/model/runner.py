@@ -107,8 +107,7 @@ class TorchModelRunner:
     @property
     def only_launches(self) -> bool:
         """See `engine.step.ModelRunner`."""
-        device: torch.device = self.model.device
-        return device.type != "cpu"
+        return self.rank.device.type != "cpu"
 
     @torch.inference_mode()
     def warm_up(self) -> int:
@@ -250,7 +249,7 @@ class TorchModelRunner:
     def _fresh_blocks(self, chunks: Seq[Chunk]) -> list[int]:
         """On a CPU, the blocks that a chunk starts to fill but does not complete. Their empty slots may hold old KV,
         and the reference attention requires finite values there. The kernels read no slot past a sequence's end."""
-        if self.model.device.type != "cpu":
+        if self.only_launches:
             return []
         size, width = self._config.block_size, self._config.table_shape.width
         return [
