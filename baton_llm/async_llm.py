@@ -8,12 +8,20 @@ from collections.abc import AsyncGenerator
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from baton.errors import InvalidRequest, RequestCancelled
 from baton_llm.host import Host, make_backend
 from baton_llm.outputs import RequestOutput
-from baton_llm.prompts import Conversation, Input, Prompt, priorities_of_each, read_conversations, read_prompt
+from baton_llm.prompts import (
+    ChatOptions,
+    Conversation,
+    Input,
+    Prompt,
+    priorities_of_each,
+    read_conversations,
+    read_prompt,
+)
 from baton_llm.sampling_params import SamplingParams
 
 
@@ -37,7 +45,7 @@ class AsyncLLM:
     def generate(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
         priority: int = 0,
@@ -47,24 +55,26 @@ class AsyncLLM:
 
         To leave the loop and close the generator (`aclose`) aborts the request; so does cancelling the task that reads.
         request_id: one that is not in use; None: a number. priority: a lower one is served earlier. Raises BatonError:
-        InvalidRequest, before anything runs, for a bad prompt or bad params; RequestCancelled after `abort` and
-        `close`.
+        InvalidRequest, before anything runs, for a bad prompt or bad sampling_params; RequestCancelled after `abort`
+        and `close`.
         """
-        return self._stream(read_prompt(prompt), params, request_id, priority)
+        return self._stream(read_prompt(prompt), sampling_params, request_id, priority)
 
     def chat(
         self,
         messages: Conversation,
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
         priority: int = 0,
+        **options: Unpack[ChatOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As `generate`, for a conversation that the model's chat template turns into a prompt."""
-        conversations = read_conversations(messages)
+        """As `generate`, for a conversation that the model's chat template turns into a prompt. options: see
+        ChatOptions."""
+        conversations = read_conversations(messages, options)
         if len(conversations) != 1:
             raise InvalidRequest(f"messages must be one conversation, not {len(conversations)}", "messages")
-        return self._stream(conversations[0], params, request_id, priority)
+        return self._stream(conversations[0], sampling_params, request_id, priority)
 
     async def abort(self, request_id: str) -> None:
         """End a request; no-op if it has ended."""

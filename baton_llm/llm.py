@@ -6,7 +6,7 @@ import queue
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from baton.errors import BatonError
 from baton_llm.beam_search import BeamSearchParams
@@ -15,6 +15,7 @@ from baton_llm.host import Host, make_backend, result_of
 from baton_llm.outputs import RequestOutput
 from baton_llm.progress import Progress
 from baton_llm.prompts import (
+    ChatOptions,
     Conversation,
     Input,
     Params,
@@ -54,14 +55,14 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: Params = None,
+        sampling_params: Params = None,
         use_tqdm: bool = True,
         *,
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """The answers to each prompt, in the order of the prompts.
 
-        params: for all prompts, or a list with one for each; None leaves everything to the model's generation
+        sampling_params: for all prompts, or a list with one for each; None leaves everything to the model's generation
         defaults, with answers as long as the context allows. priority: for all prompts, or a list with one for each; a
         lower one is served earlier, 0 is the default.
 
@@ -70,19 +71,20 @@ class LLM:
         is raised, as PromptsFailed with the others' outputs if there were several prompts. Raises RequestCancelled
         when closed meanwhile.
         """
-        return self._run(read_prompts(prompts), params, use_tqdm, priority)
+        return self._run(read_prompts(prompts), sampling_params, use_tqdm, priority)
 
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
-        params: Params = None,
+        sampling_params: Params = None,
         use_tqdm: bool = True,
         *,
         priority: int | Sequence[int] | None = None,
+        **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """As `generate`, for one conversation or several, which the model's chat template turns into prompts. A message
-        is a dict with `role` and `content`, and maybe `name`."""
-        return self._run(read_conversations(messages), params, use_tqdm, priority)
+        is a dict in OpenAI's form. options: see ChatOptions."""
+        return self._run(read_conversations(messages, options), sampling_params, use_tqdm, priority)
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[RequestOutput]:
         """The best `params.beam_width` answers to each prompt, best first. `cumulative_logprob` of an answer is that of

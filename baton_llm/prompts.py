@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar
@@ -21,12 +22,38 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: Sequence[int]
 
 
+class ChatOptions(TypedDict, total=False):
+    """How conversations become prompts, by vLLM's names; None is as if it were not given.
+
+    tools: functions that the model may call, in OpenAI's form. The answer's text has the calls in the model's own form.
+    chat_template: a Jinja template instead of the model's own; a router takes it only with
+    --trust-request-chat-template. chat_template_kwargs: variables for the template. add_generation_prompt: end the
+    prompt where the assistant's answer begins; default True. continue_final_message: end it within the last message,
+    so that the answer continues it.
+    """
+
+    tools: Sequence[Mapping[str, Any]] | None
+    chat_template: str | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+
+
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 """A text, token ids, or vLLM's dict of either."""
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
+"""In OpenAI's form: `role`, `content`, and maybe `name`, `tool_calls`, `tool_call_id`, `reasoning_content`."""
 Conversation = Sequence[Message]
-Input = str | tuple[int, ...] | tuple[Message, ...]
-"""A text, token ids, or the messages of a chat."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation and its options, as a JSON object in the form of the HTTP API."""
+
+    json: str
+
+
+Input = str | tuple[int, ...] | Chat
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
@@ -59,12 +86,16 @@ def read_prompts(prompts: object) -> list[str | tuple[int, ...]]:
     return [read_prompt(prompt) for prompt in prompts]
 
 
-def read_conversations(messages: object) -> list[tuple[Message, ...]]:
-    """One list of messages, or a list of such lists. Raises InvalidRequest."""
+def read_conversations(messages: object, options: Mapping[str, Any]) -> list[Chat]:
+    """One list of messages, or a list of such lists; options: see ChatOptions. Their contents are checked where they
+    are rendered. Raises InvalidRequest, or TypeError for an unknown option."""
+    if unknown := options.keys() - ChatOptions.__annotations__.keys():
+        raise TypeError(f"chat() got an unexpected keyword argument {min(unknown)!r}")
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         raise InvalidRequest(f"messages must be a list of messages, not {_short(messages)}", "messages")
     several = messages if messages and not isinstance(messages[0], Mapping) else [messages]
-    return [_read_conversation(conversation) for conversation in several]
+    given = {name: value for name, value in options.items() if value is not None}
+    return [_read_conversation(conversation, given) for conversation in several]
 
 
 def params_of_each(params: Params, count: int) -> list[SamplingParams | None]:
@@ -74,9 +105,11 @@ def params_of_each(params: Params, count: int) -> list[SamplingParams | None]:
     each = list(params) if isinstance(params, Sequence) else [params]
     wrong = next((one for one in each if not isinstance(one, SamplingParams)), None)
     if wrong is not None or None in each:
-        raise InvalidRequest(f"params must be SamplingParams or a list of them, not {_short(wrong)}", "params")
+        raise InvalidRequest(
+            f"sampling_params must be SamplingParams or a list of them, not {_short(wrong)}", "sampling_params"
+        )
     if len(each) != count:
-        raise InvalidRequest(f"there are {len(each)} params for {count} prompts", "params")
+        raise InvalidRequest(f"there are {len(each)} sampling_params for {count} prompts", "sampling_params")
     return [*each]
 
 
@@ -111,22 +144,15 @@ def _is_token_ids(value: object) -> bool:
     )
 
 
-def _read_conversation(conversation: object) -> tuple[Message, ...]:
+def _read_conversation(conversation: object, options: Mapping[str, Any]) -> Chat:
     if not isinstance(conversation, Sequence) or isinstance(conversation, str) or not conversation:
         raise InvalidRequest(f"a conversation must be a list of messages, not {_short(conversation)}", "messages")
-    for message in conversation:
-        if not _is_message(message):
-            what = "a dict of texts, `role`, `content` and maybe `name`"
-            raise InvalidRequest(f"a message must be {what}, not {_short(message)}", "messages")
-    return tuple(conversation)
-
-
-def _is_message(value: object) -> bool:
-    return (
-        isinstance(value, Mapping)
-        and {"role", "content"} <= value.keys() <= {"role", "content", "name"}
-        and all(isinstance(text, str) for text in value.values())
-    )
+    if wrong := [message for message in conversation if not isinstance(message, Mapping)]:
+        raise InvalidRequest(f"a message must be a dict, not {_short(wrong[0])}", "messages")
+    try:
+        return Chat(json.dumps({**options, "messages": [dict(message) for message in conversation]}))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"a conversation and its options must be JSON: {error}", "messages") from None
 
 
 def _short(value: object) -> str:

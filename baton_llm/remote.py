@@ -5,7 +5,7 @@ gRPC, not HTTP: it sends the ids and logprobs of tokens as numbers, and streams 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,7 +28,7 @@ from baton.errors import (
 from baton.prompt_logprobs import PromptLogprobs
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
-from baton_llm.prompts import Encoded, Input
+from baton_llm.prompts import Chat, Encoded, Input
 from baton_llm.sampling_params import SamplingParams
 from router.answer import Delta
 from router.generation_request import SEED_SPACE, GenerationRequest
@@ -91,12 +91,12 @@ class RemoteBackend:
         """The router tokenizes, and checks the rest when it gets the request."""
         if isinstance(prompt, str):
             return Encoded(prompt, await self._tokenize(pb.TokenizeRequest(model=self._model, prompt=prompt)))
-        if prompt and isinstance(prompt[0], Mapping):
-            chat = pb.Chat(messages=[pb.ChatMessage(**message) for message in prompt])
-            token_ids = await self._tokenize(pb.TokenizeRequest(model=self._model, chat=chat))
+        if isinstance(prompt, Chat):
+            chat = pb.TokenizeRequest(model=self._model, chat=pb.Chat(json=prompt.json))
+            token_ids = await self._tokenize(chat)
             ids = pb.DetokenizeRequest(model=self._model, token_ids=wire.pack_tokens(token_ids))
             return Encoded((await self._call(self._stub.Detokenize, ids)).text, token_ids)
-        token_ids = tuple(prompt)  # type: ignore[arg-type]
+        token_ids = prompt
         if any(not 0 <= token < 2**32 for token in token_ids):
             raise InvalidRequest("token ids must be 0 or more, and below 2^32", "prompt")
         return Encoded(None, token_ids)

@@ -25,6 +25,8 @@ from router.api_keys import ApiKeys, salted
 from router.generation import Generation
 from router.generation_request import GenerationRequest, check_answer, check_num_tokens, encode
 from router.grpc_requests import parse_request
+from router.http.chat_prompt import chat_prompt, read_chat
+from router.http.schemas import Chat, size_of_prompt
 from router.limits import MAX_COUNTED_CHARS, MAX_NAME_CHARS, MAX_ROLE_CHARS
 from router.models import ServedModel
 from router.prompt_logprobs import check_num_prompt_logprobs
@@ -84,7 +86,7 @@ class GenerationService:
             own = () if trace is None else ((TRACE_HEADER, trace.header),)
             await context.send_initial_metadata((("x-request-id", request_id), *own))
             model = self._service.models.get(request.model)
-            prompt = _Prompt(request, model)
+            prompt = await self._prompt(request, model)
             with self._service.admit(model, [prompt.size], request.n or 1) as admitted:
                 wanted = _generation_request(
                     request, request_id, await prompt.read(self._service), context.time_remaining()
@@ -112,7 +114,7 @@ class GenerationService:
         async def run() -> pb.TokenizeResponse:
             request = await self._parse(pb.TokenizeRequest, data)
             model = self._service.models.get(request.model)
-            prompt = _Prompt(request, model)
+            prompt = await self._prompt(request, model)
             with self._service.admit(model, [prompt.size]):
                 text = str(await prompt.read(self._service))
                 special = request.add_special_tokens if request.HasField("add_special_tokens") else prompt.special
@@ -140,6 +142,15 @@ class GenerationService:
                 return await self._service.offload.run(answer, size)
 
         return await _answered("Detokenize", context, run, time.monotonic())
+
+    async def _prompt(self, request: pb.GenerateRequest | pb.TokenizeRequest, model: ServedModel) -> _Prompt:
+        """Raises InvalidRequest or Overloaded."""
+        text, chat = request.chat.json, None
+        if text and request.chat.messages:
+            raise InvalidRequest("a chat has either messages or json", "chat")
+        if text:
+            chat = await self._service.offload.run(lambda: read_chat(text), len(text))
+        return _Prompt(request, model, chat)
 
     async def _parse(self, kind: type[M], data: bytes) -> M:
         return await self._service.offload.run(lambda: parse_request(kind, data), len(data))
@@ -172,16 +183,19 @@ class GenerationService:
 
 class _Prompt:
     """The input of a request. `size`: characters, or tokens; `special`: whether a text gets special tokens by default.
-    Raises InvalidRequest."""
+    chat: what the chat's JSON says. Raises InvalidRequest."""
 
-    def __init__(self, request: pb.GenerateRequest | pb.TokenizeRequest, model: ServedModel) -> None:
+    def __init__(self, request: pb.GenerateRequest | pb.TokenizeRequest, model: ServedModel, chat: Chat | None) -> None:
         self._request = request
         self._model = model
+        self._chat = chat
         self._kind = request.WhichOneof("input")
         self.special = self._kind == "prompt"
         match self._kind:
             case "prompt":
                 self.size = len(request.prompt)
+            case "chat" if chat is not None:
+                self.size = size_of_prompt(chat)
             case "chat":
                 _check_messages(request.chat.messages)
                 self.size = size_of_chat(request.chat.messages)
@@ -195,6 +209,8 @@ class _Prompt:
     async def read(self, service: Service) -> str | tuple[int, ...]:
         """The text, the rendered chat, or the token ids."""
         request = self._request
+        if self._chat is not None:
+            return await chat_prompt(service, self._model, self._chat, self.size)
         if self._kind == "chat":
             messages = request.chat.messages
             return await service.render_chat(self._model, lambda: [_message(m) for m in messages], self.size)

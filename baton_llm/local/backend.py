@@ -15,7 +15,7 @@ from baton_llm.local.handoff_link import HandoffLink
 from baton_llm.local.node import LocalNode
 from baton_llm.local.router_link import RouterLink
 from baton_llm.local.settings import make_settings
-from baton_llm.prompts import Encoded, Input
+from baton_llm.prompts import Chat, Encoded, Input
 from baton_llm.sampling_params import SamplingParams, request_of
 from decode_node.node import make_parts as make_decode_parts
 from node.loop import Turn
@@ -25,6 +25,8 @@ from router.answer import Delta
 from router.core import RouterCore
 from router.dispatcher import Dispatcher
 from router.generation_request import GenerationRequest, sampling_params
+from router.http.chat_prompt import chat_prompt, read_chat
+from router.http.schemas import size_of_prompt
 from router.limits import MAX_N
 from router.models import Models, ServedModel
 from router.request_metrics import RequestMetrics
@@ -58,7 +60,14 @@ class LocalBackend:
         metrics = RequestMetrics(RouterMetrics(new_registry(ROUTER)), lambda: name)
         self._dispatcher = Dispatcher(RouterCore(self._epoch, max_waiting=self.max_in_flight * MAX_N), metrics)
         self._models = Models()
-        self._service = Service(self._dispatcher, self._models, for_prefill.request_timeout, Admission(), MAX_N)
+        self._service = Service(
+            self._dispatcher,
+            self._models,
+            for_prefill.request_timeout,
+            Admission(),
+            MAX_N,
+            trusts_request_templates=True,
+        )
         self._failure: BaseException | None = None
 
     async def start(self) -> None:
@@ -70,7 +79,7 @@ class LocalBackend:
         model, text, special = self._model, None, True
         if isinstance(prompt, str):
             text = prompt
-        elif prompt and isinstance(prompt[0], Mapping):
+        elif isinstance(prompt, Chat):
             text, special = await self._render(model, prompt), False
         ids: Any = prompt
         prompts = (ids if text is None else text,)
@@ -125,9 +134,9 @@ class LocalBackend:
         self._models.join(node.info, await self._models.tokenizer(node.info, fetch))
         link.open()
 
-    async def _render(self, model: ServedModel, messages: Sequence[Any]) -> str:
-        size = sum(len(message["content"]) + 1 for message in messages)
-        return await self._service.render_chat(model, lambda: messages, size)
+    async def _render(self, model: ServedModel, prompt: Chat) -> str:
+        chat = read_chat(prompt.json)
+        return await chat_prompt(self._service, model, chat, size_of_prompt(chat))
 
     def _fail(self, error: BaseException) -> None:
         """An engine has ended: so does everything else, since no prompt can be answered without it."""

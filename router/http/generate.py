@@ -18,6 +18,7 @@ from router.generation_request import GenerationRequest, check_answer, encode
 from router.http.answers import dump_json, raw_json_response
 from router.http.best_of import BestOfShape
 from router.http.body import BodyReader
+from router.http.chat_prompt import chat_prompt
 from router.http.chunks import ChunkEvents
 from router.http.limits import HttpLimits
 from router.http.logprobs import ChatLogprobs, CompletionLogprobs, prompt_shape, token_text
@@ -32,7 +33,7 @@ from router.http.schemas import (
 )
 from router.http.scope import request_id_of
 from router.http.shapes import ChatShape, CompletionShape, Shape
-from router.http.tools import call_plan, plain_tools
+from router.http.tools import call_plan
 from router.limits import MAX_COUNTED_CHARS, MAX_ECHO_CHARS
 from router.models import ServedModel
 from router.service import Service
@@ -76,7 +77,7 @@ class GenerateRoutes:
         with self._service.admit(model, (size,), body.num_drawn) as admitted:
             if body.echo:
                 _check_echo(body.num_kept * len(body.echoed))
-            prompt = await self._chat_prompt(model, body, size)
+            prompt = await chat_prompt(self._service, model, body, size)
             reading = plan.reading(self._parsers, prompt, parallel)
             wanted = body.wanted(request_id, prompt)
             with naming_tools(plan):
@@ -115,7 +116,7 @@ class GenerateRoutes:
         size = len(body.text) if body.messages is None else size_of_prompt(body)
         special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
         with self._service.admit(model, (size,)):
-            text = body.text if body.messages is None else await self._chat_prompt(model, body, size)
+            text = body.text if body.messages is None else await chat_prompt(self._service, model, body, size)
 
             def answer() -> bytes:
                 tokens = encode(text, model, special, MAX_COUNTED_CHARS)
@@ -143,20 +144,6 @@ class GenerateRoutes:
             return EventResponse(generation, events, self._limits.keep_alive_s)
         kept = BestOfShape(shape, body.num_drawn, body.num_kept) if body.keeps_best else shape
         return WholeResponse(generation, kept, self._service.offload)
-
-    async def _chat_prompt(self, model: ServedModel, body: ChatRequest | TokenizeRequest, size: int) -> str:
-        begin = body.add_generation_prompt is not False
-        messages = body.messages or ()
-        return await self._service.render_chat(
-            model,
-            lambda: [m.plain() for m in messages],
-            size,
-            begin,
-            body.variables,
-            bool(body.continue_final_message),
-            lambda: plain_tools(body.tools),
-            body.chat_template,
-        )
 
     async def _echoes(self, model: ServedModel, wanted: GenerationRequest, num_each: int) -> dict[int, str]:
         """The text of the prompt, for each answer; `num_each`: to each prompt."""

@@ -304,6 +304,18 @@ class TokenizeRequest(TemplateFields):
         return self.prompt
 
 
+class Chat(TemplateFields):
+    """A chat by itself, as clients of the other front ends give it in JSON."""
+
+    messages: list[ChatMessage] = Field(max_length=MAX_MESSAGES)
+    tools: ToolList | None = None
+
+    def check(self) -> None:
+        """Raises InvalidRequest for unsupported fields and for contradictions."""
+        refuse_unsupported(self.model_extra or {})
+        self.check_template()
+
+
 class DetokenizeRequest(BaseModel):
     model_config = CONFIG
     model: Name | None = None
@@ -314,7 +326,7 @@ class DetokenizeRequest(BaseModel):
         refuse_unsupported(self.model_extra or {})
 
 
-def size_of_prompt(body: ChatRequest | TokenizeRequest) -> int:
+def size_of_prompt(body: ChatRequest | TokenizeRequest | Chat) -> int:
     """The characters of a chat with its tools and documents; 0 if there are no messages."""
     if not body.messages:
         return 0

@@ -68,6 +68,39 @@ def test_chat_uses_the_template(llm):
     assert [one.outputs for one in several] == [output.outputs] * 2
 
 
+ADD = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}
+
+
+def test_a_chat_has_tools_and_calls_of_them(llm):
+    calls = [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 28, "b": 98}'}}]
+    messages = [
+        *SUM,
+        {"role": "assistant", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": "126"},
+    ]
+    [output] = llm.chat(messages, sampling_params=GREEDY, use_tqdm=False, tools=[ADD])
+    before, after = output.prompt.split("What is 28 + 98?")
+    assert "add() adds" in before
+    assert '{"name": "add", "arguments": {"a": 28, "b": 98}}' in after
+    assert "126" in after
+
+
+def test_a_chat_says_how_it_becomes_a_prompt(llm):
+    begun = [*SUM, {"role": "assistant", "content": "28 + 98 ="}]
+    [output] = llm.chat(begun, GREEDY, use_tqdm=False, continue_final_message=True)
+    assert output.prompt.endswith("28 + 98 =")
+    assert output.outputs[0].text == ANSWER.removeprefix("28 + 98 =")
+    [output] = llm.chat(SUM, GREEDY, use_tqdm=False, add_generation_prompt=False, chat_template=None)
+    assert output.prompt.endswith("<|im_end|>\n")
+    template = "{{ messages[0].content }} {{ how }}"
+    [output] = llm.chat(SUM, GREEDY, use_tqdm=False, chat_template=template, chat_template_kwargs={"how": "now"})
+    assert output.prompt == "What is 28 + 98? now"
+    with pytest.raises(InvalidRequest, match="exclude each other"):
+        llm.chat(begun, GREEDY, use_tqdm=False, continue_final_message=True, add_generation_prompt=True)
+    with pytest.raises(TypeError, match="'tool'"):
+        llm.chat(SUM, GREEDY, tool=[ADD])
+
+
 def test_without_params_the_model_decides(llm):
     [output] = llm.chat(SUM, use_tqdm=False)
     assert (output.outputs[0].text, output.outputs[0].finish_reason) == (ANSWER, "stop")
@@ -172,8 +205,8 @@ def test_the_bar_counts_prompts(llm, capsys):
         ({"prompt": [1]}, GREEDY, "prompts"),
         ({"prompt": "a", "multi_modal_data": {}}, GREEDY, "prompts"),
         (7, GREEDY, "prompts"),
-        (["fine", "fine"], [GREEDY], "params"),
-        (["fine"], "greedy", "params"),
+        (["fine", "fine"], [GREEDY], "sampling_params"),
+        (["fine"], "greedy", "sampling_params"),
     ],
 )
 def test_what_is_invalid_is_refused_before_anything_runs(llm, prompts, params, param):
@@ -182,7 +215,7 @@ def test_what_is_invalid_is_refused_before_anything_runs(llm, prompts, params, p
     assert error.value.param == param
 
 
-@pytest.mark.parametrize("messages", ["hi", [], [{"role": "user"}], [{"role": "user", "content": 3}], [["hi"]], 7])
+@pytest.mark.parametrize("messages", ["hi", [], [{"content": "hi"}], [{"role": "user", "content": 3}], [["hi"]], 7])
 def test_invalid_messages_are_refused(llm, messages):
     with pytest.raises(InvalidRequest) as error:
         llm.chat(messages, GREEDY, use_tqdm=False)

@@ -32,7 +32,7 @@ async def test_answers_come_from_the_router():
     before = set(threading.enumerate())
     try:
         await asyncio.to_thread(_ask, router.grpc)
-        assert sorted(prefill.priority for prefill in nodes.prefills) == [-4, *[0] * 4, 3]
+        assert sorted(prefill.priority for prefill in nodes.prefills) == [-4, *[0] * 5, 3]
         async with await asyncio.to_thread(AsyncLLM, router=router.grpc) as llm:
             outputs = [output async for output in llm.generate("hi there", priority=7)]
             assert nodes.prefills[-1].priority == 7
@@ -58,6 +58,12 @@ def _ask(address: str) -> None:
         assert chat.prompt
         assert "hi" in chat.prompt
         assert chat.outputs[0].text == "hello world"
+        begun = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "he"}]
+        [chat] = llm.chat(begun, use_tqdm=False, continue_final_message=True)
+        assert chat.prompt
+        assert chat.prompt.endswith("assistant\nhe")
+        with pytest.raises(InvalidRequest, match="trust-request-chat-template"):
+            llm.chat([{"role": "user", "content": "hi"}], use_tqdm=False, chat_template="x")
         with pytest.raises(PromptsFailed) as failed:
             llm.generate(ONE_WRONG, use_tqdm=False)
         assert isinstance(failed.value.errors[1], InvalidRequest)

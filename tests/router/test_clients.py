@@ -1,6 +1,7 @@
 """Real clients: openai's over HTTP, a generated one over gRPC; and clients that leave."""
 
 import asyncio
+import json
 from typing import Any
 
 import grpc
@@ -152,6 +153,35 @@ async def test_grpc_inputs(stub, nodes):
     await collect(stub.Generate(pb.GenerateRequest(chat=chat)))
     text = tiny_tokenizer().decode(nodes.prefills[1].prompt_tokens, False)
     assert text == "<|bos|><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+async def test_a_grpc_chat_may_be_json(stub, nodes):
+    """As a client of the HTTP API says it."""
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "he"}]
+    chat = pb.Chat(json=json.dumps({"messages": messages, "continue_final_message": True}))
+    await collect(stub.Generate(pb.GenerateRequest(chat=chat)))
+    text = tiny_tokenizer().decode(nodes.prefills[0].prompt_tokens, False)
+    assert text == "<|bos|><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhe"
+    tokens = (await stub.Tokenize(pb.TokenizeRequest(chat=chat))).token_ids
+    assert wire.unpack_tokens(tokens) == nodes.prefills[0].prompt_tokens
+
+
+@pytest.mark.parametrize(
+    ("chat", "said"),
+    [
+        (pb.Chat(json="{"), "The chat is invalid: .* not valid JSON"),
+        (pb.Chat(json="[]"), "must be a JSON object"),
+        (pb.Chat(json='{"messages": []}'), "messages must not be empty"),
+        (pb.Chat(json='{"messages": [{"content": "hi"}]}'), "messages.*role"),
+        (pb.Chat(json='{"messages": [{"role": "user"}], "chat_template": "x"}'), "--trust-request-chat-template"),
+        (pb.Chat(json="{}", messages=[pb.ChatMessage(role="user")]), "either messages or json"),
+    ],
+)
+async def test_a_grpc_chat_that_is_no_chat_is_refused(stub, nodes, chat, said):
+    with pytest.raises(grpc.aio.AioRpcError, match=said) as error:
+        await collect(stub.Generate(pb.GenerateRequest(chat=chat)))
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert not nodes.prefills
 
 
 async def test_grpc_allowed_tokens_bad_words_and_truncation(stub, nodes):

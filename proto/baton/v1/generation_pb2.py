@@ -26,7 +26,7 @@ from baton.v1 import common_pb2 as baton_dot_v1_dot_common__pb2
 from baton.v1 import node_pb2 as baton_dot_v1_dot_node__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62\x61ton/v1/generation.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\x1a\x13\x62\x61ton/v1/node.proto\":\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"/\n\x04\x43hat\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x01(\x0c\"\xbd\n\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12+\n\rprompt_tokens\x18\x04 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12\x1e\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12\t\n\x01n\x18\x06 \x01(\r\x12\x18\n\x0btemperature\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x08 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\t \x01(\x05H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\n \x01(\x01H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0b \x01(\x01H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0c \x01(\x01H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\r \x01(\x01H\x07\x88\x01\x01\x12<\n\nlogit_bias\x18\x0e \x03(\x0b\x32(.baton.v1.GenerateRequest.LogitBiasEntry\x12\x11\n\x04seed\x18\x0f \x01(\x03H\x08\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x10 \x01(\x05H\t\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x11 \x01(\x05\x12\x12\n\nignore_eos\x18\x12 \x01(\x08\x12\x0c\n\x04stop\x18\x13 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x14 \x03(\x05\x12\"\n\x1ainclude_stop_str_in_output\x18\x15 \x01(\x08\x12\x15\n\x08logprobs\x18\x16 \x01(\x05H\n\x88\x01\x01\x12\x16\n\ttimeout_s\x18\x17 \x01(\x01H\x0b\x88\x01\x01\x12\x12\n\ncache_salt\x18\x18 \x01(\t\x12 \n\x13skip_special_tokens\x18\x19 \x01(\x08H\x0c\x88\x01\x01\x12\x36\n\x12structured_outputs\x18\x1a \x01(\x0b\x32\x1a.baton.v1.StructuredOutput\x12\x19\n\x11\x61llowed_token_ids\x18\x1b \x03(\x05\x12\x11\n\tbad_words\x18\x1c \x03(\t\x12#\n\x16truncate_prompt_tokens\x18\x1d \x01(\x05H\r\x88\x01\x01\x12*\n\x1dspaces_between_special_tokens\x18\x1e \x01(\x08H\x0e\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x1f \x01(\x05H\x0f\x88\x01\x01\x12\x10\n\x08priority\x18  \x01(\x05\x12\x34\n\x11logits_processors\x18! \x03(\x0b\x32\x19.baton.v1.LogitsProcessor\x12\x12\n\nbeam_width\x18\" \x01(\x05\x12\x1b\n\x0elength_penalty\x18# \x01(\x01H\x10\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x07\n\x05inputB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x0b\n\t_logprobsB\x0c\n\n_timeout_sB\x16\n\x14_skip_special_tokensB\x19\n\x17_truncate_prompt_tokensB \n\x1e_spaces_between_special_tokensB\x12\n\x10_prompt_logprobsB\x11\n\x0f_length_penalty\"\xf2\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12.\n\x07started\x18\x02 \x01(\x0b\x32\x1b.baton.v1.GenerationStartedH\x00\x12*\n\x05\x64\x65lta\x18\x03 \x01(\x0b\x32\x19.baton.v1.GenerationDeltaH\x00\x12\x30\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x1c.baton.v1.GenerationFinishedH\x00\x12\x33\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x18.baton.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"=\n\x11GenerationStarted\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\r\n\x05model\x18\x02 \x01(\t\"\xda\x01\n\x0fGenerationDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12)\n\x08logprobs\x18\x04 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12-\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x06 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x07 \x01(\x05H\x00\x42\r\n\x0bstop_reason\"X\n\x12GenerationFinished\x12\x1e\n\x05usage\x18\x01 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\"\n\x07timings\x18\x02 \x01(\x0b\x32\x11.baton.v1.Timings\"\\\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x1d\n\x15num_completion_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\"\xe6\x02\n\x07Timings\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x12\n\ntransfer_s\x18\x03 \x01(\x01\x12\x15\n\rfirst_token_s\x18\x04 \x01(\x01\x12\x0f\n\x07total_s\x18\x05 \x01(\x01\x12 \n\x18num_decode_cached_tokens\x18\x06 \x01(\r\x12\x16\n\x0etransfer_bytes\x18\x07 \x01(\x04\x12\x14\n\x0cnum_attempts\x18\x08 \x01(\r\x12\x14\n\x0cprefill_node\x18\t \x01(\t\x12\x13\n\x0b\x64\x65\x63ode_node\x18\n \x01(\t\x12\x11\n\thandoff_s\x18\x0b \x01(\x01\x12\x10\n\x08\x63ommit_s\x18\x0c \x01(\x01\x12\x10\n\x08gather_s\x18\r \x01(\x01\x12\x0e\n\x06wire_s\x18\x0e \x01(\x01\x12\x11\n\tscatter_s\x18\x0f \x01(\x01\x12\x13\n\x0bstep_wait_s\x18\x10 \x01(\x01\x12\x11\n\tnum_moves\x18\x11 \x01(\r\"\x13\n\x11ListModelsRequest\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Model\"*\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"\x93\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\x1e\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t2\xa6\x02\n\nGeneration\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponse\x12\x41\n\x08Tokenize\x12\x19.baton.v1.TokenizeRequest\x1a\x1a.baton.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.baton.v1.DetokenizeRequest\x1a\x1c.baton.v1.DetokenizeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62\x61ton/v1/generation.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\x1a\x13\x62\x61ton/v1/node.proto\":\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"=\n\x04\x43hat\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\x12\x0c\n\x04json\x18\x02 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x01(\x0c\"\xbd\n\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12+\n\rprompt_tokens\x18\x04 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12\x1e\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12\t\n\x01n\x18\x06 \x01(\r\x12\x18\n\x0btemperature\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x08 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\t \x01(\x05H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\n \x01(\x01H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0b \x01(\x01H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0c \x01(\x01H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\r \x01(\x01H\x07\x88\x01\x01\x12<\n\nlogit_bias\x18\x0e \x03(\x0b\x32(.baton.v1.GenerateRequest.LogitBiasEntry\x12\x11\n\x04seed\x18\x0f \x01(\x03H\x08\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x10 \x01(\x05H\t\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x11 \x01(\x05\x12\x12\n\nignore_eos\x18\x12 \x01(\x08\x12\x0c\n\x04stop\x18\x13 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x14 \x03(\x05\x12\"\n\x1ainclude_stop_str_in_output\x18\x15 \x01(\x08\x12\x15\n\x08logprobs\x18\x16 \x01(\x05H\n\x88\x01\x01\x12\x16\n\ttimeout_s\x18\x17 \x01(\x01H\x0b\x88\x01\x01\x12\x12\n\ncache_salt\x18\x18 \x01(\t\x12 \n\x13skip_special_tokens\x18\x19 \x01(\x08H\x0c\x88\x01\x01\x12\x36\n\x12structured_outputs\x18\x1a \x01(\x0b\x32\x1a.baton.v1.StructuredOutput\x12\x19\n\x11\x61llowed_token_ids\x18\x1b \x03(\x05\x12\x11\n\tbad_words\x18\x1c \x03(\t\x12#\n\x16truncate_prompt_tokens\x18\x1d \x01(\x05H\r\x88\x01\x01\x12*\n\x1dspaces_between_special_tokens\x18\x1e \x01(\x08H\x0e\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x1f \x01(\x05H\x0f\x88\x01\x01\x12\x10\n\x08priority\x18  \x01(\x05\x12\x34\n\x11logits_processors\x18! \x03(\x0b\x32\x19.baton.v1.LogitsProcessor\x12\x12\n\nbeam_width\x18\" \x01(\x05\x12\x1b\n\x0elength_penalty\x18# \x01(\x01H\x10\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x07\n\x05inputB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x0b\n\t_logprobsB\x0c\n\n_timeout_sB\x16\n\x14_skip_special_tokensB\x19\n\x17_truncate_prompt_tokensB \n\x1e_spaces_between_special_tokensB\x12\n\x10_prompt_logprobsB\x11\n\x0f_length_penalty\"\xf2\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12.\n\x07started\x18\x02 \x01(\x0b\x32\x1b.baton.v1.GenerationStartedH\x00\x12*\n\x05\x64\x65lta\x18\x03 \x01(\x0b\x32\x19.baton.v1.GenerationDeltaH\x00\x12\x30\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x1c.baton.v1.GenerationFinishedH\x00\x12\x33\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x18.baton.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"=\n\x11GenerationStarted\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\r\n\x05model\x18\x02 \x01(\t\"\xda\x01\n\x0fGenerationDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12)\n\x08logprobs\x18\x04 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12-\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x06 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x07 \x01(\x05H\x00\x42\r\n\x0bstop_reason\"X\n\x12GenerationFinished\x12\x1e\n\x05usage\x18\x01 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\"\n\x07timings\x18\x02 \x01(\x0b\x32\x11.baton.v1.Timings\"\\\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x1d\n\x15num_completion_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\"\xe6\x02\n\x07Timings\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x12\n\ntransfer_s\x18\x03 \x01(\x01\x12\x15\n\rfirst_token_s\x18\x04 \x01(\x01\x12\x0f\n\x07total_s\x18\x05 \x01(\x01\x12 \n\x18num_decode_cached_tokens\x18\x06 \x01(\r\x12\x16\n\x0etransfer_bytes\x18\x07 \x01(\x04\x12\x14\n\x0cnum_attempts\x18\x08 \x01(\r\x12\x14\n\x0cprefill_node\x18\t \x01(\t\x12\x13\n\x0b\x64\x65\x63ode_node\x18\n \x01(\t\x12\x11\n\thandoff_s\x18\x0b \x01(\x01\x12\x10\n\x08\x63ommit_s\x18\x0c \x01(\x01\x12\x10\n\x08gather_s\x18\r \x01(\x01\x12\x0e\n\x06wire_s\x18\x0e \x01(\x01\x12\x11\n\tscatter_s\x18\x0f \x01(\x01\x12\x13\n\x0bstep_wait_s\x18\x10 \x01(\x01\x12\x11\n\tnum_moves\x18\x11 \x01(\r\"\x13\n\x11ListModelsRequest\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Model\"*\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"\x93\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\x1e\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t2\xa6\x02\n\nGeneration\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponse\x12\x41\n\x08Tokenize\x12\x19.baton.v1.TokenizeRequest\x1a\x1a.baton.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.baton.v1.DetokenizeRequest\x1a\x1c.baton.v1.DetokenizeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,39 +38,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATMESSAGE']._serialized_start=83
   _globals['_CHATMESSAGE']._serialized_end=141
   _globals['_CHAT']._serialized_start=143
-  _globals['_CHAT']._serialized_end=190
-  _globals['_TOKENIDS']._serialized_start=192
-  _globals['_TOKENIDS']._serialized_end=215
-  _globals['_GENERATEREQUEST']._serialized_start=218
-  _globals['_GENERATEREQUEST']._serialized_end=1559
-  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=1215
-  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=1263
-  _globals['_GENERATERESPONSE']._serialized_start=1562
-  _globals['_GENERATERESPONSE']._serialized_end=1804
-  _globals['_GENERATIONSTARTED']._serialized_start=1806
-  _globals['_GENERATIONSTARTED']._serialized_end=1867
-  _globals['_GENERATIONDELTA']._serialized_start=1870
-  _globals['_GENERATIONDELTA']._serialized_end=2088
-  _globals['_GENERATIONFINISHED']._serialized_start=2090
-  _globals['_GENERATIONFINISHED']._serialized_end=2178
-  _globals['_USAGE']._serialized_start=2180
-  _globals['_USAGE']._serialized_end=2272
-  _globals['_TIMINGS']._serialized_start=2275
-  _globals['_TIMINGS']._serialized_end=2633
-  _globals['_LISTMODELSREQUEST']._serialized_start=2635
-  _globals['_LISTMODELSREQUEST']._serialized_end=2654
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2656
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2709
-  _globals['_MODEL']._serialized_start=2711
-  _globals['_MODEL']._serialized_end=2753
-  _globals['_TOKENIZEREQUEST']._serialized_start=2756
-  _globals['_TOKENIZEREQUEST']._serialized_end=2903
-  _globals['_TOKENIZERESPONSE']._serialized_start=2905
-  _globals['_TOKENIZERESPONSE']._serialized_end=2965
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2967
-  _globals['_DETOKENIZEREQUEST']._serialized_end=3020
-  _globals['_DETOKENIZERESPONSE']._serialized_start=3022
-  _globals['_DETOKENIZERESPONSE']._serialized_end=3056
-  _globals['_GENERATION']._serialized_start=3059
-  _globals['_GENERATION']._serialized_end=3353
+  _globals['_CHAT']._serialized_end=204
+  _globals['_TOKENIDS']._serialized_start=206
+  _globals['_TOKENIDS']._serialized_end=229
+  _globals['_GENERATEREQUEST']._serialized_start=232
+  _globals['_GENERATEREQUEST']._serialized_end=1573
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=1229
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=1277
+  _globals['_GENERATERESPONSE']._serialized_start=1576
+  _globals['_GENERATERESPONSE']._serialized_end=1818
+  _globals['_GENERATIONSTARTED']._serialized_start=1820
+  _globals['_GENERATIONSTARTED']._serialized_end=1881
+  _globals['_GENERATIONDELTA']._serialized_start=1884
+  _globals['_GENERATIONDELTA']._serialized_end=2102
+  _globals['_GENERATIONFINISHED']._serialized_start=2104
+  _globals['_GENERATIONFINISHED']._serialized_end=2192
+  _globals['_USAGE']._serialized_start=2194
+  _globals['_USAGE']._serialized_end=2286
+  _globals['_TIMINGS']._serialized_start=2289
+  _globals['_TIMINGS']._serialized_end=2647
+  _globals['_LISTMODELSREQUEST']._serialized_start=2649
+  _globals['_LISTMODELSREQUEST']._serialized_end=2668
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2670
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2723
+  _globals['_MODEL']._serialized_start=2725
+  _globals['_MODEL']._serialized_end=2767
+  _globals['_TOKENIZEREQUEST']._serialized_start=2770
+  _globals['_TOKENIZEREQUEST']._serialized_end=2917
+  _globals['_TOKENIZERESPONSE']._serialized_start=2919
+  _globals['_TOKENIZERESPONSE']._serialized_end=2979
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2981
+  _globals['_DETOKENIZEREQUEST']._serialized_end=3034
+  _globals['_DETOKENIZERESPONSE']._serialized_start=3036
+  _globals['_DETOKENIZERESPONSE']._serialized_end=3070
+  _globals['_GENERATION']._serialized_start=3073
+  _globals['_GENERATION']._serialized_end=3367
 # @@protoc_insertion_point(module_scope)
