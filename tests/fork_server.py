@@ -70,7 +70,8 @@ class ForkedProcess:
     def send_signal(self, number: int) -> None:
         """Nothing happens if it has ended."""
         if self.poll() is None:
-            signal.pidfd_send_signal(self._pidfd, number)
+            with contextlib.suppress(ProcessLookupError):  # its keeper has reaped it, and not said so yet
+                signal.pidfd_send_signal(self._pidfd, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
