@@ -10,7 +10,8 @@ from router.tool_parsers.source import Reading, any_of
 
 _MAX_NAME_CHARS = 256
 _IN_NAME = re.compile(r'[^"<>\n]')
-_ANY_TYPE = {"type": ["boolean", "integer", "number", "object", "array"]}
+_STRING = frozenset({"string"})
+_OTHERS = frozenset({"boolean", "integer", "number", "object", "array"})
 
 
 class _InvokeParser(MarkupParser):
@@ -51,8 +52,8 @@ class _InvokeParser(MarkupParser):
         is_string = yield from self._read_is_string()
         if is_string is None or not (yield from source.literal(">")):
             return False
-        schema = None if is_string else _ANY_TYPE
-        found = yield from self.read_value(arguments, key, (end,), any_of((end,)), schema)
+        kinds = _STRING if is_string else _OTHERS
+        found = yield from self.read_value(arguments, key, (end,), any_of((end,)), kinds)
         yield from source.literal(found)
         source.begin()
         return bool(found)

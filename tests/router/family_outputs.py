@@ -38,6 +38,14 @@ GEMMA = [
             )
         ],
     ),
+    # likewise where the schema says them by reference
+    Case(
+        "gemma",
+        "<start_function_call>call:search{where:{lat:<escape>1.5<escape>,zip:12345},page:<escape>2<escape>,order:[<escape>3"
+        "<escape>],page:<escape>x<escape>}<end_function_call>",
+        "",
+        [("search", '{"where": {"lat": 1.5, "zip": "12345"}, "page": 2, "order": [3], "page": "x"}')],
+    ),
     # Gemma 3: Google's prompts ask for a list or an object, the cookbook for a fence
     Case("gemma", "[get_weather(city='Paris'), add()]", "", [("get_weather", '{"city": "Paris"}'), ("add", "{}")]),
     Case("gemma", f'{{"name": "get_weather", "parameters": {DALLAS}}}', "", [("get_weather", DALLAS)]),

@@ -28,6 +28,29 @@ TOOLS: dict[str, dict[str, Any]] = {
     "add": {},
     "multiply": {"properties": "no object"},
     "find-all.v2": {},
+    "search": {
+        "$ref": "#/$defs/Search",
+        "$defs": {
+            "Search": {
+                "properties": {
+                    "where": {"anyOf": [{"$ref": "#/$defs/Where"}, {"type": "null"}]},
+                    "all": {"allOf": [{"$ref": "#/$defs/a~1b"}]},
+                    "page": {"enum": [1, 2]},
+                    "most": {"const": 10},
+                    "maybe": {"anyOf": [{"type": ["integer", "null"]}]},
+                    "order": {"items": {"type": "integer"}},
+                    "again": {"$ref": "#/$defs/Loop"},
+                    "other": {"$ref": "elsewhere#/$defs/Where"},
+                    "anchor": {"$ref": "#Where"},
+                },
+                "additionalProperties": {"type": "number"},
+            },
+            "Where": {"type": "object", "properties": {"lat": {"$ref": "#/$defs/Number"}, "zip": {"type": "string"}}},
+            "Number": {"type": "number"},
+            "Loop": {"$ref": "#/$defs/Loop"},
+            "a/b": {"type": "boolean"},
+        },
+    },
 }
 DALLAS = '{"city": "Dallas", "state": "TX"}'
 
@@ -225,6 +248,22 @@ QWEN3_CODER = [
         "<tool_call><function=add><parameter=a>some long te",
         "",
         [("add", '{"a": "some long te"')],
+    ),
+    # types that a schema says by reference, by choices or by values, as those of pydantic do
+    Case(
+        "qwen3_coder",
+        "<function=search><parameter=where>{'lat': 1}</parameter><parameter=all>true</parameter>"
+        "<parameter=page>2</parameter><parameter=most>10</parameter><parameter=maybe>3</parameter>"
+        "<parameter=order>[2, 1]</parameter><parameter=again>4</parameter><parameter=other>5</parameter>"
+        "<parameter=anchor>6</parameter><parameter=more>0.5</parameter></function>",
+        "",
+        [
+            (
+                "search",
+                '{"where": {"lat": 1}, "all": true, "page": 2, "most": 10, "maybe": 3, "order": [2, 1], "again": "4", '
+                '"other": "5", "anchor": "6", "more": 0.5}',
+            )
+        ],
     ),
     *(
         Case("qwen3_coder", text, text, [])
