@@ -98,6 +98,19 @@ HERMES = [
         "<tool_call>oops ",
         [("add", '{"a": 1}')],
     ),
+    # halves of surrogate pairs, which no reader of JSON takes for text, unless they are a pair
+    Case(
+        "hermes",
+        r'<tool_call>{"name": "add", "arguments": {"\uDE00": "\ud83d\ude00 \uD83D \ud83d\ud83d\ude00 '
+        r'\ud83d\n\ud83d\u00e4"}}',
+        "",
+        [("add", r'{"\ufffd": "\ud83d\ude00 \ufffd \ufffd\ud83d\ude00 \ufffd\n\ufffd\u00e4"}')],
+    ),
+    *(
+        Case("hermes", f'<tool_call>{{"name": "add", "arguments": {{"a": "{text}', "", [("add", f'{{"a": "{text}')])
+        for text in (r"\ud83d", r"\u", r"\ud8", r"\ud83d\ude00", "\\\\")
+    ),
+    Case("hermes", '<tool_call>{"name": "add", "arguments": {"a": "\\ud83d\\ux', "x", [("add", '{"a": "\\ufffd\\u')]),
     # cut off or broken within arguments: what came before is kept as arguments
     Case("hermes", '<tool_call>{"name": "add", "arguments": {"a": "one\ntwo', "", [("add", '{"a": "one\\ntwo')]),
     Case("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1, b: 2}}', "b: 2}}", [("add", '{"a": 1, ')]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -108,4 +110,16 @@ def _object(text: str) -> dict[str, Any]:
         found = pydantic_core.from_json(text, allow_partial="trailing-strings")
     except ValueError:
         found = None
-    return found if isinstance(found, dict) else {}
+    return {name: _finite(value) for name, value in found.items()} if isinstance(found, dict) else {}
+
+
+def _finite(value: Any) -> Any:
+    """The same, with the largest number for one that is too large to be read: JSON cannot say infinity."""
+    match value:
+        case dict():
+            return {name: _finite(inner) for name, inner in value.items()}
+        case list():
+            return [_finite(inner) for inner in value]
+        case float() if math.isinf(value):
+            return math.copysign(sys.float_info.max, value)
+    return value
