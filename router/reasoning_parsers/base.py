@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,10 +12,11 @@ from baton.structural_tag import Format
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """New text of an answer: reasoning first, then content."""
+    """New text of an answer: reasoning first, then content. `later`: what comes after both, if they take turns."""
 
     reasoning: str = ""
     content: str = ""
+    later: Sequence[ReasoningDelta] = ()
 
 
 class ReasoningParser(ABC):

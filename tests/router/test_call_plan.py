@@ -76,7 +76,7 @@ def test_required_calls_are_written_and_read_in_one_form(name: str | None) -> No
     for cuts in ([], range(1, len(text)), *([cut] for cut in range(1, len(text)))):
         reader, pieces, start = reading.reader(), [], 0
         for cut in (*cuts, len(text)):
-            pieces += reader.read(text[start:cut], cut == len(text)).pieces
+            pieces += reader.read(text[start:cut], cut == len(text))
             start = cut
         assert joined(pieces) == expected
 
@@ -107,7 +107,7 @@ def test_reasoning_is_free(reasoning: str, prompt: str, before: list[str]) -> No
         assert matches(structured, thought + HERMES), thought
         assert not matches(structured, thought + "Hello")
         parts = reading.reader().read(thought + HERMES, True)
-        assert joined(parts.pieces)[1][0] == ("look", LOOK)
+        assert joined(parts)[1][0] == ("look", LOOK)
     assert matches(structured, HERMES) is ("" in before)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from router.reasoning_parsers import REASONING_PARSERS
+from router.reasoning_parsers import REASONING_PARSERS, ReasoningDelta
 
 OPENED = "<|im_start|>assistant\n<think>\n"
 CLOSED = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -25,13 +25,17 @@ def final(text: str) -> str:
     return f"{START}final<|message|>{text}"
 
 
+def in_order(delta: ReasoningDelta) -> list[ReasoningDelta]:
+    return [delta, *delta.later]
+
+
 def part(name: str, prompt: str, text: str, cuts: Iterable[int] = ()) -> tuple[str, str]:
     parser = REASONING_PARSERS[name](prompt)
     start, parts = 0, []
     for cut in [*cuts, len(text)]:
-        parts.append(parser.feed(text[start:cut]))
+        parts += in_order(parser.feed(text[start:cut]))
         start = cut
-    parts.append(parser.finish())
+    parts += in_order(parser.finish())
     return "".join(p.reasoning for p in parts), "".join(p.content for p in parts)
 
 

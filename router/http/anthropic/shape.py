@@ -11,12 +11,12 @@ import pydantic_core
 
 from baton.sampling import FinishReason
 from router.answer import Delta
-from router.answer_reader import AnswerDelta, AnswerReading
+from router.answer_reader import AnswerReading
 from router.generation import Generation, Usage
 from router.http.chat_message import has_calls
 from router.http.shapes import timings_of
 from router.models import ServedModel
-from router.tool_parsers import CallArguments, CallStart, Content, Piece
+from router.tool_parsers import CallArguments, CallStart, Content, Part, Thought
 
 
 class MessageShape:
@@ -42,9 +42,9 @@ class MessageShape:
         counts = {"input_tokens": usage.num_prompt_tokens, "output_tokens": 0}
         return {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": counts}
 
-    def read(self, delta: Delta) -> AnswerDelta:
+    def read(self, delta: Delta) -> Sequence[Part]:
         if self._reader is None:
-            return AnswerDelta("", [Content(delta.text)] if delta.text else [])
+            return [Content(delta.text)] if delta.text else []
         parts = self._reader.read(delta.text, delta.finish_reason is not None)
         self._has_calls = self._has_calls or has_calls(parts)
         return parts
@@ -79,23 +79,18 @@ def usage_of(usage: Usage) -> dict[str, int]:
     return {**counts, "cache_creation_input_tokens": 0, "cache_read_input_tokens": usage.num_cached_tokens}
 
 
-def _blocks(parts: AnswerDelta) -> list[dict[str, Any]]:
-    blocks: list[dict[str, Any]] = []
-    if parts.reasoning:
-        blocks.append({**THINKING, "thinking": parts.reasoning, "signature": SIGNATURE})
-    return blocks + _blocks_of(parts.pieces)
-
-
-def _blocks_of(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+def _blocks(parts: Sequence[Part]) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     arguments: dict[int, str] = {}
     calls: dict[int, dict[str, Any]] = {}
-    for piece in pieces:
-        match piece:
+    for part in parts:
+        match part:
+            case Thought(text):
+                blocks.append({**THINKING, "thinking": text, "signature": SIGNATURE})
             case Content(text):
                 blocks.append({**TEXT, "text": text})
             case CallStart(index):
-                calls[index] = tool_use(piece)
+                calls[index] = tool_use(part)
                 blocks.append(calls[index])
             case CallArguments(index, text):
                 arguments[index] = arguments.get(index, "") + text

@@ -9,14 +9,14 @@ from typing import Any
 
 from baton.sampling import FinishReason
 from router.answer import Delta
-from router.answer_reader import AnswerDelta, AnswerReading
+from router.answer_reader import AnswerReading
 from router.generation import Generation, Usage
 from router.http.logprobs import ChatLogprobs
 from router.http.responses_api.output import Event, Output
 from router.http.responses_api.schemas import Format, ResponsesRequest
 from router.http.shapes import timings_of
 from router.models import ServedModel
-from router.tool_parsers import Content
+from router.tool_parsers import Content, Part
 
 _ECHOED = (
     *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key"),
@@ -101,9 +101,9 @@ class ResponseShape:
     def _status(self) -> str:
         return "incomplete" if self._reason is FinishReason.LENGTH else "completed"
 
-    def _parts(self, delta: Delta) -> AnswerDelta:
+    def _parts(self, delta: Delta) -> Sequence[Part]:
         if self._reader is None:
-            return AnswerDelta("", [Content(delta.text)] if delta.text else [])
+            return [Content(delta.text)] if delta.text else []
         return self._reader.read(delta.text, delta.finish_reason is not None)
 
 
