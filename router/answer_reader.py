@@ -29,7 +29,8 @@ class Parsers:
 class AnswerReading:
     """How the answers to one request are read. `tools`: those that may be called, if any; of a request without
     `parallel_tool_calls`, an answer's first call is kept. `prompt`: the chat as the template wrote it. `call_parser`:
-    of answers that are constrained to call tools, which need no flags; `is_named`: they call the one that was named."""
+    of answers that are constrained to call tools, which need no flags; `is_named`: they call the one that was named.
+    `begun`: the text with which the prompt has begun the answer's message; None: it has not."""
 
     parsers: Parsers
     prompt: str
@@ -37,29 +38,34 @@ class AnswerReading:
     parallel_tool_calls: bool = True
     call_parser: type[ToolParser] | None = None
     is_named: bool = False
+    begun: str | None = None
 
     @property
     def is_needed(self) -> bool:
-        return self._tool_parser is not None or self.parsers.reasoning is not None
+        return self._tool_parser is not None or self._new_reasoning() is not None
 
     @property
     def keeps_special_tokens(self) -> bool:
         """Whether the text must have its special tokens, because a parser looks for them."""
-        used = (self._tool_parser, self.parsers.reasoning)
+        used = (self._tool_parser, self._new_reasoning())
         return any(parser is not None and parser.keeps_special_tokens for parser in used)
 
     def reader(self) -> AnswerReader:
         """A fresh one, for one answer."""
-        reasoning, tool = self.parsers.reasoning, self._tool_parser
-        return AnswerReader(
-            functools.partial(tool, self.tools) if tool else None,
-            reasoning(self.prompt) if reasoning else None,
-            self.parallel_tool_calls,
-        )
+        tool = self._tool_parser
+        new_tool = functools.partial(tool, self.tools) if tool else None
+        return AnswerReader(new_tool, self._new_reasoning(), self.parallel_tool_calls)
 
     def reasoning_format(self) -> Format | None:
         """See ReasoningParser.format."""
-        return self.parsers.reasoning(self.prompt).format() if self.parsers.reasoning else None
+        reasoning = self._new_reasoning()
+        return reasoning.format() if reasoning else None
+
+    def _new_reasoning(self) -> ReasoningParser | None:
+        kind = self.parsers.reasoning
+        if kind is None:
+            return None
+        return kind(self.prompt) if self.begun is None else kind.continuing(self.prompt, self.begun)
 
     @property
     def _tool_parser(self) -> type[ToolParser] | None:

@@ -108,7 +108,7 @@ class _Turns:
             return ReasoningDelta()
         first, *later = [ReasoningDelta("".join(thought), "".join(said)) for thought, said in self._turns]
         self._turns.clear()
-        return dataclasses.replace(first, later=later)
+        return dataclasses.replace(first, later=tuple(later))
 
 
 class _Joined:
