@@ -28,12 +28,12 @@ class Arguments:
         self._emit: Callable[[str], None] | None = None
         self._schema = SchemaPart(parser.tools[name], parser.tools[name])
 
-    def value_of(self, key: str, kinds: frozenset[str]) -> _Value:
+    def value_of(self, key: str, kinds: frozenset[str], is_verbatim: bool) -> _Value:
         """What takes the value's text. `kinds` count if the tool's schema says nothing of its type."""
         opening = ", " if self._emit else "{"
         emit = self._begin()
         emit(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
-        return _Value(emit, self._schema.member(key).kinds() or kinds)
+        return _Value(emit, self._schema.member(key).kinds() or kinds, is_verbatim)
 
     def close(self) -> None:
         closing = "}" if self._emit else "{}"
@@ -48,34 +48,38 @@ class Arguments:
 
 class _Value:
     """Writes the JSON of one value, whose text comes in pieces. A string goes on at once, but for the line break that
-    may be the last character; other values wait for their end."""
+    may be the last character; other values wait for their end. `is_verbatim`: a string is the text as it is, with line
+    breaks around it, and never null."""
 
-    def __init__(self, emit: Callable[[str], None], kinds: frozenset[str]) -> None:
+    def __init__(self, emit: Callable[[str], None], kinds: frozenset[str], is_verbatim: bool) -> None:
         self._emit = emit
         self._kinds = kinds
         self._is_string = "string" in kinds
+        self._line_break = "" if is_verbatim and self._is_string else "\n"
         self._opened = False
         self._pieces: list[str] = []
         self._num_chars = 0
+        if not self._line_break:
+            self._write_string("")
 
     def add(self, text: str) -> None:
         self._pieces.append(text)
         self._num_chars += len(text)
-        if self._is_string and self._num_chars > _NULL_CHARS:
+        if self._is_string and (self._opened or self._num_chars > _NULL_CHARS):
             self._write_string("".join(self._pieces))
 
     def close(self) -> None:
         text = "".join(self._pieces)
         if self._opened:
-            self._emit(_escaped(text.removesuffix("\n")) + '"')
+            self._emit(_escaped(text.removesuffix(self._line_break)) + '"')
         else:
             self._emit(typed(text.removeprefix("\n").removesuffix("\n"), self._kinds))
 
     def _write_string(self, text: str) -> None:
         opening = "" if self._opened else '"'
-        body = text if self._opened else text.removeprefix("\n")
+        body = text if self._opened else text.removeprefix(self._line_break)
         self._opened = True
-        held = "\n" if body.endswith("\n") else ""
+        held = self._line_break if body.endswith(self._line_break) else ""
         self._emit(opening + _escaped(body[: len(body) - len(held)]))
         self._pieces = [held]
 
@@ -94,10 +98,11 @@ class MarkupParser(ReadingParser):
         ends: Sequence[str],
         pattern: re.Pattern[str],
         kinds: frozenset[str] = _STRING,
+        is_verbatim: bool = False,
     ) -> Reading[str]:
         """Read an argument's value up to one of `ends`, which is returned; nothing: the text has ended. `kinds` count
         if the tool's schema says nothing of its type."""
-        value = arguments.value_of(key, kinds)
+        value = arguments.value_of(key, kinds, is_verbatim)
         self.source.forget()
         end = yield from self.source.until(ends, pattern, value.add)
         value.close()

@@ -220,6 +220,18 @@ INVOKE = [
         "Sure!",
         [("get_weather", '{"city": "SF", "days": 42}'), ("add", '{"a": [1, {"k": "v"}], "b": "1"}')],
     ),
+    # DeepSeek's encoding: a string is the text as it is
+    Case(
+        "deepseek_v32",
+        '<｜DSML｜invoke name="get_weather">\n'
+        '<｜DSML｜parameter name="city" string="true">\na\n\n</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="x" string="true">null</｜DSML｜parameter>'
+        '<｜DSML｜parameter name="y" string="true"></｜DSML｜parameter>'
+        '<｜DSML｜parameter name="z" string="false">null</｜DSML｜parameter>'
+        '<｜DSML｜parameter name="days" string="true">2</｜DSML｜parameter></｜DSML｜invoke>',
+        "",
+        [("get_weather", '{"city": "\\na\\n\\n", "x": "null", "y": "", "z": null, "days": 2}')],
+    ),
     *(
         Case("deepseek_v32", text, text, [])
         for text in (
