@@ -193,7 +193,7 @@ async def test_the_template_gets_tools_calls_results_and_thinking(client, nodes)
         {"role": "user", "content": "Weather?"},
         {
             "role": "assistant",
-            "content": "Let me see.\n",
+            "content": "Let me see.",
             "tool_calls": CALLED,
             "reasoning": "Hm.",
             "reasoning_content": "Hm.",

@@ -61,7 +61,7 @@ def _call(block: ToolUse) -> dict[str, Any]:
 
 
 def _merge(turn: Turn, later: Turn) -> None:
-    turn["content"] = f"{turn['content']}\n{later['content']}"
+    turn["content"] = "\n".join(filter(None, (turn["content"], later["content"])))
     if calls := [*turn.get("tool_calls", ()), *later.get("tool_calls", ())]:
         turn["tool_calls"] = calls
     for name in ("reasoning", "reasoning_content"):
