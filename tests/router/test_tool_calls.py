@@ -302,6 +302,15 @@ async def test_a_template_that_opens_the_reasoning_is_seen(client, nodes):
     assert (await choice_of(client))["message"]["content"] == "Hm.</think>Yes."
 
 
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [('{"a": "b', {"a": "b"}), ('{"a": 1, ', {"a": 1}), (" {", {}), ('{"a": truth', {}), ('{"a": 1, b: 2}', {})],
+)
+def test_a_chat_goes_on_after_a_call_whose_arguments_break_off(text, arguments):
+    [call] = read(messages=[called(text)]).messages[0].plain()["tool_calls"]
+    assert call["function"]["arguments"] == arguments
+
+
 async def test_an_answer_that_goes_on_from_text_does_not_think(nodes):
     router = Router(nodes, tool_call_parser="hermes", enable_auto_tool_choice=True, reasoning_parser="deepseek_r1")
     await router.start()
@@ -365,7 +374,7 @@ def read(**fields: Any) -> ChatRequest:
         ({"tools": [tool("f")], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "must be {"),
         ({"tools": [tool("f")], "tool_choice": {**tool("f"), "type": "custom"}}, "tool_choice", "must be {"),
         ({"messages": [called("[1]")]}, "messages", "JSON object, not '[1]'"),
-        ({"messages": [called("{")]}, "messages", "arguments of a call of `f`"),
+        ({"messages": [called("a")]}, "messages", "arguments of a call of `f`"),
         ({"messages": [{"role": "function", "content": ""}]}, "messages", "the role `tool`"),
         ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "messages", "`function_call`"),
     ],

@@ -7,13 +7,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import pydantic_core
-
 from baton.sampling import FinishReason
 from router.answer import Delta
 from router.answer_reader import AnswerReading
 from router.generation import Generation, Usage
 from router.http.chat_message import has_calls
+from router.http.parse import parse_begun
 from router.http.shapes import timings_of
 from router.models import ServedModel
 from router.tool_parsers import CallArguments, CallStart, Content, Part, Thought
@@ -101,11 +100,7 @@ def _blocks(parts: Sequence[Part]) -> list[dict[str, Any]]:
 
 def _object(text: str) -> dict[str, Any]:
     """The arguments of a call; of those that were cut off, what is there."""
-    try:
-        found = pydantic_core.from_json(text, allow_partial="trailing-strings")
-    except ValueError:
-        found = None
-    return {name: _finite(value) for name, value in found.items()} if isinstance(found, dict) else {}
+    return {name: _finite(value) for name, value in parse_begun(text).items()}
 
 
 def _finite(value: Any) -> Any:
