@@ -200,6 +200,12 @@ PYTHONIC = [
         "",
         [("get_weather", r"""{"city": "Martha's (Vineyard", "pattern": "\\d\n\"]"}""")],
     ),
+    Case(
+        "pythonic",
+        """[add(a=r"\\d+\\"", b=R'\\n', c="", d='''it's\n"x"\\n\\d''', e=['', r''], bar="\\d")]""",
+        "",
+        [("add", r"""{"a": "\\d+\\\"", "b": "\\n", "c": "", "d": "it's\n\"x\"\n\\d", "e": ["", ""], "bar": "\\d"}""")],
+    ),
     Case("pythonic", "<|python_start|>[add(a=true)]<|python_end|>", "", [("add", '{"a": true}')]),
     *(
         Case("pythonic", text, text, [])
@@ -215,6 +221,7 @@ PYTHONIC = [
             "[add(a={1: 2})]",
             "[add(a=1]",
             "[add(a='x\ny')]",
+            "[add(a='''x\n'')]",
             "[add(a=1 # no\n)]",
             "[add(a=(((",
             f"[add(a={'[' * 99})]",
