@@ -139,7 +139,7 @@ def bound_values(value: Any, limits: ValueLimits) -> Any:
         if num_chars > limits.num_chars:
             raise ValueError(f"must have at most {limits.num_chars} characters")
         if not all(map(math.isfinite, [item for item in inner if type(item) is float])):
-            raise ValueError("must have no number that is too large to be read")
+            raise ValueError("must have only numbers that can be read")
         level = inner
     if level:
         raise ValueError(f"must be nested at most {limits.depth - 1} deep")

@@ -45,6 +45,8 @@ class TagParser(ReasoningParser):
 
     @classmethod
     def continuing(cls, prompt: str, begun: str) -> Self | None:
+        if not begun.strip():
+            return cls(prompt)
         if begun.rfind(cls.opening) <= max(map(begun.rfind, (cls.closing, *cls.also_closing))):
             return None
         parser = cls(prompt)

@@ -94,3 +94,15 @@ def test_messages_come_back(data):
     shown = [t for c, name, t in messages if c != "analysis" and not name and t]
     assert content == "\n".join(shown)
     assert calls == [(name, json.dumps({"text": t})) for _, name, t in messages if name]
+
+
+def test_no_call_goes_on_behind_reasoning():
+    """Whatever the parser of calls is."""
+    tool = functools.partial(TOOL_PARSERS["hermes"], {"f": {}})
+    call, rest = '<tool_call>{"name": "f", "arguments": {"a": ', "1}}</tool_call>"
+    text = call + written("analysis", "", "c", "", False) + written("final", "", rest, "", False)
+    for cuts in ([], range(1, len(text))):
+        reader, parts = AnswerReader(tool, REASONING_PARSERS["gpt_oss"](""), True), list[Part]()
+        for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+            parts += reader.read(text[start:end], ended=end == len(text))
+        assert merge(parts)[1:] == [CallArguments(0, '{"a": '), Thought("c"), Content(f"\n{rest}")]

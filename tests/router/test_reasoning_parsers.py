@@ -143,6 +143,12 @@ def test_an_answer_that_goes_on_knows_whether_it_reasons(name, begun, text, reas
     assert form["elements"][0]["begin"] == ""
 
 
+def test_an_answer_that_goes_on_from_nothing_begins():
+    parser = REASONING_PARSERS["qwen3"].continuing(PLAIN, " ")
+    assert parser is not None
+    assert parser.feed("<think>a</think>b") == ReasoningDelta("a", "b")
+
+
 def test_a_message_of_harmony_goes_on():
     prompt = f"{HARMONY}<|channel|>final<|message|>So"
     assert REASONING_PARSERS["gpt_oss"].continuing(prompt, "So").feed(" it is") == ReasoningDelta(content=" it is")
