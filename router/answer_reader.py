@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from baton.structural_tag import Format
 from router.reasoning_parsers import ReasoningDelta, ReasoningParser
-from router.tool_parsers import CallStart, Content, Part, Piece, Thought, ToolParser, Tools, merge
+from router.tool_parsers import CallListParser, CallStart, Content, Part, Piece, Thought, ToolParser, Tools, merge
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +52,18 @@ class AnswerReading:
 
     def reader(self) -> AnswerReader:
         """A fresh one, for one answer."""
-        tool = self._tool_parser
-        new_tool = functools.partial(tool, self.tools) if tool else None
-        return AnswerReader(new_tool, self._new_reasoning(), self.parallel_tool_calls)
+        return AnswerReader(self._tool_maker(), self._new_reasoning(), self.parallel_tool_calls)
 
     def reasoning_format(self) -> Format | None:
         """See ReasoningParser.format."""
         reasoning = self._new_reasoning()
         return reasoning.format() if reasoning else None
+
+    def _tool_maker(self) -> Callable[[], ToolParser] | None:
+        kind, own = self._tool_parser, self.parsers.tool
+        if kind is CallListParser and own is not None:
+            return lambda: CallListParser(self.tools, functools.partial(own(self.tools).id_of, self.prompt))
+        return kind and functools.partial(kind, self.tools)
 
     def _new_reasoning(self) -> ReasoningParser | None:
         kind = self.parsers.reasoning
