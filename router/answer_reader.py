@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from baton.structural_tag import Format
 from router.reasoning_parsers import ReasoningDelta, ReasoningParser
-from router.tool_parsers import Content, Piece, ToolParser, Tools, merge
+from router.tool_parsers import CallListParser, CallStart, Content, Part, Piece, Thought, ToolParser, Tools, merge
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +26,11 @@ class Parsers:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerDelta:
-    """New text of an answer, in its order: reasoning comes first."""
-
-    reasoning: str
-    pieces: Sequence[Piece]
-
-
-@dataclass(frozen=True, slots=True)
 class AnswerReading:
     """How the answers to one request are read. `tools`: those that may be called, if any; of a request without
     `parallel_tool_calls`, an answer's first call is kept. `prompt`: the chat as the template wrote it. `call_parser`:
-    of answers that are constrained to call tools, which need no flags; `is_named`: they call the one that was named."""
+    of answers that are constrained to call tools, which need no flags; `is_named`: they call the one that was named.
+    `begun`: the text with which the prompt has begun the answer's message; None: it has not."""
 
     parsers: Parsers
     prompt: str
@@ -44,29 +38,38 @@ class AnswerReading:
     parallel_tool_calls: bool = True
     call_parser: type[ToolParser] | None = None
     is_named: bool = False
+    begun: str | None = None
 
     @property
     def is_needed(self) -> bool:
-        return self._tool_parser is not None or self.parsers.reasoning is not None
+        return self._tool_parser is not None or self._new_reasoning() is not None
 
     @property
     def keeps_special_tokens(self) -> bool:
         """Whether the text must have its special tokens, because a parser looks for them."""
-        used = (self._tool_parser, self.parsers.reasoning)
+        used = (self._tool_parser, self._new_reasoning())
         return any(parser is not None and parser.keeps_special_tokens for parser in used)
 
     def reader(self) -> AnswerReader:
         """A fresh one, for one answer."""
-        reasoning = self.parsers.reasoning
-        return AnswerReader(
-            self._tool_parser(self.tools) if self._tool_parser else None,
-            reasoning(self.prompt) if reasoning else None,
-            self.parallel_tool_calls,
-        )
+        return AnswerReader(self._tool_maker(), self._new_reasoning(), self.parallel_tool_calls)
 
     def reasoning_format(self) -> Format | None:
         """See ReasoningParser.format."""
-        return self.parsers.reasoning(self.prompt).format() if self.parsers.reasoning else None
+        reasoning = self._new_reasoning()
+        return reasoning.format() if reasoning else None
+
+    def _tool_maker(self) -> Callable[[], ToolParser] | None:
+        kind, own = self._tool_parser, self.parsers.tool
+        if kind is CallListParser and own is not None:
+            return lambda: CallListParser(self.tools, functools.partial(own(self.tools).id_of, self.prompt))
+        return kind and functools.partial(kind, self.tools)
+
+    def _new_reasoning(self) -> ReasoningParser | None:
+        kind = self.parsers.reasoning
+        if kind is None:
+            return None
+        return kind(self.prompt) if self.begun is None else kind.continuing(self.prompt, self.begun)
 
     @property
     def _tool_parser(self) -> type[ToolParser] | None:
@@ -76,30 +79,70 @@ class AnswerReading:
 
 
 class AnswerReader:
-    """One answer: `read` each piece of its text, the last one with `ended`."""
+    """One answer: `read` each piece of its text, the last one with `ended`. `tool` makes a parser of calls."""
 
-    def __init__(self, tool: ToolParser | None, reasoning: ReasoningParser | None, parallel_tool_calls: bool) -> None:
-        self._tool = tool
+    def __init__(
+        self,
+        tool: Callable[[], ToolParser] | None,
+        reasoning: ReasoningParser | None,
+        parallel_tool_calls: bool,
+    ) -> None:
+        self._new_tool = tool
+        self._tool = tool() if tool else None
+        self._tool_has_read = False
+        self._num_calls = 0
+        self._num_earlier_calls = 0  # of the parsers before this one
         self._reasoning = reasoning
         self._parallel_tool_calls = parallel_tool_calls
 
-    def read(self, text: str, ended: bool) -> AnswerDelta:
-        parted = self._part(text, ended)
-        if self._tool is None:
-            return AnswerDelta(parted.reasoning, [Content(parted.content)] if parted.content else [])
-        pieces = self._tool.feed(parted.content) if parted.content else []
-        if ended:
-            pieces = [*pieces, *self._tool.finish()]
-        return AnswerDelta(parted.reasoning, merge(piece for piece in pieces if self._is_kept(piece)))
+    def read(self, text: str, ended: bool) -> list[Part]:
+        """What is new, in the order of the text."""
+        parts: list[Part] = []
+        for delta in self._parted(text, ended):
+            if delta.reasoning:
+                parts += self._end_calls()
+                parts.append(Thought(delta.reasoning))
+            if delta.content:
+                parts += self._read_content(delta.content)
+        if ended and self._tool is not None:
+            parts += self._kept(self._tool.finish())
+        return merge(parts)
 
-    def _part(self, text: str, ended: bool) -> ReasoningDelta:
+    def _parted(self, text: str, ended: bool) -> Iterator[ReasoningDelta]:
         if self._reasoning is None:
-            return ReasoningDelta(content=text)
-        parted = self._reasoning.feed(text) if text else ReasoningDelta()
-        if not ended:
-            return parted
-        rest = self._reasoning.finish()
-        return ReasoningDelta(parted.reasoning + rest.reasoning, parted.content + rest.content)
+            yield ReasoningDelta(content=text)
+            return
+        deltas = [self._reasoning.feed(text)] if text else []
+        if ended:
+            deltas.append(self._reasoning.finish())
+        for delta in deltas:
+            yield delta
+            yield from delta.later
+
+    def _read_content(self, text: str) -> Sequence[Part]:
+        if self._tool is None:
+            return [Content(text)]
+        self._tool_has_read = True
+        return self._kept(self._tool.feed(text))
+
+    def _end_calls(self) -> Sequence[Part]:
+        """Reasoning parts messages, and no call goes on in the next one: what comes then is for another parser."""
+        if self._tool is None or self._new_tool is None or not self._tool_has_read:
+            return ()
+        pieces = self._kept(self._tool.finish())
+        self._tool, self._tool_has_read = self._new_tool(), False
+        self._num_earlier_calls = self._num_calls
+        return pieces
+
+    def _kept(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Those that the client gets, with calls counted from the answer's beginning."""
+        if self._num_earlier_calls:
+            pieces = [
+                piece if isinstance(piece, Content) else replace(piece, index=piece.index + self._num_earlier_calls)
+                for piece in pieces
+            ]
+        self._num_calls += sum(isinstance(piece, CallStart) for piece in pieces)
+        return [piece for piece in pieces if self._is_kept(piece)]
 
     def _is_kept(self, piece: Piece) -> bool:
         return self._parallel_tool_calls or isinstance(piece, Content) or piece.index == 0

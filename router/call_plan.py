@@ -50,13 +50,15 @@ class CallPlan:
     def is_forced(self) -> bool:
         return self.mode is not CallMode.AUTO
 
-    def reading(self, parsers: Parsers, prompt: str, parallel_tool_calls: bool) -> AnswerReading | None:
-        """How answers are read; None: as they are."""
+    def reading(
+        self, parsers: Parsers, prompt: str, parallel_tool_calls: bool, begun: str | None = None
+    ) -> AnswerReading | None:
+        """How answers are read; None: as they are. `begun`: see AnswerReading."""
         if not self.tools and parsers.reasoning is None:
             return None
         parser = self.parser if self.is_forced else None
         is_named = self.mode is CallMode.ONE
-        reading = AnswerReading(parsers, prompt, self.tools or {}, parallel_tool_calls, parser, is_named)
+        reading = AnswerReading(parsers, prompt, self.tools or {}, parallel_tool_calls, parser, is_named, begun)
         return reading if reading.is_needed else None
 
 

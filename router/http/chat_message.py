@@ -5,24 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from router.answer_reader import AnswerDelta
-from router.tool_parsers import CallArguments, CallStart, Content, Piece
+from router.tool_parsers import CallArguments, CallStart, Content, Part, Thought
 
 
-def message_of(parts: AnswerDelta) -> dict[str, Any]:
+def message_of(parts: Sequence[Part]) -> dict[str, Any]:
     """Content is null where there is something else instead."""
-    calls = [{name: value for name, value in call.items() if name != "index"} for call in _calls(parts.pieces)]
-    content = _content(parts.pieces)
+    calls = [{name: value for name, value in call.items() if name != "index"} for call in _calls(parts)]
+    content, reasoning = _content(parts), _reasoning(parts)
     message: dict[str, Any] = {"role": "assistant", "content": content}
-    if not content and (calls or parts.reasoning):
+    if not content and (calls or reasoning):
         message["content"] = None
-    return {**message, **_reasoning(parts), **({"tool_calls": calls} if calls else {})}
+    return {**message, **reasoning, **({"tool_calls": calls} if calls else {})}
 
 
-def delta_of(parts: AnswerDelta) -> dict[str, Any]:
+def delta_of(parts: Sequence[Part]) -> dict[str, Any]:
     """Empty if nothing is new."""
-    content = _content(parts.pieces)
-    calls = _calls(parts.pieces)
+    content = _content(parts)
+    calls = _calls(parts)
     return {
         **_reasoning(parts),
         **({"content": content} if content else {}),
@@ -30,27 +29,28 @@ def delta_of(parts: AnswerDelta) -> dict[str, Any]:
     }
 
 
-def has_calls(parts: AnswerDelta) -> bool:
-    return any(isinstance(piece, CallStart) for piece in parts.pieces)
+def has_calls(parts: Sequence[Part]) -> bool:
+    return any(isinstance(part, CallStart) for part in parts)
 
 
-def _reasoning(parts: AnswerDelta) -> dict[str, Any]:
+def _reasoning(parts: Sequence[Part]) -> dict[str, Any]:
     """Under vLLM's name for it, and under the one of DeepSeek's API that most clients know."""
-    return {"reasoning": parts.reasoning, "reasoning_content": parts.reasoning} if parts.reasoning else {}
+    text = "".join(part.text for part in parts if isinstance(part, Thought))
+    return {"reasoning": text, "reasoning_content": text} if text else {}
 
 
-def _content(pieces: Sequence[Piece]) -> str:
-    return "".join(piece.text for piece in pieces if isinstance(piece, Content))
+def _content(parts: Sequence[Part]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, Content))
 
 
-def _calls(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+def _calls(parts: Sequence[Part]) -> list[dict[str, Any]]:
     """One entry per call, the first with its id and name."""
     calls: dict[int, dict[str, Any]] = {}
-    for piece in pieces:
-        if isinstance(piece, CallStart):
-            function = {"name": piece.name, "arguments": ""}
-            calls[piece.index] = {"index": piece.index, "id": piece.id, "type": "function", "function": function}
-        elif isinstance(piece, CallArguments):
-            call = calls.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
-            call["function"]["arguments"] += piece.text
+    for part in parts:
+        if isinstance(part, CallStart):
+            function = {"name": part.name, "arguments": ""}
+            calls[part.index] = {"index": part.index, "id": part.id, "type": "function", "function": function}
+        elif isinstance(part, CallArguments):
+            call = calls.setdefault(part.index, {"index": part.index, "function": {"arguments": ""}})
+            call["function"]["arguments"] += part.text
     return list(calls.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -137,6 +138,8 @@ def bound_values(value: Any, limits: ValueLimits) -> Any:
             raise ValueError(f"must have at most {limits.num_values} names and values")
         if num_chars > limits.num_chars:
             raise ValueError(f"must have at most {limits.num_chars} characters")
+        if not all(map(math.isfinite, [item for item in inner if type(item) is float])):
+            raise ValueError("must have only numbers that can be read")
         level = inner
     if level:
         raise ValueError(f"must be nested at most {limits.depth - 1} deep")

@@ -78,7 +78,7 @@ class GenerateRoutes:
             if body.echo:
                 _check_echo(body.num_kept * len(body.echoed))
             prompt = await chat_prompt(self._service, model, body, size)
-            reading = plan.reading(self._parsers, prompt, parallel)
+            reading = plan.reading(self._parsers, prompt, parallel, body.begun)
             wanted = body.wanted(request_id, prompt)
             with naming_tools(plan):
                 wanted = salted(constrained(wanted, plan, reading), state.tenant)

@@ -39,6 +39,21 @@ def parse_json(body: bytes) -> Any:
         raise InvalidRequest("The request body is not valid JSON: it is nested too deeply") from None
 
 
+def is_quick(text: str) -> bool:
+    """Whether the fast parser reads a text of a client without keeping other threads waiting."""
+    return text.count("[") + text.count("{") + text.count(",") <= _FAST_VALUES
+
+
+def parse_begun(text: str) -> dict[str, Any]:
+    """What there is of a JSON object that breaks off, as a model may write it; nothing if that cannot be told. One long
+    call: see `is_quick`."""
+    try:
+        found = pydantic_core.from_json(text, allow_partial="trailing-strings")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 class _PythonDecoder(json.JSONDecoder):
     """The standard decoder with Python functions in place of those in C, chosen in the way of `json.scanner`."""
 

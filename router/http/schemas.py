@@ -224,6 +224,11 @@ class ChatRequest(GenerationFields, TemplateFields):
         final = self.messages[-1]
         return final.content if self.continue_final_message or final.role == "assistant" else ""
 
+    @property
+    def begun(self) -> str | None:
+        """The text that the answer goes on from, if it does."""
+        return self.messages[-1].content if self.continue_final_message and self.messages else None
+
     def wanted(self, request_id: str, prompt: str) -> GenerationRequest:
         """`prompt` is the text that the chat template made from the messages."""
         return GenerationRequest(

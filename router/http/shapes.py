@@ -8,12 +8,13 @@ from typing import Any, Protocol
 
 from baton.sampling import FinishReason
 from router.answer import Delta
-from router.answer_reader import AnswerDelta, AnswerReader, AnswerReading
+from router.answer_reader import AnswerReader, AnswerReading
 from router.generation import Generation, Usage
 from router.http.chat_message import delta_of, has_calls, message_of
 from router.http.logprobs import ChatLogprobs, CompletionLogprobs, PromptShape
 from router.models import ServedModel
 from router.request_state import RequestTimings
+from router.tool_parsers import Part
 
 
 class Shape(Protocol):
@@ -94,7 +95,7 @@ class ChatShape:
     def _echoed(self, message: dict[str, Any]) -> dict[str, Any]:
         return {**message, "content": self._echo + (message["content"] or "")} if self._echo else message
 
-    def _read(self, reading: AnswerReading, delta: Delta) -> AnswerDelta:
+    def _read(self, reading: AnswerReading, delta: Delta) -> Sequence[Part]:
         if delta.index not in self._readers:
             self._readers[delta.index] = reading.reader()
         parts = self._readers[delta.index].read(delta.text, delta.finish_reason is not None)

@@ -13,7 +13,7 @@ from baton.errors import InvalidRequest
 from router.answer_reader import Parsers
 from router.call_plan import NO_CALLS, CallMode, CallPlan, OfferedTool, plan_calls
 from router.http.fields import CONFIG, Name, ValueLimits, bound_values, num_chars
-from router.http.parse import parse_json
+from router.http.parse import is_quick, parse_begun, parse_json
 from router.limits import MAX_TOOL_CALLS, MAX_TOOL_CHARS, MAX_TOOL_DEPTH, MAX_TOOL_VALUES, MAX_TOOLS
 
 _NAME = r"^[a-zA-Z0-9_-]{1,64}$"
@@ -80,7 +80,8 @@ class ToolCall(BaseModel):
     function: CalledFunction
 
     def plain(self) -> dict[str, Any]:
-        """The call in the form for a chat template, with its arguments as an object. Raises InvalidRequest."""
+        """The call in the form for a chat template, with its arguments as an object: of those that break off, what is
+        there. Raises InvalidRequest."""
         named = {"id": self.id} if self.id is not None else {}
         return {**named, "type": self.type, "function": {"name": self.function.name, "arguments": self._arguments()}}
 
@@ -95,7 +96,8 @@ class ToolCall(BaseModel):
         try:
             arguments = parse_json(given.encode()) if given.strip() else {}
         except InvalidRequest:
-            arguments = None
+            # A model wrote that, and its client has no other: without this the conversation could not go on.
+            arguments = parse_begun(given) if given.lstrip().startswith("{") and is_quick(given) else None
         if isinstance(arguments, dict):
             return arguments
         where = f"The arguments of a call of `{self.function.name}` in `tool_calls`"

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from baton.structural_tag import Format
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """New text of an answer: reasoning first, then content."""
+    """New text of an answer: reasoning first, then content. `later`: what comes after both, if they take turns."""
 
     reasoning: str = ""
     content: str = ""
+    later: Sequence[ReasoningDelta] = ()
 
 
 class ReasoningParser(ABC):
@@ -29,6 +31,12 @@ class ReasoningParser(ABC):
 
     def __init__(self, prompt: str) -> None:
         self.prompt = prompt
+
+    @classmethod
+    def continuing(cls, prompt: str, begun: str) -> Self | None:
+        """For an answer that goes on from `begun`, with which the prompt ends: the beginning of its message, which the
+        client wrote. None: its reasoning, if it has any, is behind it."""
+        return cls(prompt)
 
     def format(self) -> Format | None:
         """The structural tag of the reasoning that may come before content that must match something; None: there is

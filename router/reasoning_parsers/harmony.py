@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 
@@ -26,8 +27,9 @@ class GptOssParser(ReasoningParser):
     def __init__(self, prompt: str) -> None:
         super().__init__(prompt)
         self._source = Source()
-        self._reasoning = _Joined()
-        self._content = _Joined()
+        self._turns = _Turns()
+        self._reasoning = _Joined(self._turns.think)
+        self._content = _Joined(self._turns.say)
         self._run = self._read()
 
     def feed(self, text: str) -> ReasoningDelta:
@@ -40,7 +42,7 @@ class GptOssParser(ReasoningParser):
 
     def _go_on(self) -> ReasoningDelta:
         next(self._run, None)
-        return ReasoningDelta(self._reasoning.take(), self._content.take())
+        return self._turns.take()
 
     def _read(self) -> Reading[None]:
         source = self._source
@@ -85,11 +87,35 @@ class GptOssParser(ReasoningParser):
         return joined.add
 
 
-class _Joined:
-    """The text of messages, with a line break between two that have any."""
+class _Turns:
+    """Reasoning and content in the order in which they come."""
 
     def __init__(self) -> None:
-        self._pieces: list[str] = []
+        self._turns: list[tuple[list[str], list[str]]] = []
+
+    def think(self, text: str) -> None:
+        if not self._turns or self._turns[-1][1]:
+            self._turns.append(([], []))
+        self._turns[-1][0].append(text)
+
+    def say(self, text: str) -> None:
+        if not self._turns:
+            self._turns.append(([], []))
+        self._turns[-1][1].append(text)
+
+    def take(self) -> ReasoningDelta:
+        if not self._turns:
+            return ReasoningDelta()
+        first, *later = [ReasoningDelta("".join(thought), "".join(said)) for thought, said in self._turns]
+        self._turns.clear()
+        return dataclasses.replace(first, later=tuple(later))
+
+
+class _Joined:
+    """The text of messages, with a line break between two that have any. `put` takes it."""
+
+    def __init__(self, put: Callable[[str], None]) -> None:
+        self._put = put
         self._has_text = False
         self._separator = ""
 
@@ -99,16 +125,12 @@ class _Joined:
 
     def add(self, text: str) -> None:
         if text:
-            self._pieces += (self._separator, text)
+            self._put(self._separator + text)
             self._separator, self._has_text = "", True
 
     def add_plainly(self, text: str) -> None:
-        self._pieces.append(text)
-
-    def take(self) -> str:
-        text = "".join(self._pieces)
-        self._pieces.clear()
-        return text
+        if text:
+            self._put(text)
 
 
 def _is_for_tool(header: Header) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from baton.structural_tag import Format
 from router.reasoning_parsers.base import ReasoningDelta, ReasoningParser
@@ -42,6 +42,16 @@ class TagParser(ReasoningParser):
         self._state = _State.START
         self._held = ""
         self._blanks: list[str] = []
+
+    @classmethod
+    def continuing(cls, prompt: str, begun: str) -> Self | None:
+        if not begun.strip():
+            return cls(prompt)
+        if begun.rfind(cls.opening) <= max(map(begun.rfind, (cls.closing, *cls.also_closing))):
+            return None
+        parser = cls(prompt)
+        parser._begins_open = True
+        return parser
 
     def format(self) -> Format | None:
         if self._begins_open:

@@ -38,3 +38,8 @@ class ToolParser(ABC):
     def new_id(self) -> str:
         """An id for the next call."""
         return f"chatcmpl-tool-{uuid.uuid4().hex}"
+
+    def id_of(self, prompt: str, name: str, index: int) -> str:
+        """An id for call `index` of an answer to `prompt` that writes its calls as a JSON list: one that the model's
+        template takes."""
+        return self.new_id()

@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from router.tool_parsers.json_text import MAX_DEPTH, VALID_WORD, Emit
+from router.tool_parsers.schemas import SchemaPart
 from router.tool_parsers.source import Reading, Source
-from router.tool_parsers.values import dump, kinds_of, typed
+from router.tool_parsers.values import dump, typed
 
 _MAX_KEY_CHARS = 1024
 _MAX_WORD_CHARS = 512
 _IN_KEY = re.compile(r"[^:,{}\[\]<>\s]")
 _IN_WORD = re.compile(r"[^,{}\[\]<>\n]")
-_TYPES = ("type", "anyOf", "oneOf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +28,15 @@ class EscapedArguments:
     def read(self, source: Source, emit: Emit, begun: Callable[[], None]) -> Reading[bool]:
         """Read them, and emit their JSON. False: they are not of the form. `begun` is called after the first name, or
         at the end."""
-        return (yield from self._object(source, emit, self.schema, 0, begun))
+        return (yield from self._object(source, emit, SchemaPart(self.schema, self.schema), 0, begun))
 
     def _object(
-        self, source: Source, emit: Emit, schema: object, depth: int, begun: Callable[[], None] | None = None
+        self, source: Source, emit: Emit, schema: SchemaPart, depth: int, begun: Callable[[], None] | None = None
     ) -> Reading[bool]:
         if depth >= MAX_DEPTH or not (yield from source.literal("{")):
             return False
         emit("{")
-        properties, separator = _part(schema, "properties"), ""
+        separator = ""
         while True:
             yield from source.blanks()
             if (yield from source.literal("}")):
@@ -51,17 +51,17 @@ class EscapedArguments:
                 begun()
                 begun = None
             emit(f"{separator}{dump(key)}: ")
-            if not (yield from self._value(source, emit, _part(properties, key), depth + 1)):
+            if not (yield from self._value(source, emit, schema.member(key), depth + 1)):
                 return False
             yield from source.blanks()
             yield from source.literal(",")  # models forget it
             separator = ", "
 
-    def _array(self, source: Source, emit: Emit, schema: object, depth: int) -> Reading[bool]:
+    def _array(self, source: Source, emit: Emit, schema: SchemaPart, depth: int) -> Reading[bool]:
         if depth >= MAX_DEPTH or not (yield from source.literal("[")):
             return False
         emit("[")
-        items, separator = _part(schema, "items"), ""
+        items, separator = schema.item(), ""
         while True:
             yield from source.blanks()
             if (yield from source.literal("]")):
@@ -86,7 +86,7 @@ class EscapedArguments:
         yield from source.blanks()
         return key if key and (yield from source.literal(":")) else None
 
-    def _value(self, source: Source, emit: Emit, schema: object, depth: int) -> Reading[bool]:
+    def _value(self, source: Source, emit: Emit, schema: SchemaPart, depth: int) -> Reading[bool]:
         yield from source.blanks()
         char = yield from source.peek()
         if char == "{":
@@ -98,15 +98,17 @@ class EscapedArguments:
         word = (yield from source.text_of(_IN_WORD, _MAX_WORD_CHARS)).strip()
         if not word:
             return False
-        emit(word if not _says_type(schema) and VALID_WORD.fullmatch(word) else typed(word, schema))
+        kinds = schema.kinds()
+        emit(word if not kinds and VALID_WORD.fullmatch(word) else typed(word, kinds))
         return True
 
-    def _string(self, source: Source, emit: Emit, schema: object) -> Reading[bool]:
+    def _string(self, source: Source, emit: Emit, schema: SchemaPart) -> Reading[bool]:
         """Emit a string as it comes. A value of another type, which models write as a string too, waits for its end."""
-        if "string" not in kinds_of(schema):
+        kinds = schema.kinds()
+        if kinds and "string" not in kinds:
             pieces: list[str] = []
             whole = yield from self._until_quote(source, pieces.append)
-            emit(typed("".join(pieces), schema))
+            emit(typed("".join(pieces), kinds))
             return whole
         emit('"')
         if not (yield from self._until_quote(source, lambda text: emit(json.dumps(text, ensure_ascii=False)[1:-1]))):
@@ -117,11 +119,3 @@ class EscapedArguments:
     def _until_quote(self, source: Source, emit: Emit) -> Reading[bool]:
         end = yield from source.until((self.quote,), re.compile(re.escape(self.quote)), emit)
         return end is not None and (yield from source.literal(end))
-
-
-def _part(schema: object, name: str) -> object:
-    return schema.get(name) if isinstance(schema, Mapping) else None
-
-
-def _says_type(schema: object) -> bool:
-    return isinstance(schema, Mapping) and any(name in schema for name in _TYPES)

@@ -10,7 +10,8 @@ from router.tool_parsers.source import Reading, any_of
 
 _MAX_NAME_CHARS = 256
 _IN_NAME = re.compile(r'[^"<>\n]')
-_ANY_TYPE = {"type": ["boolean", "integer", "number", "object", "array"]}
+_STRING = frozenset({"string"})
+_OTHERS = frozenset({"boolean", "integer", "number", "object", "array"})
 
 
 class _InvokeParser(MarkupParser):
@@ -48,22 +49,23 @@ class _InvokeParser(MarkupParser):
         key = yield from source.text_of(_IN_NAME, _MAX_NAME_CHARS)
         if not (yield from source.literal('"')):
             return False
-        is_string = yield from self._read_is_string()
-        if is_string is None or not (yield from source.literal(">")):
+        says = yield from self._read_is_string()
+        if says is None or not (yield from source.literal(">")):
             return False
-        schema = None if is_string else _ANY_TYPE
-        found = yield from self.read_value(arguments, key, (end,), any_of((end,)), schema)
+        kinds, is_verbatim = _OTHERS if says == "false" else _STRING, says == "true"
+        found = yield from self.read_value(arguments, key, (end,), any_of((end,)), kinds, is_verbatim)
         yield from source.literal(found)
         source.begin()
         return bool(found)
 
-    def _read_is_string(self) -> Reading[bool | None]:
-        """Whether a value without a type in the schema is a string; None: the attribute that says so is broken."""
+    def _read_is_string(self) -> Reading[str | None]:
+        """What the model says of the value being a string, `true` or `false`, or nothing; None: the attribute that says
+        so is broken."""
         if not (yield from self.source.literal(' string="')):
-            return True
-        for word, is_string in (("true", True), ("false", False)):
+            return ""
+        for word in ("true", "false"):
             if (yield from self.source.literal(f'{word}"')):
-                return is_string
+                return word
         return None
 
 

@@ -84,11 +84,14 @@ class MistralParser(ReadingParser):
 
 class KimiK2Parser(SectionParser):
     """`<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>`, several within
-    `<|tool_calls_section_begin|>` and `<|tool_calls_section_end|>`. The model's ids count its calls, and its template
-    expects them back."""
+    `<|tool_calls_section_begin|>` and `<|tool_calls_section_end|>`. The model's ids count the calls of a conversation,
+    and its template says the names of functions with nothing else."""
 
     marks = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>")
     ends = ("<|tool_call_end|>", "<|tool_calls_section_end|>")
+
+    def id_of(self, prompt: str, name: str, index: int) -> str:
+        return f"functions.{name}:{prompt.count(self.marks[1]) + index}"
 
     def read_name_and_arguments(self) -> Reading[bool]:
         source = self.source

@@ -1,5 +1,5 @@
-"""Reads JSON as it arrives. Its text is passed on as it is, but for control characters in strings: models write them
-raw, JSON wants them escaped."""
+"""Reads JSON as it arrives. Its text is passed on as it is, but for what most readers of JSON refuse in strings, and
+models write: raw control characters, which are escaped, and halves of surrogate pairs, which are replaced."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _WORD = re.compile(r"[-+.0-9A-Za-z]")
 VALID_WORD = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|true|false|null")
 _HEX = re.compile(r"[0-9a-fA-F]")
+_FIRST_HALF, _SECOND_HALF = re.compile(r"[dD][89abAB].."), re.compile(r"[dD][c-fC-F]..")
+"""Of a surrogate pair, as hexadecimal digits."""
+_REPLACEMENT = "\\ufffd"
 
 
 def read_value(source: Source, emit: Emit, depth: int = 0) -> Reading[bool]:
@@ -127,13 +130,29 @@ def _blanks(source: Source, emit: Emit) -> Reading[None]:
 def _escape(source: Source, emit: Emit) -> Reading[bool]:
     """What follows a backslash."""
     char = yield from source.peek()
-    emit("\\")
     if not char or char not in '"\\/bfnrtu':
+        emit("\\")
         return False
     yield from source.literal(char)
-    emit(char)
     if char != "u":
+        emit(f"\\{char}")
         return True
+    return (yield from _code_unit(source, emit))
+
+
+def _code_unit(source: Source, emit: Emit) -> Reading[bool]:
+    """What follows `\\u`. Half of a surrogate pair alone becomes U+FFFD, unless the text ends with it."""
     digits = yield from source.text_of(_HEX, 3)
-    emit(digits)
+    while _FIRST_HALF.fullmatch(digits):
+        if not (yield from source.literal("\\u")):
+            cut_off = not (yield from source.peek())
+            emit(f"\\u{digits}" if cut_off else _REPLACEMENT)
+            return True
+        second = yield from source.text_of(_HEX, 3)
+        if _SECOND_HALF.fullmatch(second):
+            emit(f"\\u{digits}\\u{second}")
+            return True
+        emit(_REPLACEMENT)
+        digits = second
+    emit(_REPLACEMENT if _SECOND_HALF.fullmatch(digits) else f"\\u{digits}")
     return len(digits) == 4

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from router.tool_parsers.reader import ReadingParser
+from router.tool_parsers.schemas import SchemaPart
 from router.tool_parsers.source import Reading, any_of
-from router.tool_parsers.values import kinds_of, typed
+from router.tool_parsers.values import typed
 
 _MAX_NAME_CHARS = 256
 _BEFORE_END = re.compile(r"[^<>\n]")
 _IN_KEY = re.compile(r"[^<>]")
 _NULL_CHARS = len("\nnull\n")
+_STRING = frozenset({"string"})
 
 
 class Arguments:
@@ -24,15 +26,14 @@ class Arguments:
         self._parser = parser
         self._name = name
         self._emit: Callable[[str], None] | None = None
-        properties = parser.tools[name].get("properties")
-        self._properties: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
+        self._schema = SchemaPart(parser.tools[name], parser.tools[name])
 
-    def value_of(self, key: str, schema: object = None) -> _Value:
-        """What takes the value's text. `schema` counts if the tool has none for it."""
+    def value_of(self, key: str, kinds: frozenset[str], is_verbatim: bool) -> _Value:
+        """What takes the value's text. `kinds` count if the tool's schema says nothing of its type."""
         opening = ", " if self._emit else "{"
         emit = self._begin()
         emit(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
-        return _Value(emit, self._properties.get(key, schema))
+        return _Value(emit, self._schema.member(key).kinds() or kinds, is_verbatim)
 
     def close(self) -> None:
         closing = "}" if self._emit else "{}"
@@ -47,34 +48,38 @@ class Arguments:
 
 class _Value:
     """Writes the JSON of one value, whose text comes in pieces. A string goes on at once, but for the line break that
-    may be the last character; other values wait for their end."""
+    may be the last character; other values wait for their end. `is_verbatim`: a string is the text as it is, with line
+    breaks around it, and never null."""
 
-    def __init__(self, emit: Callable[[str], None], schema: object) -> None:
+    def __init__(self, emit: Callable[[str], None], kinds: frozenset[str], is_verbatim: bool) -> None:
         self._emit = emit
-        self._schema = schema
-        self._is_string = "string" in kinds_of(schema)
+        self._kinds = kinds
+        self._is_string = "string" in kinds
+        self._line_break = "" if is_verbatim and self._is_string else "\n"
         self._opened = False
         self._pieces: list[str] = []
         self._num_chars = 0
+        if not self._line_break:
+            self._write_string("")
 
     def add(self, text: str) -> None:
         self._pieces.append(text)
         self._num_chars += len(text)
-        if self._is_string and self._num_chars > _NULL_CHARS:
+        if self._is_string and (self._opened or self._num_chars > _NULL_CHARS):
             self._write_string("".join(self._pieces))
 
     def close(self) -> None:
         text = "".join(self._pieces)
         if self._opened:
-            self._emit(_escaped(text.removesuffix("\n")) + '"')
+            self._emit(_escaped(text.removesuffix(self._line_break)) + '"')
         else:
-            self._emit(typed(text.removeprefix("\n").removesuffix("\n"), self._schema))
+            self._emit(typed(text.removeprefix("\n").removesuffix("\n"), self._kinds))
 
     def _write_string(self, text: str) -> None:
         opening = "" if self._opened else '"'
-        body = text if self._opened else text.removeprefix("\n")
+        body = text if self._opened else text.removeprefix(self._line_break)
         self._opened = True
-        held = "\n" if body.endswith("\n") else ""
+        held = self._line_break if body.endswith(self._line_break) else ""
         self._emit(opening + _escaped(body[: len(body) - len(held)]))
         self._pieces = [held]
 
@@ -87,11 +92,17 @@ class MarkupParser(ReadingParser):
     keeps_special_tokens = True
 
     def read_value(
-        self, arguments: Arguments, key: str, ends: Sequence[str], pattern: re.Pattern[str], schema: object = None
+        self,
+        arguments: Arguments,
+        key: str,
+        ends: Sequence[str],
+        pattern: re.Pattern[str],
+        kinds: frozenset[str] = _STRING,
+        is_verbatim: bool = False,
     ) -> Reading[str]:
-        """Read an argument's value up to one of `ends`, which is returned; nothing: the text has ended. `schema` counts
-        if the tool has none for it."""
-        value = arguments.value_of(key, schema)
+        """Read an argument's value up to one of `ends`, which is returned; nothing: the text has ended. `kinds` count
+        if the tool's schema says nothing of its type."""
+        value = arguments.value_of(key, kinds, is_verbatim)
         self.source.forget()
         end = yield from self.source.until(ends, pattern, value.add)
         value.close()

@@ -30,12 +30,20 @@ class CallArguments:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """Reasoning, which the reasoning parser takes out of the text before a tool parser reads it."""
+
+    text: str
+
+
 Piece = Content | CallStart | CallArguments
+Part = Piece | Thought
 
 
-def merge(pieces: Iterable[Piece]) -> list[Piece]:
+def merge(pieces: Iterable[Part]) -> list[Part]:
     """The same with neighbours joined where they belong together."""
-    groups: list[tuple[Piece, list[str]]] = []
+    groups: list[tuple[Part, list[str]]] = []
     for piece in pieces:
         if isinstance(piece, CallStart):
             groups.append((piece, []))
@@ -46,14 +54,16 @@ def merge(pieces: Iterable[Piece]) -> list[Piece]:
     return [_joined(first, texts) for first, texts in groups]
 
 
-def _same_text(left: Piece, right: Piece) -> bool:
+def _same_text(left: Part, right: Part) -> bool:
     if isinstance(left, CallArguments) and isinstance(right, CallArguments):
         return left.index == right.index
-    return isinstance(left, Content) and isinstance(right, Content)
+    return type(left) is type(right) and isinstance(left, Content | Thought)
 
 
-def _joined(first: Piece, texts: list[str]) -> Piece:
+def _joined(first: Part, texts: list[str]) -> Part:
     match first:
+        case Thought():
+            return Thought("".join(texts))
         case Content():
             return Content("".join(texts))
         case CallArguments(index):

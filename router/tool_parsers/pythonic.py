@@ -15,6 +15,8 @@ _MAX_DEPTH = 64
 _PLAIN = re.compile(r"[^'\"()\[\]{}#\\]*")
 _ESCAPED = "\n\\'\"abfnrtvxuUN"
 """Characters to which Python gives a meaning after a backslash. Before others it warns, and keeps the backslash."""
+_RAW = re.compile(r"(?<!\w)[rR]$")
+"""Before a string in which a backslash has no meaning."""
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 _IN_STRING = {quote: re.compile(rf"[^{quote}\\\n]*") for quote in "'\""}
 
@@ -79,8 +81,8 @@ class PythonicParser(ReadingParser):
                 return False
             yield from source.literal(char)
             if char in _IN_STRING:
-                pieces.append(char)
-                if not (yield from self._read_string(char, pieces)):
+                is_raw = _RAW.search("".join(pieces[-2:])) is not None
+                if not (yield from self._read_string(char, pieces, is_raw)):
                     return False
             elif char in _CLOSING:
                 open_ones.append(_CLOSING[char])
@@ -94,20 +96,30 @@ class PythonicParser(ReadingParser):
             else:
                 pieces.append(char)
 
-    def _read_string(self, quote: str, pieces: list[str]) -> Reading[bool]:
-        source = self.source
+    def _read_string(self, quote: str, pieces: list[str], is_raw: bool) -> Reading[bool]:
+        """A string whose first quote was read."""
+        source, end = self.source, quote
+        if (yield from source.literal(quote)):
+            if not (yield from source.literal(quote)):
+                pieces.append(quote * 2)
+                return True
+            end = quote * 3
+        pieces.append(end)
         while True:
             yield from source.run(_IN_STRING[quote], pieces.append)
+            if (yield from source.literal(end)):
+                pieces.append(end)
+                return True
             char = yield from source.peek()
-            if not char or char == "\n":
+            if not char or (char == "\n" and end == quote):
                 return False
             yield from source.literal(char)
-            if char == quote:
+            if char != "\\":
                 pieces.append(char)
-                return True
+                continue
             escaped = yield from source.peek()
             yield from source.literal(escaped)
-            pieces.append("\\" + escaped if escaped in _ESCAPED else "\\\\" + escaped)
+            pieces.append("\\" + escaped if is_raw or escaped in _ESCAPED else "\\\\" + escaped)
 
 
 class Olmo3Parser(PythonicParser):

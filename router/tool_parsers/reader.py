@@ -38,7 +38,7 @@ class ReadingParser(ToolParser):
         self._out: list[Piece] = []
         self._blanks: list[str] = []
         self._only_blanks = True  # since the beginning or the last call
-        self._num_calls = 0
+        self.num_calls = 0
         self._run = self._read()
 
     def feed(self, text: str) -> list[Piece]:
@@ -49,7 +49,7 @@ class ReadingParser(ToolParser):
     def finish(self) -> list[Piece]:
         self.source.end()
         next(self._run, None)
-        if self._blanks and not self._num_calls:
+        if self._blanks and not self.num_calls:
             self._out.append(Content("".join(self._blanks)))
         self._blanks = []
         return self._flush()
@@ -70,8 +70,8 @@ class ReadingParser(ToolParser):
 
     def start_call(self, name: str, call_id: str | None = None) -> Callable[[str], None]:
         """Begin a call; returns what takes the text of its arguments."""
-        index = self._num_calls
-        self._num_calls += 1
+        index = self.num_calls
+        self.num_calls += 1
         self._blanks, self._only_blanks = [], True
         self._out.append(CallStart(index, call_id or self.new_id(), name))
         return lambda text: self._out.append(CallArguments(index, text))

@@ -5,12 +5,9 @@ from __future__ import annotations
 import ast
 import json
 import math
-from collections.abc import Mapping
 from typing import Any
 
 _NAMES = {"true": True, "false": False, "null": None}
-_ALIASES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object", "list": "array"}
-"""Types that clients write as in Python."""
 _MAX_CHARS = 65_536
 """Of one text that is parsed at once: about 20 ms."""
 _MAX_BRACKETS = 64
@@ -37,12 +34,12 @@ def call_arguments(text: str) -> str | None:
         return None
 
 
-def typed(text: str, schema: object) -> str:
-    """The JSON of an argument's text, of the type that its schema asks for; a string if it is none of that type."""
-    kinds = kinds_of(schema)
+def typed(text: str, kinds: frozenset[str]) -> str:
+    """The JSON of an argument's text, of one of the types that its schema allows; a string if it is none of them, or if
+    there are none."""
     if text.strip().lower() == "null":
         return "null"
-    if "string" not in kinds and len(text) <= _MAX_CHARS:
+    if kinds and "string" not in kinds and len(text) <= _MAX_CHARS:
         for read in (_json_value, _python_value):
             try:
                 value = read(text)
@@ -51,19 +48,6 @@ def typed(text: str, schema: object) -> str:
             except _BROKEN:
                 continue
     return dump(text)
-
-
-def kinds_of(schema: object) -> frozenset[str]:
-    """The types that a schema allows; a string if it says nothing."""
-    found: set[str] = set()
-    if isinstance(schema, Mapping):
-        kind = schema.get("type")
-        found.update(name for name in (kind if isinstance(kind, list) else [kind]) if isinstance(name, str))
-        for choices in (schema.get("anyOf"), schema.get("oneOf")):
-            for choice in choices if isinstance(choices, list) else ():
-                if isinstance(choice, Mapping) and isinstance(choice.get("type"), str):
-                    found.add(choice["type"])
-    return frozenset(_ALIASES.get(name, name) for name in found - {"null"}) or frozenset({"string"})
 
 
 def _json_value(text: str) -> object:

@@ -38,6 +38,14 @@ GEMMA = [
             )
         ],
     ),
+    # likewise where the schema says them by reference
+    Case(
+        "gemma",
+        "<start_function_call>call:search{where:{lat:<escape>1.5<escape>,zip:12345},page:<escape>2<escape>,order:[<escape>3"
+        "<escape>],page:<escape>x<escape>}<end_function_call>",
+        "",
+        [("search", '{"where": {"lat": 1.5, "zip": "12345"}, "page": 2, "order": [3], "page": "x"}')],
+    ),
     # Gemma 3: Google's prompts ask for a list or an object, the cookbook for a fence
     Case("gemma", "[get_weather(city='Paris'), add()]", "", [("get_weather", '{"city": "Paris"}'), ("add", "{}")]),
     Case("gemma", f'{{"name": "get_weather", "parameters": {DALLAS}}}', "", [("get_weather", DALLAS)]),
@@ -211,6 +219,18 @@ INVOKE = [
         '<｜DSML｜parameter name="b" string="true">1</｜DSML｜parameter></｜DSML｜invoke>\n</｜DSML｜function_calls>',
         "Sure!",
         [("get_weather", '{"city": "SF", "days": 42}'), ("add", '{"a": [1, {"k": "v"}], "b": "1"}')],
+    ),
+    # DeepSeek's encoding: a string is the text as it is
+    Case(
+        "deepseek_v32",
+        '<｜DSML｜invoke name="get_weather">\n'
+        '<｜DSML｜parameter name="city" string="true">\na\n\n</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="x" string="true">null</｜DSML｜parameter>'
+        '<｜DSML｜parameter name="y" string="true"></｜DSML｜parameter>'
+        '<｜DSML｜parameter name="z" string="false">null</｜DSML｜parameter>'
+        '<｜DSML｜parameter name="days" string="true">2</｜DSML｜parameter></｜DSML｜invoke>',
+        "",
+        [("get_weather", '{"city": "\\na\\n\\n", "x": "null", "y": "", "z": null, "days": 2}')],
     ),
     *(
         Case("deepseek_v32", text, text, [])

@@ -14,7 +14,7 @@ from router.call_plan import CallMode, CallPlan, OfferedTool, plan_calls
 from router.constraints import constrained, format_of
 from router.generation_request import GenerationRequest
 from router.reasoning_parsers import REASONING_PARSERS
-from router.tool_parsers import TOOL_PARSERS
+from router.tool_parsers import TOOL_PARSERS, CallStart
 from tests.router.matching import matches
 from tests.router.test_tool_parsers import joined
 
@@ -76,9 +76,20 @@ def test_required_calls_are_written_and_read_in_one_form(name: str | None) -> No
     for cuts in ([], range(1, len(text)), *([cut] for cut in range(1, len(text)))):
         reader, pieces, start = reading.reader(), [], 0
         for cut in (*cuts, len(text)):
-            pieces += reader.read(text[start:cut], cut == len(text)).pieces
+            pieces += reader.read(text[start:cut], cut == len(text))
             start = cut
         assert joined(pieces) == expected
+
+
+def test_ids_of_required_calls_are_of_the_form_that_the_models_templates_take() -> None:
+    found = {}
+    for name in ("mistral", "kimi_k2", None):
+        _, reading = forced(parsers(name), prompt="<|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>{}")
+        parts = reading.reader().read(LIST, True)
+        found[name] = [part.id for part in parts if isinstance(part, CallStart)]
+    assert found["kimi_k2"] == ["functions.look:1", "functions.add-2:2"]
+    assert [(len(call_id), call_id.isalnum()) for call_id in found["mistral"]] == [(9, True)] * 2
+    assert all(call_id.startswith("chatcmpl-tool-") for call_id in found[None])
 
 
 @pytest.mark.parametrize("name", [None, "hermes", "llama3_json", "mistral"])
@@ -107,7 +118,7 @@ def test_reasoning_is_free(reasoning: str, prompt: str, before: list[str]) -> No
         assert matches(structured, thought + HERMES), thought
         assert not matches(structured, thought + "Hello")
         parts = reading.reader().read(thought + HERMES, True)
-        assert joined(parts.pieces)[1][0] == ("look", LOOK)
+        assert joined(parts)[1][0] == ("look", LOOK)
     assert matches(structured, HERMES) is ("" in before)
 
 

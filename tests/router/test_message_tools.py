@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -115,6 +116,16 @@ async def test_a_call_that_is_cut_off_keeps_what_is_there(client, nodes):
     assert [block["input"] for block in whole["content"]] == [{"city": "Kö"}]
 
 
+async def test_a_call_has_what_json_can_say(client, nodes):
+    arguments = r'{"city": "\ud83d Köln", "most": [1e999, {"least": -1e400}], "none": 1.5}'
+    nodes.script = says(CALL.replace('{"city": "Köln 🙂"}', arguments))
+    [block] = (await ask(client))["content"]
+    most = sys.float_info.max
+    assert block["input"] == {"city": "\ufffd Köln", "most": [most, {"least": -most}], "none": 1.5}
+    [streamed], _ = await stream(client)
+    assert streamed["input"]["city"] == block["input"]["city"]
+
+
 async def test_choices_are_those_of_chats(client, nodes):
     for choice, good, bad in (
         ({"type": "any"}, f"{EMPTY}\n{CALL}", "Hello"),
@@ -182,7 +193,7 @@ async def test_the_template_gets_tools_calls_results_and_thinking(client, nodes)
         {"role": "user", "content": "Weather?"},
         {
             "role": "assistant",
-            "content": "Let me see.\n",
+            "content": "Let me see.",
             "tool_calls": CALLED,
             "reasoning": "Hm.",
             "reasoning_content": "Hm.",

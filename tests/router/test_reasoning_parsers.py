@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from router.reasoning_parsers import REASONING_PARSERS
+from router.reasoning_parsers import REASONING_PARSERS, ReasoningDelta
 
 OPENED = "<|im_start|>assistant\n<think>\n"
 CLOSED = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -25,13 +25,17 @@ def final(text: str) -> str:
     return f"{START}final<|message|>{text}"
 
 
+def in_order(delta: ReasoningDelta) -> list[ReasoningDelta]:
+    return [delta, *delta.later]
+
+
 def part(name: str, prompt: str, text: str, cuts: Iterable[int] = ()) -> tuple[str, str]:
     parser = REASONING_PARSERS[name](prompt)
     start, parts = 0, []
     for cut in [*cuts, len(text)]:
-        parts.append(parser.feed(text[start:cut]))
+        parts += in_order(parser.feed(text[start:cut]))
         start = cut
-    parts.append(parser.finish())
+    parts += in_order(parser.finish())
     return "".join(p.reasoning for p in parts), "".join(p.content for p in parts)
 
 
@@ -115,6 +119,39 @@ def test_reasoning_is_parted_from_content_wherever_it_is_cut(name, prompt, text,
     assert part(name, prompt, text, range(1, len(text))) == (reasoning, content)
     for cut in range(1, len(text)):
         assert part(name, prompt, text, [cut]) == (reasoning, content), cut
+
+
+@pytest.mark.parametrize(
+    ("name", "begun", "text", "reasoning", "content"),
+    [
+        ("deepseek_r1", "The answer", " is 4.", "", " is 4."),
+        ("deepseek_r1", "<think>Hm.</think>The answer", " is 4.", "", " is 4."),
+        ("qwen3", "<think>\nLet me", " see.</think>4.", " see.", "4."),
+        ("qwen3", "</think> <think>Or", "", "", ""),
+        ("kimi_k2", "<think>Hm.<|tool_calls_section_begin|>", "f", "", "f"),
+    ],
+)
+def test_an_answer_that_goes_on_knows_whether_it_reasons(name, begun, text, reasoning, content):
+    parser = REASONING_PARSERS[name].continuing(f"{PLAIN}{begun}", begun)
+    if parser is None:
+        assert (reasoning, content) == ("", text)
+        return
+    first, rest = parser.feed(text), parser.finish()
+    assert (first.reasoning + rest.reasoning, first.content + rest.content) == (reasoning, content)
+    form = parser.format()
+    assert form is not None
+    assert form["elements"][0]["begin"] == ""
+
+
+def test_an_answer_that_goes_on_from_nothing_begins():
+    parser = REASONING_PARSERS["qwen3"].continuing(PLAIN, " ")
+    assert parser is not None
+    assert parser.feed("<think>a</think>b") == ReasoningDelta("a", "b")
+
+
+def test_a_message_of_harmony_goes_on():
+    prompt = f"{HARMONY}<|channel|>final<|message|>So"
+    assert REASONING_PARSERS["gpt_oss"].continuing(prompt, "So").feed(" it is") == ReasoningDelta(content=" it is")
 
 
 def test_text_waits_only_while_it_may_be_a_tag():

@@ -302,6 +302,28 @@ async def test_a_template_that_opens_the_reasoning_is_seen(client, nodes):
     assert (await choice_of(client))["message"]["content"] == "Hm.</think>Yes."
 
 
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [('{"a": "b', {"a": "b"}), ('{"a": 1, ', {"a": 1}), (" {", {}), ('{"a": truth', {}), ('{"a": 1, b: 2}', {})],
+)
+def test_a_chat_goes_on_after_a_call_whose_arguments_break_off(text, arguments):
+    [call] = read(messages=[called(text)]).messages[0].plain()["tool_calls"]
+    assert call["function"]["arguments"] == arguments
+
+
+async def test_an_answer_that_goes_on_from_text_does_not_think(nodes):
+    router = Router(nodes, tool_call_parser="hermes", enable_auto_tool_choice=True, reasoning_parser="deepseek_r1")
+    await router.start()
+    await router.ready()
+    async with httpx.AsyncClient(base_url=router.http) as client:
+        for begun, text, parts in (("So: ", "4.", (None, "4.")), ("<think>So", " 4?</think>4.", (" 4?", "4."))):
+            nodes.script = says(text)
+            messages = [*CHAT["messages"], {"role": "assistant", "content": begun}]
+            message = (await choice_of(client, messages=messages, continue_final_message=True))["message"]
+            assert (message.get("reasoning"), message["content"]) == parts
+    await router.stop()
+
+
 async def test_tokenize_counts_the_tools(client, nodes):
     body = (await client.post("/tokenize", json={**TOOLS, "add_special_tokens": False})).json()
     await choice_of(client)
@@ -352,7 +374,7 @@ def read(**fields: Any) -> ChatRequest:
         ({"tools": [tool("f")], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "must be {"),
         ({"tools": [tool("f")], "tool_choice": {**tool("f"), "type": "custom"}}, "tool_choice", "must be {"),
         ({"messages": [called("[1]")]}, "messages", "JSON object, not '[1]'"),
-        ({"messages": [called("{")]}, "messages", "arguments of a call of `f`"),
+        ({"messages": [called("a")]}, "messages", "arguments of a call of `f`"),
         ({"messages": [{"role": "function", "content": ""}]}, "messages", "the role `tool`"),
         ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "messages", "`function_call`"),
     ],

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from router import plugins
 from router.plugins import UnknownPlugin
-from router.tool_parsers import TOOL_PARSERS, CallArguments, CallStart, Content, Piece, find_tool_parser, merge
+from router.tool_parsers import TOOL_PARSERS, CallArguments, CallStart, Content, Part, Piece, find_tool_parser, merge
 from tests.router import family_outputs, tool_outputs
 from tests.router.tool_outputs import TOOLS, Case
 
@@ -32,7 +32,7 @@ def pieces_of(name: str, text: str, cuts: Iterable[int] = ()) -> list[Piece]:
     return pieces + parser.finish()
 
 
-def joined(pieces: Iterable[Piece]) -> tuple[str, list[tuple[str, str]]]:
+def joined(pieces: Iterable[Part]) -> tuple[str, list[tuple[str, str]]]:
     content = ""
     calls: list[list[str]] = []
     for piece in pieces:

@@ -28,6 +28,29 @@ TOOLS: dict[str, dict[str, Any]] = {
     "add": {},
     "multiply": {"properties": "no object"},
     "find-all.v2": {},
+    "search": {
+        "$ref": "#/$defs/Search",
+        "$defs": {
+            "Search": {
+                "properties": {
+                    "where": {"anyOf": [{"$ref": "#/$defs/Where"}, {"type": "null"}]},
+                    "all": {"allOf": [{"$ref": "#/$defs/a~1b"}]},
+                    "page": {"enum": [1, 2]},
+                    "most": {"const": 10},
+                    "maybe": {"anyOf": [{"type": ["integer", "null"]}]},
+                    "order": {"items": {"type": "integer"}},
+                    "again": {"$ref": "#/$defs/Loop"},
+                    "other": {"$ref": "elsewhere#/$defs/Where"},
+                    "anchor": {"$ref": "#Where"},
+                },
+                "additionalProperties": {"type": "number"},
+            },
+            "Where": {"type": "object", "properties": {"lat": {"$ref": "#/$defs/Number"}, "zip": {"type": "string"}}},
+            "Number": {"type": "number"},
+            "Loop": {"$ref": "#/$defs/Loop"},
+            "a/b": {"type": "boolean"},
+        },
+    },
 }
 DALLAS = '{"city": "Dallas", "state": "TX"}'
 
@@ -75,6 +98,19 @@ HERMES = [
         "<tool_call>oops ",
         [("add", '{"a": 1}')],
     ),
+    # halves of surrogate pairs, which no reader of JSON takes for text, unless they are a pair
+    Case(
+        "hermes",
+        r'<tool_call>{"name": "add", "arguments": {"\uDE00": "\ud83d\ude00 \uD83D \ud83d\ud83d\ude00 '
+        r'\ud83d\n\ud83d\u00e4"}}',
+        "",
+        [("add", r'{"\ufffd": "\ud83d\ude00 \ufffd \ufffd\ud83d\ude00 \ufffd\n\ufffd\u00e4"}')],
+    ),
+    *(
+        Case("hermes", f'<tool_call>{{"name": "add", "arguments": {{"a": "{text}', "", [("add", f'{{"a": "{text}')])
+        for text in (r"\ud83d", r"\u", r"\ud8", r"\ud83d\ude00", "\\\\")
+    ),
+    Case("hermes", '<tool_call>{"name": "add", "arguments": {"a": "\\ud83d\\ux', "x", [("add", '{"a": "\\ufffd\\u')]),
     # cut off or broken within arguments: what came before is kept as arguments
     Case("hermes", '<tool_call>{"name": "add", "arguments": {"a": "one\ntwo', "", [("add", '{"a": "one\\ntwo')]),
     Case("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1, b: 2}}', "b: 2}}", [("add", '{"a": 1, ')]),
@@ -164,6 +200,12 @@ PYTHONIC = [
         "",
         [("get_weather", r"""{"city": "Martha's (Vineyard", "pattern": "\\d\n\"]"}""")],
     ),
+    Case(
+        "pythonic",
+        """[add(a=r"\\d+\\"", b=R'\\n', c="", d='''it's\n"x"\\n\\d''', e=['', r''], bar="\\d")]""",
+        "",
+        [("add", r"""{"a": "\\d+\\\"", "b": "\\n", "c": "", "d": "it's\n\"x\"\n\\d", "e": ["", ""], "bar": "\\d"}""")],
+    ),
     Case("pythonic", "<|python_start|>[add(a=true)]<|python_end|>", "", [("add", '{"a": true}')]),
     *(
         Case("pythonic", text, text, [])
@@ -179,6 +221,7 @@ PYTHONIC = [
             "[add(a={1: 2})]",
             "[add(a=1]",
             "[add(a='x\ny')]",
+            "[add(a='''x\n'')]",
             "[add(a=1 # no\n)]",
             "[add(a=(((",
             f"[add(a={'[' * 99})]",
@@ -225,6 +268,22 @@ QWEN3_CODER = [
         "<tool_call><function=add><parameter=a>some long te",
         "",
         [("add", '{"a": "some long te"')],
+    ),
+    # types that a schema says by reference, by choices or by values, as those of pydantic do
+    Case(
+        "qwen3_coder",
+        "<function=search><parameter=where>{'lat': 1}</parameter><parameter=all>true</parameter>"
+        "<parameter=page>2</parameter><parameter=most>10</parameter><parameter=maybe>3</parameter>"
+        "<parameter=order>[2, 1]</parameter><parameter=again>4</parameter><parameter=other>5</parameter>"
+        "<parameter=anchor>6</parameter><parameter=more>0.5</parameter></function>",
+        "",
+        [
+            (
+                "search",
+                '{"where": {"lat": 1}, "all": true, "page": 2, "most": 10, "maybe": 3, "order": [2, 1], "again": "4", '
+                '"other": "5", "anchor": "6", "more": 0.5}',
+            )
+        ],
     ),
     *(
         Case("qwen3_coder", text, text, [])

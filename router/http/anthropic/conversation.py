@@ -25,6 +25,11 @@ def turns_of(messages: Iterable[tuple[str, tuple[Block, ...]]]) -> list[Turn]:
     return turns
 
 
+def text_of(blocks: Iterable[Block]) -> str:
+    """Blocks become lines."""
+    return "\n".join(block.text for block in blocks if isinstance(block, Text))
+
+
 def _turns(role: str, blocks: tuple[Block, ...], names: Mapping[str, str]) -> Iterator[Turn]:
     """names: those of tools, by the ids of their calls."""
     others: list[Block] = []
@@ -43,7 +48,7 @@ def _turns(role: str, blocks: tuple[Block, ...], names: Mapping[str, str]) -> It
 
 
 def _turn(role: str, blocks: list[Block]) -> Turn:
-    turn: Turn = {"role": role, "content": "\n".join(block.text for block in blocks if isinstance(block, Text))}
+    turn: Turn = {"role": role, "content": text_of(blocks)}
     if calls := [_call(block) for block in blocks if isinstance(block, ToolUse)]:
         turn["tool_calls"] = calls
     if thoughts := [block.text for block in blocks if isinstance(block, Thinking)]:
@@ -56,7 +61,7 @@ def _call(block: ToolUse) -> dict[str, Any]:
 
 
 def _merge(turn: Turn, later: Turn) -> None:
-    turn["content"] = f"{turn['content']}\n{later['content']}"
+    turn["content"] = "\n".join(filter(None, (turn["content"], later["content"])))
     if calls := [*turn.get("tool_calls", ()), *later.get("tool_calls", ())]:
         turn["tool_calls"] = calls
     for name in ("reasoning", "reasoning_content"):

@@ -9,7 +9,7 @@ from router.answer import Delta
 from router.generation import Generation
 from router.http.anthropic.shape import SIGNATURE, TEXT, THINKING, MessageShape, tool_use, usage_of
 from router.http.shapes import timings_of
-from router.tool_parsers import CallArguments, CallStart, Content, Piece
+from router.tool_parsers import CallArguments, CallStart, Content, Part, Thought
 
 
 def event(kind: str, **content: Any) -> bytes:
@@ -69,22 +69,21 @@ class MessageEvents:
         parts = self._shape.read(delta)
         if delta.finish_reason:
             self._stop = self._shape.stop_of(delta)
-        thought = b""
-        if parts.reasoning:
-            thought = self._blocks.write(THINKING, {"type": "thinking_delta", "thinking": parts.reasoning})
-        return thought + b"".join(map(self._piece, parts.pieces))
+        return b"".join(map(self._part, parts))
 
     def end(self) -> bytes:
         usage, timings = usage_of(self._generation.usage), timings_of(self._generation.timings)
         ended = event("message_delta", delta=self._stop, usage=usage, **timings)
         return self._blocks.close() + ended + event("message_stop")
 
-    def _piece(self, piece: Piece) -> bytes:
-        match piece:
+    def _part(self, part: Part) -> bytes:
+        match part:
+            case Thought(text):
+                return self._blocks.write(THINKING, {"type": "thinking_delta", "thinking": text})
             case Content(text):
                 return self._blocks.write(TEXT, {"type": "text_delta", "text": text})
             case CallStart():
-                self._call = tool_use(piece)
+                self._call = tool_use(part)
                 return self._blocks.begin(self._call)
             case CallArguments(_, text):
                 return self._blocks.write(self._call, {"type": "input_json_delta", "partial_json": text})

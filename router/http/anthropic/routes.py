@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
@@ -43,12 +41,10 @@ class MessagesRoutes:
         body.check()
         model = self._service.models.get(body.model)
         state = request.state
-        # An answer that goes on from given text has its reasoning behind it.
-        parsers = dataclasses.replace(self._parsers, reasoning=None) if body.continues else self._parsers
-        plan = call_plan(parsers, body.chat_tools, body.chat_choice, body.parallel_tool_calls)
+        plan = call_plan(self._parsers, body.chat_tools, body.chat_choice, body.parallel_tool_calls)
         with self._service.admit(model, [body.size]) as admitted, naming_tools(plan):
             prompt = await self._prompt(model, body)
-            reading = plan.reading(parsers, prompt, body.parallel_tool_calls)
+            reading = plan.reading(self._parsers, prompt, body.parallel_tool_calls, body.begun)
             wanted = salted(constrained(body.wanted(state.request_id, prompt), plan, reading), state.tenant)
             generation = await self._service.generate(model, wanted, state.received, admitted)
         shape = MessageShape(state.request_id, model, reading)

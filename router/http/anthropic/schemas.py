@@ -20,7 +20,7 @@ from router.http.anthropic.content import (
     ToolUse,
     size_of_block,
 )
-from router.http.anthropic.conversation import turns_of
+from router.http.anthropic.conversation import text_of, turns_of
 from router.http.anthropic.tools import MessageToolChoice, ThinkingConfig, ToolList, tools_in_chat
 from router.http.anthropic.unsupported import IN_CONVERSATIONS, IN_MESSAGES
 from router.http.fields import CONFIG, Name, Strings, TemplateValues, Whole, between, sampling
@@ -45,6 +45,10 @@ class Message(BaseModel):
     def size(self) -> int:
         """In characters, with what the message itself costs."""
         return MESSAGE_SIZE + sum(map(size_of_block, self.content))
+
+    @property
+    def text(self) -> str:
+        return text_of(self.content)
 
     def check(self) -> None:
         """Raises InvalidRequest for a block that the role cannot have."""
@@ -92,6 +96,11 @@ class CountTokensRequest(BaseModel):
     @property
     def continues(self) -> bool:
         return self.messages[-1].role == "assistant"
+
+    @property
+    def begun(self) -> str | None:
+        """The text that the answer goes on from, if it does."""
+        return self.messages[-1].text if self.continues else None
 
     @property
     def parallel_tool_calls(self) -> bool:

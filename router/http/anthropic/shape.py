@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
-import pydantic_core
-
 from baton.sampling import FinishReason
 from router.answer import Delta
-from router.answer_reader import AnswerDelta, AnswerReading
+from router.answer_reader import AnswerReading
 from router.generation import Generation, Usage
 from router.http.chat_message import has_calls
+from router.http.parse import parse_begun
 from router.http.shapes import timings_of
 from router.models import ServedModel
-from router.tool_parsers import CallArguments, CallStart, Content, Piece
+from router.tool_parsers import CallArguments, CallStart, Content, Part, Thought
 
 
 class MessageShape:
@@ -40,9 +41,9 @@ class MessageShape:
         counts = {"input_tokens": usage.num_prompt_tokens, "output_tokens": 0}
         return {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": counts}
 
-    def read(self, delta: Delta) -> AnswerDelta:
+    def read(self, delta: Delta) -> Sequence[Part]:
         if self._reader is None:
-            return AnswerDelta("", [Content(delta.text)] if delta.text else [])
+            return [Content(delta.text)] if delta.text else []
         parts = self._reader.read(delta.text, delta.finish_reason is not None)
         self._has_calls = self._has_calls or has_calls(parts)
         return parts
@@ -77,23 +78,18 @@ def usage_of(usage: Usage) -> dict[str, int]:
     return {**counts, "cache_creation_input_tokens": 0, "cache_read_input_tokens": usage.num_cached_tokens}
 
 
-def _blocks(parts: AnswerDelta) -> list[dict[str, Any]]:
-    blocks: list[dict[str, Any]] = []
-    if parts.reasoning:
-        blocks.append({**THINKING, "thinking": parts.reasoning, "signature": SIGNATURE})
-    return blocks + _blocks_of(parts.pieces)
-
-
-def _blocks_of(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+def _blocks(parts: Sequence[Part]) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     arguments: dict[int, str] = {}
     calls: dict[int, dict[str, Any]] = {}
-    for piece in pieces:
-        match piece:
+    for part in parts:
+        match part:
+            case Thought(text):
+                blocks.append({**THINKING, "thinking": text, "signature": SIGNATURE})
             case Content(text):
                 blocks.append({**TEXT, "text": text})
             case CallStart(index):
-                calls[index] = tool_use(piece)
+                calls[index] = tool_use(part)
                 blocks.append(calls[index])
             case CallArguments(index, text):
                 arguments[index] = arguments.get(index, "") + text
@@ -104,8 +100,16 @@ def _blocks_of(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
 
 def _object(text: str) -> dict[str, Any]:
     """The arguments of a call; of those that were cut off, what is there."""
-    try:
-        found = pydantic_core.from_json(text, allow_partial="trailing-strings")
-    except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {}
+    return {name: _finite(value) for name, value in parse_begun(text).items()}
+
+
+def _finite(value: Any) -> Any:
+    """The same, with the largest number for one that is too large to be read: JSON cannot say infinity."""
+    match value:
+        case dict():
+            return {name: _finite(inner) for name, inner in value.items()}
+        case list():
+            return [_finite(inner) for inner in value]
+        case float() if math.isinf(value):
+            return math.copysign(sys.float_info.max, value)
+    return value

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from router.answer_reader import AnswerDelta
-from router.tool_parsers import CallArguments, CallStart, Content, Piece
+from router.tool_parsers import CallArguments, CallStart, Content, Part, Thought
 
 Event = dict[str, Any]
 """Without its sequence number."""
@@ -116,14 +115,12 @@ class Output:
     def items(self) -> list[dict[str, Any]]:
         return [item.content for item in self._items]
 
-    def read(self, parts: AnswerDelta, num_tokens: int, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
+    def read(self, parts: Sequence[Part], num_tokens: int, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
         """`num_tokens` and `logprobs` are of the tokens that brought these parts. They count for what comes first."""
         self._num_pending += num_tokens
         self._logprobs += logprobs
-        if parts.reasoning:
-            yield from self._write_reasoning(parts.reasoning)
-        for piece in parts.pieces:
-            yield from self._write(piece)
+        for part in parts:
+            yield from self._write(part)
 
     def end(self, status: str) -> Iterator[Event]:
         """`status`: of the response, and so of the item that was being written."""
@@ -141,15 +138,17 @@ class Output:
         self.num_reasoning_tokens += self._num_pending
         self._take_logprobs()
 
-    def _write(self, piece: Piece) -> Iterator[Event]:
-        match piece:
+    def _write(self, part: Part) -> Iterator[Event]:
+        match part:
+            case Thought(text):
+                yield from self._write_reasoning(text)
             case Content(text):
                 if not isinstance(self._open, _MessageItem):
                     yield from self._begin(_MessageItem(len(self._items)))
                 assert isinstance(self._open, _MessageItem)
                 yield from self._open.write(text, logprobs=self._take_logprobs())
             case CallStart():
-                yield from self._begin(_CallItem(len(self._items), piece))
+                yield from self._begin(_CallItem(len(self._items), part))
                 self._take_logprobs()
             case CallArguments(_, text):
                 assert isinstance(self._open, _CallItem)  # a call's arguments follow its start

@@ -9,14 +9,14 @@ from typing import Any
 
 from baton.sampling import FinishReason
 from router.answer import Delta
-from router.answer_reader import AnswerDelta, AnswerReading
+from router.answer_reader import AnswerReading
 from router.generation import Generation, Usage
 from router.http.logprobs import ChatLogprobs
 from router.http.responses_api.output import Event, Output
-from router.http.responses_api.schemas import ResponsesRequest
+from router.http.responses_api.schemas import Format, ResponsesRequest
 from router.http.shapes import timings_of
 from router.models import ServedModel
-from router.tool_parsers import Content
+from router.tool_parsers import Content, Part
 
 _ECHOED = (
     *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key"),
@@ -101,9 +101,9 @@ class ResponseShape:
     def _status(self) -> str:
         return "incomplete" if self._reason is FinishReason.LENGTH else "completed"
 
-    def _parts(self, delta: Delta) -> AnswerDelta:
+    def _parts(self, delta: Delta) -> Sequence[Part]:
         if self._reader is None:
-            return AnswerDelta("", [Content(delta.text)] if delta.text else [])
+            return [Content(delta.text)] if delta.text else []
         return self._reader.read(delta.text, delta.finish_reason is not None)
 
 
@@ -119,8 +119,7 @@ def usage_of(usage: Usage, num_reasoning_tokens: int) -> dict[str, Any]:
 
 
 def _echo(body: ResponsesRequest) -> dict[str, Any]:
-    wanted = body.text.format if body.text else None
-    format_ = wanted.model_dump(by_alias=True, exclude_none=True) if wanted else {"type": "text"}
+    """Fields that nobody knows are not repeated: they may be anything, also what JSON cannot say."""
     return {
         **{name: getattr(body, name) for name in _ECHOED},
         "background": False,
@@ -128,14 +127,24 @@ def _echo(body: ResponsesRequest) -> dict[str, Any]:
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
         "service_tier": "default",
-        "text": {"format": format_},
-        "tool_choice": body.tool_choice or "auto",
+        "text": {"format": _echoed_format(body.text.format if body.text else None)},
+        "tool_choice": _echoed_choice(body.tool_choice),
         "tools": [
             {"parameters": None, "strict": None, **tool.model_dump(exclude_unset=True)} for tool in body.tools or ()
         ],
         "top_logprobs": body.top_logprobs or 0,
         "truncation": "disabled",
     }
+
+
+def _echoed_format(wanted: Format | None) -> dict[str, Any]:
+    if wanted is None or wanted.type != "json_schema":
+        return {"type": wanted.type if wanted else "text"}
+    return wanted.model_dump(by_alias=True, exclude_none=True, include=set(Format.model_fields))
+
+
+def _echoed_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any]:
+    return {"type": choice["type"], "name": choice["name"]} if isinstance(choice, dict) else choice or "auto"
 
 
 def _taken(generation: Generation) -> dict[str, Any]:

@@ -270,6 +270,21 @@ async def test_harmless_fields_are_taken(client):
     assert (body["service_tier"], body["prompt_cache_key"], body["tool_choice"]) == ("default", "k", "none")
 
 
+async def test_numbers_that_json_cannot_say_are_not_repeated(client, nodes):
+    """As text: what writes JSON here cannot say them either."""
+    tools = '"tools": [{"type": "function", "name": "f", "parameters": {"a": ["large"]}}]'
+    for fields, status in (
+        (tools.replace('"large"', "1e999"), 400),
+        (tools.replace('["large"]', "-1e999"), 400),
+        (tools + ', "tool_choice": {"type": "function", "name": "f", "x": 1e999}', 200),
+        ('"text": {"format": {"type": "text", "schema": {"a": 1e999}, "x": 1e999}}', 200),
+    ):
+        nodes.script = says('<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>')
+        response = await client.post(PATH, content='{"model": "tiny", "input": "hi", ' + fields + "}")
+        assert response.status_code == status, response.text
+        assert "that can be read" in response.text or status == 200
+
+
 async def test_failures_of_a_chat_name_the_fields_of_a_response(client):
     for fields, param in (
         ({"max_output_tokens": 9999}, "max_output_tokens"),

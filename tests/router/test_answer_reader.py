@@ -1,0 +1,48 @@
+"""Both parsers together: the parts of an answer are the same, and in the same order, wherever its text is cut."""
+
+import functools
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.answer_reader import AnswerReader
+from router.reasoning_parsers import REASONING_PARSERS
+from router.tool_parsers import TOOL_PARSERS, CallListParser, CallStart, Part, ToolParser, merge
+from tests.router.test_tool_parsers import CASES
+from tests.router.tool_outputs import TOOLS
+
+KINDS: dict[str, type[ToolParser]] = {**TOOL_PARSERS, "granite": CallListParser}
+MARKS = {
+    "gemma4": ["<|channel>thought", "<channel|>"],
+    "gpt_oss": ["<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant<|channel|>final<|message|>"],
+    "granite": ["Here is my thought process:", "Here is my response:"],
+    "kimi_k2": ["<think>", "</think>", "<|tool_calls_section_begin|>"],
+    "mistral": ["[THINK]", "[/THINK]"],
+}
+USUAL_MARKS = ["<think>", "</think>"]
+
+
+def parts_of(tool: str, reasoning: str, prompt: str, pieces: list[str]) -> list[Part]:
+    """Without the ids of calls."""
+    reader = AnswerReader(functools.partial(KINDS[tool], TOOLS), REASONING_PARSERS[reasoning](prompt), True)
+    parts = [part for i, piece in enumerate(pieces) for part in reader.read(piece, i == len(pieces) - 1)]
+    return [replace(part, id="") if isinstance(part, CallStart) else part for part in merge(parts)]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(data=st.data())
+def test_an_answer_in_any_pieces_reads_like_the_whole(data):
+    tool = data.draw(st.sampled_from(sorted(KINDS)))
+    reasoning = data.draw(st.sampled_from(sorted(REASONING_PARSERS)))
+    marks = MARKS.get(reasoning, USUAL_MARKS)
+    texts = [case.text for case in CASES if case.parser == tool and len(case.text) < 400]
+    begun = st.builds(lambda whole, size: whole[:size], st.sampled_from(texts), st.integers(1, 400))
+    part = st.one_of(st.sampled_from([*marks, "é🙂 ", "\n"]), st.sampled_from(texts), begun)
+    text = "".join(data.draw(st.lists(part, max_size=7)))
+    prompt = data.draw(st.sampled_from(["<|im_start|>assistant\n", f"{marks[0]}\n", "".join(marks[:2])]))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    whole = parts_of(tool, reasoning, prompt, [text])
+    assert parts_of(tool, reasoning, prompt, pieces) == whole
+    assert parts_of(tool, reasoning, prompt, list(text) or [""]) == whole
