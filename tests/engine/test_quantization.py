@@ -136,6 +136,11 @@ def test_targets_and_exceptions_of_compressed_tensors(tmp_path: Path) -> None:
         ("awq", {"version": "gemv"}, "version gemv"),
         ("gptq", {"bits": 2}, "GPTQ with 2 bits"),
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format marlin"),
+        ("gptq", {"checkpoint_format": None, "format": "bitblas"}, "checkpoint_format bitblas"),
+        ("gptq", {"is_marlin_format": True}, "checkpoint_format marlin"),
+        ("gptq", {"pack_dtype": "int16"}, "words of int16"),
+        ("gptq", {"checkpoint_format": "gptq_v2"}, "zero points are 7, not 8 .* is not gptq_v2"),
+        ("gptq-8bit", {"checkpoint_format": "gptq_v2"}, "zero points are 127, not 128"),
         ("gptq", {"dynamic": {"-:.*": {}, "+:.*": {"bits": 8}}}, "dynamic"),
         ("gptq", {"group_size": 96}, "groups of 96"),
         ("fp8-block", {"weight_block_size": [64, 128]}, "square"),
@@ -232,6 +237,15 @@ def restate(folder: Path, **changes: Any) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] |= changes
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_gptqs_form_by_its_other_name(tmp_path: Path) -> None:
+    """Its zero points are not less by one; whether these are is all that the forms differ in."""
+    write(TINY, tmp_path, "gptq-asym")
+    wanted = load_model(Checkpoint.open(tmp_path)).state_dict()
+    restate(tmp_path, checkpoint_format=None, format="gptq_v2")
+    found = load_model(Checkpoint.open(tmp_path)).state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
 
 
 def test_rules_that_leave_layers_out_are_what_the_files_show(tmp_path: Path) -> None:
