@@ -134,6 +134,7 @@ def test_targets_and_exceptions_of_compressed_tensors(tmp_path: Path) -> None:
     [
         ("awq", {"bits": 3}, "AWQ with 3 bits"),
         ("awq", {"version": "gemv"}, "version gemv"),
+        ("awq", {"version": None, "checkpoint_format": "gemv"}, "version gemv"),
         ("gptq", {"bits": 2}, "GPTQ with 2 bits"),
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format marlin"),
         ("gptq", {"checkpoint_format": None, "format": "bitblas"}, "checkpoint_format bitblas"),
@@ -144,6 +145,7 @@ def test_targets_and_exceptions_of_compressed_tensors(tmp_path: Path) -> None:
         ("gptq", {"dynamic": {"-:.*": {}, "+:.*": {"bits": 8}}}, "dynamic"),
         ("gptq", {"group_size": 96}, "groups of 96"),
         ("fp8-block", {"weight_block_size": [64, 128]}, "square"),
+        ("fp8", {"weight_block_size": [128, 128]}, r"q_proj.weight_scale is \(\), not one scale for each block of 128"),
         ("compressed-int8", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         ("compressed-int8", {"transform_config": {"config_groups": {"r1": {}}}}, "transform_config"),
         ("compressed-int8", {"quantization_status": "calibration"}, "calibration"),
@@ -273,6 +275,31 @@ def test_groups_of_unequal_sizes_are_refused(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UnsupportedModel, match="g_idx"):
         load_model(Checkpoint.open(tmp_path))
+
+
+def test_groups_without_numbers_are_in_order(tmp_path: Path) -> None:
+    write(TINY, tmp_path, "gptq")
+    wanted = load_model(Checkpoint.open(tmp_path)).state_dict()
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("g_idx")]:
+        tensors[name].zero_()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    found = load_model(Checkpoint.open(tmp_path)).state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
+
+
+@pytest.mark.parametrize("form", ["awq", "gptq"])
+def test_scales_keep_the_dtype_of_the_files(form: str, tmp_path: Path) -> None:
+    """In fp16 this one would be 0."""
+    write(TINY, tmp_path, form)
+    tensors = load_file(tmp_path / "model.safetensors")
+    layer = "model.layers.1.self_attn.q_proj"
+    tensors[f"{layer}.scales"] = torch.full_like(tensors[f"{layer}.scales"], 1e-9, dtype=torch.bfloat16)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    weight = load_model(Checkpoint.open(tmp_path)).get_submodule(layer).weight
+    codes = weight / tensors[f"{layer}.scales"][0, 0].float()
+    assert torch.allclose(codes, codes.round(), atol=1e-4)
+    assert codes.abs().max() > 5
 
 
 # ---- as on a GPU, where weights stay quantized ----

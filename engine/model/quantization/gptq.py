@@ -21,6 +21,7 @@ from engine.model.quantization.stored import (
     QuantizedLayers,
     columns_by_group,
     replace_weight,
+    scale_dtype,
     stored_parameters,
     unpack_words,
 )
@@ -48,7 +49,7 @@ class Gptq(WithStoredExperts):
         if not all(rule.startswith(_LEFT_OUT) for rule in stated.get("dynamic") or ()):
             raise UnsupportedModel("GPTQ with rules of its own for some layers (dynamic) cannot be run")
         self._form, self._zero_offset, self._symmetric = form, _ZERO_OFFSETS[form], stated.get("sym") is True
-        self._group = int(stated.get("group_size", 128))
+        self._group, self._is_ordered = int(stated.get("group_size", 128)), bool(stated.get("desc_act"))
         self._stored = stored
         self._layers = QuantizedLayers(stored, ".qweight", stated.get("modules_to_not_convert"))
 
@@ -89,7 +90,7 @@ class Gptq(WithStoredExperts):
         found = {
             "qweight": torch.empty(columns // codes, rows, dtype=torch.int32),
             "qzeros": torch.empty(columns // group, rows // codes, dtype=torch.int32),
-            "scales": torch.empty(columns // group, rows, dtype=torch.float16),
+            "scales": torch.empty(columns // group, rows, dtype=scale_dtype(f"{name}.scales", self._stored)),
         }
         if f"{name}.g_idx" in self._stored:
             found["g_idx"] = torch.empty(columns, dtype=torch.int32)
@@ -103,7 +104,7 @@ class Gptq(WithStoredExperts):
         scale = tensors["scales"].t().contiguous()
         group = codes.shape[1] // scale.shape[1]
         columns = None
-        if "g_idx" in tensors and self._group > 0:  # with a single group, columns are in order
+        if self._has_order(tensors):
             columns = columns_by_group(name, tensors["g_idx"], group, others)
         if columns is not None:
             codes = codes.index_select(1, columns)
@@ -116,6 +117,12 @@ class Gptq(WithStoredExperts):
             return QuantizedWeight(values, scale, None if is_centred else zero.contiguous(), group), columns
         values, centred = (codes.int() - middle).to(torch.int8), (zero.int() - middle).clamp(max=127).to(torch.int8)
         return QuantizedWeight(values.contiguous(), scale, None if is_centred else centred.contiguous(), group), columns
+
+    def _has_order(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether g_idx says anything: with a single group, columns are in order; and some files without `desc_act`
+        have nothing but zeros there."""
+        g_idx = tensors.get("g_idx")
+        return g_idx is not None and self._group > 0 and (self._is_ordered or bool(g_idx.any()))
 
     def _require_stated_form(self, name: str, zero: Tensor, middle: int) -> None:
         """Raises UnsupportedModel for symmetric weights whose zero points show that they are stored in the other form
