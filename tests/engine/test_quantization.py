@@ -150,6 +150,10 @@ def test_targets_and_exceptions_of_compressed_tensors(tmp_path: Path) -> None:
         ("compressed-int8", {"transform_config": {"config_groups": {"r1": {}}}}, "transform_config"),
         ("compressed-int8", {"quantization_status": "calibration"}, "calibration"),
         ("compressed-w4a16", {"format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
+        ("compressed-int8", {"ignore": ["lm_head", "re:.*down_proj"]}, "the model has no .*down_proj.weight_scale"),
+        ("compressed-int8", {"format": "marlin-24"}, "marlin-24 weights of 8 bits"),
+        ("compressed-fp8", {"format": "dense"}, "dense weights of 8 bits"),
+        ("compressed-fp8", {"format": "pack-quantized"}, "pack-quantized weights of 8 bits, float"),
     ],
 )
 def test_what_cannot_be_run_is_refused_by_name(form: str, changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
@@ -231,6 +235,42 @@ def test_a_layers_name_counts_more_than_a_pattern_and_that_more_than_its_class(t
     config["quantization_config"]["config_groups"]["group_2"] = {**other, "targets": ["model.layers.0.mlp.up_proj"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModel, match=r"converts model.layers.0.mlp.up_proj.weight, which is F8_E4M3"):
+        load_model(Checkpoint.open(tmp_path))
+
+
+def check_loads_alike(folder: Path, wanted: dict[str, Tensor]) -> None:
+    found = load_model(Checkpoint.open(folder), load_format="safetensors").state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
+
+
+def test_the_configuration_of_compressed_tensors_within_another(tmp_path: Path) -> None:
+    """As transformers has written it, with blocks in words."""
+    write(TINY, tmp_path, "compressed-fp8-block")
+    wanted = load_model(Checkpoint.open(tmp_path)).state_dict()
+    config = json.loads((tmp_path / "config.json").read_text())
+    inner = config["quantization_config"]
+    inner["config_groups"]["group_0"]["weights"]["block_structure"] = "128x128"
+    outer = {"quant_method": "compressed-tensors", "quantization_config": inner, "sparsity_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": outer}))
+    check_loads_alike(tmp_path, wanted)
+
+
+def test_layers_without_scales_are_not_quantized_whatever_is_ignored(tmp_path: Path) -> None:
+    """Files of another version of transformers name them differently; lm_head has the embeddings' weight."""
+    write(TINY, tmp_path, "compressed-int8")
+    restate(tmp_path, ignore=["language_model.model.layers.0.mlp.up_proj"])
+    file, layer = tmp_path / "model.safetensors", "model.layers.0.mlp.up_proj"
+    tensors = load_file(file)
+    tensors[f"{layer}.weight"] = load_file(TINY / "model.safetensors")[f"{layer}.weight"]
+    del tensors[f"{layer}.weight_scale"]
+    unused = ("k_scale", "k_zero_point", "v_proj.output_zero_point")  # of an 8-bit KV cache
+    tensors |= {f"model.layers.0.self_attn.{name}": torch.zeros(1) for name in unused}
+    save_file(tensors, file, metadata={"format": "pt"})
+    model = load_model(Checkpoint.open(tmp_path), load_format="safetensors")
+    assert torch.equal(model.get_submodule(layer).weight, tensors[f"{layer}.weight"].float())
+    tensors[f"{layer}.weight"] = tensors[f"{layer}.weight"].to(torch.int8)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=f"{layer}.weight, which is I8"):
         load_model(Checkpoint.open(tmp_path))
 
 

@@ -21,6 +21,10 @@ _UNUSED = (
     ".q_scale",
     ".kv_scale",
     ".input_zero_point",
+    ".output_zero_point",
+    ".k_zero_point",
+    ".v_zero_point",
+    ".q_zero_point",
 )
 """Calibrated scales of activations and KV caches, which are not needed: ours are computed per token while serving."""
 
