@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import Gemma3Config
 
 from baton_kernels.packed_linear import can_pack_int4
 from baton_kernels.quantized_linear import FourBitWeight, QuantizedWeight, arrange, dequantize, linear, pack_halves
@@ -26,6 +27,7 @@ from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.loader import load_model
 from engine.model.quantization.linear import LinearOfFourBits, QuantizedLinear, install
 from engine.model.tolerance import close
+from tests.engine import tiny_models
 from tools.quantize import FORMATS, write
 
 torch.set_num_threads(1)
@@ -175,6 +177,13 @@ def test_a_format_that_nobody_knows_is_refused_by_name(method: str, tmp_path: Pa
         load_model(Checkpoint.open(tmp_path))
 
 
+def test_a_format_of_transformers_that_this_machine_cannot_run_is_refused(tmp_path: Path) -> None:
+    write(TINY, tmp_path, "awq")
+    restate(tmp_path, quant_method="fp_quant")
+    with pytest.raises(UnsupportedModel, match="cannot be loaded: "):
+        load_model(Checkpoint.open(tmp_path))
+
+
 @pytest.mark.parametrize("form", ["fp8", "compressed-int8", "awq", "compressed-w4a16"])
 def test_codes_without_a_format_are_refused_by_name(form: str, tmp_path: Path) -> None:
     write(TINY, tmp_path, form)
@@ -272,6 +281,23 @@ def test_layers_without_scales_are_not_quantized_whatever_is_ignored(tmp_path: P
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(UnsupportedModel, match=f"{layer}.weight, which is I8"):
         load_model(Checkpoint.open(tmp_path))
+
+
+@pytest.mark.parametrize("form", ["awq", "fp8", "compressed-fp8-tensor"])
+def test_layers_of_a_language_model_that_files_call_otherwise(form: str, tmp_path: Path) -> None:
+    """Gemma 3, with its configuration where some checkpoints have it."""
+    sizes = {**tiny_models.SHAPE, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 1}
+    text = {name: size for name, size in sizes.items() if not name.endswith("token_id")}
+    vision = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    vision |= {"vision_use_head": False}
+    source = tiny_models.save(Gemma3Config(text_config=text, vision_config=vision), tmp_path / "source")
+    write(source, tmp_path / "q", form)
+    write(source, tmp_path / "plain", form, dequantized=True)
+    config = json.loads((tmp_path / "q" / "config.json").read_text())
+    config["text_config"]["quantization_config"] = config.pop("quantization_config")
+    (tmp_path / "q" / "config.json").write_text(json.dumps(config))
+    assert any("language_model.model" in name for name in load_file(tmp_path / "q" / "model.safetensors"))
+    check_loads_alike(tmp_path / "q", load_model(Checkpoint.open(tmp_path / "plain")).state_dict())
 
 
 def restate(folder: Path, **changes: Any) -> None:

@@ -55,7 +55,7 @@ def choose_quantization(
     config: transformers' own. stored: the files' tensors. requested: `--quantization`. Raises UnsupportedModel, naming
     what cannot be run.
     """
-    stated = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
+    stated = stated_quantization(config)
     if stated is None:
         _require_unquantized(stored)
         if requested is None:
@@ -77,6 +77,13 @@ def choose_quantization(
         known = ", ".join(QUANTIZATIONS)
         raise UnsupportedModel(f"its weights are quantized by {method}, which cannot be run; what can: {known}")
     return None
+
+
+def stated_quantization(config: Any) -> Any:
+    """What a configuration, or its language model's part, states of quantized weights; None: nothing."""
+    parts = (config, config.get_text_config())
+    found = (getattr(part, name, None) for part in parts for name in ("quantization_config", "compression_config"))
+    return next((stated for stated in found if stated), None)
 
 
 def is_leftover(name: str) -> bool:
