@@ -172,7 +172,7 @@ def test_a_format_that_nobody_knows_is_refused_by_name(method: str, tmp_path: Pa
     write(TINY, tmp_path, "fp8")
     restate(tmp_path, quant_method=method)
     with pytest.raises(
-        UnsupportedModel, match=f"quantized by {method}, which cannot be run; what can: awq, compressed"
+        UnsupportedModel, match=f"quantized by {method}, which cannot be run; what can: auto-round, awq, compressed"
     ):
         load_model(Checkpoint.open(tmp_path))
 
@@ -305,6 +305,24 @@ def restate(folder: Path, **changes: Any) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] |= changes
     (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("form", ["gptq", "awq"])
+def test_auto_rounds_files_are_those_of_other_formats(form: str, tmp_path: Path) -> None:
+    write(TINY, tmp_path, form)
+    wanted = load_model(Checkpoint.open(tmp_path)).state_dict()
+    config = json.loads((tmp_path / "config.json").read_text())
+    own = {"bits": 4, "group_size": 128, "sym": form == "gptq", "data_type": "int"}
+    own |= {"quant_method": "auto-round", "packing_format": f"auto_round:auto_{form}"}
+    own["extra_config"] = {"lm_head": {"bits": 16, "data_type": "float"}, "model.layers.0.mlp.up_proj": {"bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": own}))
+    check_loads_alike(tmp_path, wanted)
+    restate(tmp_path, extra_config={"model.layers.0.mlp.up_proj": {"bits": 8}})
+    with pytest.raises(UnsupportedModel, match=r"sizes of their own .*extra_config: model.layers.0.mlp.up_proj"):
+        load_model(Checkpoint.open(tmp_path))
+    restate(tmp_path, extra_config={}, packing_format="auto_round:llm_compressor")
+    with pytest.raises(UnsupportedModel, match="AutoRound's packing_format auto_round:llm_compressor of int: only"):
+        load_model(Checkpoint.open(tmp_path))
 
 
 def test_gptqs_form_by_its_other_name(tmp_path: Path) -> None:
