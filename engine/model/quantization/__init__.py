@@ -74,11 +74,21 @@ def choose_quantization(
     if method == _MODELOPT and stated.get("quant_algo") == "FP8":
         return Fp8(stated, stored)
     if method in QUANTIZATIONS:
-        return QUANTIZATIONS[method](stated, stored)
+        return _made(method, stated, stored)
     if method not in AUTO_QUANTIZATION_CONFIG_MAPPING and method != _BITSANDBYTES:
         known = ", ".join(QUANTIZATIONS)
         raise UnsupportedModel(f"its weights are quantized by {method}, which cannot be run; what can: {known}")
     return None
+
+
+def _made(method: str, stated: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> Quantization:
+    """Raises UnsupportedModel, also for values of another type than the format has."""
+    try:
+        return QUANTIZATIONS[method](stated, stored)
+    except UnsupportedModel:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise UnsupportedModel(f"its quantization_config is not as {method} has it: {error!r}") from error
 
 
 def stated_quantization(config: Any) -> Any:
