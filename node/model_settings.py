@@ -37,7 +37,7 @@ class ModelSettings(ClusterSettings):
         description="keep and send the KV of all tokens in all layers, also of layers with a sliding window, which do "
         "not read it any more; the same on all nodes of a model",
     )
-    quantization: Literal["awq", "compressed-tensors", "fp8", "gptq", "int8", "mxfp4"] | None = Field(
+    quantization: Literal["auto-round", "awq", "compressed-tensors", "fp8", "gptq", "int8", "mxfp4"] | None = Field(
         None,
         description="fp8, int8: quantize a 16-bit checkpoint's linear layers while it loads, with a scale per row; "
         "unset, or the checkpoint's own method: as config.json says",

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import Gemma3Config
 
 from baton_kernels.packed_linear import can_pack_int4
 from baton_kernels.quantized_linear import FourBitWeight, QuantizedWeight, arrange, dequantize, linear, pack_halves
@@ -26,6 +27,7 @@ from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.loader import load_model
 from engine.model.quantization.linear import LinearOfFourBits, QuantizedLinear, install
 from engine.model.tolerance import close
+from tests.engine import tiny_models
 from tools.quantize import FORMATS, write
 
 torch.set_num_threads(1)
@@ -134,15 +136,29 @@ def test_targets_and_exceptions_of_compressed_tensors(tmp_path: Path) -> None:
     [
         ("awq", {"bits": 3}, "AWQ with 3 bits"),
         ("awq", {"version": "gemv"}, "version gemv"),
+        ("awq", {"version": None, "checkpoint_format": "gemv"}, "version gemv"),
         ("gptq", {"bits": 2}, "GPTQ with 2 bits"),
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format marlin"),
+        ("gptq", {"checkpoint_format": None, "format": "bitblas"}, "checkpoint_format bitblas"),
+        ("gptq", {"is_marlin_format": True}, "checkpoint_format marlin"),
+        ("gptq", {"pack_dtype": "int16"}, "words of int16"),
+        ("gptq", {"checkpoint_format": "gptq_v2"}, "zero points are 7, not 8 .* is not gptq_v2"),
+        ("gptq-8bit", {"checkpoint_format": "gptq_v2"}, "zero points are 127, not 128"),
         ("gptq", {"dynamic": {"-:.*": {}, "+:.*": {"bits": 8}}}, "dynamic"),
         ("gptq", {"group_size": 96}, "groups of 96"),
         ("fp8-block", {"weight_block_size": [64, 128]}, "square"),
+        ("fp8", {"weight_block_size": [128, 128]}, r"q_proj.weight_scale is \(\), not one scale for each block of 128"),
+        ("fp8-block", {"weight_block_size": 128}, "quantization_config is not as fp8 has it: TypeError"),
+        ("gptq", {"group_size": None}, "quantization_config is not as gptq has it"),
+        ("compressed-fp8", {"config_groups": {"FP8": ["Linear"]}}, "is not as compressed-tensors has it"),
         ("compressed-int8", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         ("compressed-int8", {"transform_config": {"config_groups": {"r1": {}}}}, "transform_config"),
         ("compressed-int8", {"quantization_status": "calibration"}, "calibration"),
         ("compressed-w4a16", {"format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
+        ("compressed-int8", {"ignore": ["lm_head", "re:.*down_proj"]}, "the model has no .*down_proj.weight_scale"),
+        ("compressed-int8", {"format": "marlin-24"}, "marlin-24 weights of 8 bits"),
+        ("compressed-fp8", {"format": "dense"}, "dense weights of 8 bits"),
+        ("compressed-fp8", {"format": "pack-quantized"}, "pack-quantized weights of 8 bits, float"),
     ],
 )
 def test_what_cannot_be_run_is_refused_by_name(form: str, changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
@@ -159,8 +175,15 @@ def test_a_format_that_nobody_knows_is_refused_by_name(method: str, tmp_path: Pa
     write(TINY, tmp_path, "fp8")
     restate(tmp_path, quant_method=method)
     with pytest.raises(
-        UnsupportedModel, match=f"quantized by {method}, which cannot be run; what can: awq, compressed"
+        UnsupportedModel, match=f"quantized by {method}, which cannot be run; what can: auto-round, awq, compressed"
     ):
+        load_model(Checkpoint.open(tmp_path))
+
+
+def test_a_format_of_transformers_that_this_machine_cannot_run_is_refused(tmp_path: Path) -> None:
+    write(TINY, tmp_path, "awq")
+    restate(tmp_path, quant_method="fp_quant")
+    with pytest.raises(UnsupportedModel, match="cannot be loaded: "):
         load_model(Checkpoint.open(tmp_path))
 
 
@@ -227,11 +250,91 @@ def test_a_layers_name_counts_more_than_a_pattern_and_that_more_than_its_class(t
         load_model(Checkpoint.open(tmp_path))
 
 
+def check_loads_alike(folder: Path, wanted: dict[str, Tensor]) -> None:
+    found = load_model(Checkpoint.open(folder), load_format="safetensors").state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
+
+
+def test_the_configuration_of_compressed_tensors_within_another(tmp_path: Path) -> None:
+    """As transformers has written it, with blocks in words."""
+    write(TINY, tmp_path, "compressed-fp8-block")
+    wanted = load_model(Checkpoint.open(tmp_path)).state_dict()
+    config = json.loads((tmp_path / "config.json").read_text())
+    inner = config["quantization_config"]
+    inner["config_groups"]["group_0"]["weights"]["block_structure"] = "128x128"
+    outer = {"quant_method": "compressed-tensors", "quantization_config": inner, "sparsity_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": outer}))
+    check_loads_alike(tmp_path, wanted)
+
+
+def test_layers_without_scales_are_not_quantized_whatever_is_ignored(tmp_path: Path) -> None:
+    """Files of another version of transformers name them differently; lm_head has the embeddings' weight."""
+    write(TINY, tmp_path, "compressed-int8")
+    restate(tmp_path, ignore=["language_model.model.layers.0.mlp.up_proj"])
+    file, layer = tmp_path / "model.safetensors", "model.layers.0.mlp.up_proj"
+    tensors = load_file(file)
+    tensors[f"{layer}.weight"] = load_file(TINY / "model.safetensors")[f"{layer}.weight"]
+    del tensors[f"{layer}.weight_scale"]
+    unused = ("k_scale", "k_zero_point", "v_proj.output_zero_point")  # of an 8-bit KV cache
+    tensors |= {f"model.layers.0.self_attn.{name}": torch.zeros(1) for name in unused}
+    save_file(tensors, file, metadata={"format": "pt"})
+    model = load_model(Checkpoint.open(tmp_path), load_format="safetensors")
+    assert torch.equal(model.get_submodule(layer).weight, tensors[f"{layer}.weight"].float())
+    tensors[f"{layer}.weight"] = tensors[f"{layer}.weight"].to(torch.int8)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=f"{layer}.weight, which is I8"):
+        load_model(Checkpoint.open(tmp_path))
+
+
+@pytest.mark.parametrize("form", ["awq", "fp8", "compressed-fp8-tensor"])
+def test_layers_of_a_language_model_that_files_call_otherwise(form: str, tmp_path: Path) -> None:
+    """Gemma 3, with its configuration where some checkpoints have it."""
+    sizes = {**tiny_models.SHAPE, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 1}
+    text = {name: size for name, size in sizes.items() if not name.endswith("token_id")}
+    vision = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    vision |= {"vision_use_head": False}
+    source = tiny_models.save(Gemma3Config(text_config=text, vision_config=vision), tmp_path / "source")
+    write(source, tmp_path / "q", form)
+    write(source, tmp_path / "plain", form, dequantized=True)
+    config = json.loads((tmp_path / "q" / "config.json").read_text())
+    config["text_config"]["quantization_config"] = config.pop("quantization_config")
+    (tmp_path / "q" / "config.json").write_text(json.dumps(config))
+    assert any("language_model.model" in name for name in load_file(tmp_path / "q" / "model.safetensors"))
+    check_loads_alike(tmp_path / "q", load_model(Checkpoint.open(tmp_path / "plain")).state_dict())
+
+
 def restate(folder: Path, **changes: Any) -> None:
     """What config.json states of the format."""
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] |= changes
     (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("form", ["gptq", "awq"])
+def test_auto_rounds_files_are_those_of_other_formats(form: str, tmp_path: Path) -> None:
+    write(TINY, tmp_path, form)
+    wanted = load_model(Checkpoint.open(tmp_path)).state_dict()
+    config = json.loads((tmp_path / "config.json").read_text())
+    own = {"bits": 4, "group_size": 128, "sym": form == "gptq", "data_type": "int"}
+    own |= {"quant_method": "auto-round", "packing_format": f"auto_round:auto_{form}"}
+    own["extra_config"] = {"lm_head": {"bits": 16, "data_type": "float"}, "model.layers.0.mlp.up_proj": {"bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": own}))
+    check_loads_alike(tmp_path, wanted)
+    restate(tmp_path, extra_config={"model.layers.0.mlp.up_proj": {"bits": 8}})
+    with pytest.raises(UnsupportedModel, match=r"sizes of their own .*extra_config: model.layers.0.mlp.up_proj"):
+        load_model(Checkpoint.open(tmp_path))
+    restate(tmp_path, extra_config={}, packing_format="auto_round:llm_compressor")
+    with pytest.raises(UnsupportedModel, match="AutoRound's packing_format auto_round:llm_compressor of int: only"):
+        load_model(Checkpoint.open(tmp_path))
+
+
+def test_gptqs_form_by_its_other_name(tmp_path: Path) -> None:
+    """Its zero points are not less by one; whether these are is all that the forms differ in."""
+    write(TINY, tmp_path, "gptq-asym")
+    wanted = load_model(Checkpoint.open(tmp_path)).state_dict()
+    restate(tmp_path, checkpoint_format=None, format="gptq_v2")
+    found = load_model(Checkpoint.open(tmp_path)).state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
 
 
 def test_rules_that_leave_layers_out_are_what_the_files_show(tmp_path: Path) -> None:
@@ -259,6 +362,31 @@ def test_groups_of_unequal_sizes_are_refused(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UnsupportedModel, match="g_idx"):
         load_model(Checkpoint.open(tmp_path))
+
+
+def test_groups_without_numbers_are_in_order(tmp_path: Path) -> None:
+    write(TINY, tmp_path, "gptq")
+    wanted = load_model(Checkpoint.open(tmp_path)).state_dict()
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("g_idx")]:
+        tensors[name].zero_()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    found = load_model(Checkpoint.open(tmp_path)).state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
+
+
+@pytest.mark.parametrize("form", ["awq", "gptq"])
+def test_scales_keep_the_dtype_of_the_files(form: str, tmp_path: Path) -> None:
+    """In fp16 this one would be 0."""
+    write(TINY, tmp_path, form)
+    tensors = load_file(tmp_path / "model.safetensors")
+    layer = "model.layers.1.self_attn.q_proj"
+    tensors[f"{layer}.scales"] = torch.full_like(tensors[f"{layer}.scales"], 1e-9, dtype=torch.bfloat16)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    weight = load_model(Checkpoint.open(tmp_path)).get_submodule(layer).weight
+    codes = weight / tensors[f"{layer}.scales"][0, 0].float()
+    assert torch.allclose(codes, codes.round(), atol=1e-4)
+    assert codes.abs().max() > 5
 
 
 # ---- as on a GPU, where weights stay quantized ----

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -15,8 +16,9 @@ from engine.model.attention import IMPLEMENTATION
 from engine.model.errors import UnsupportedModel
 from engine.model.linear_method import Quantization, Unquantized, create_weights, process_weights_after_loading
 from engine.model.load.checkpoint import Checkpoint
-from engine.model.load.placing import NotDirect
+from engine.model.load.placing import NotDirect, with_model_names
 from engine.model.load.progress import Loaded, progress_logged
+from engine.model.load.safetensors_index import StoredTensor
 from engine.model.load.skeleton import build_skeleton, fill_with_dummies, in_parts, move_empty
 from engine.model.load.weights import fill, match, stored_dtype, stored_weights
 from engine.model.memory import GIB
@@ -24,7 +26,7 @@ from engine.model.parallel.layers import connect
 from engine.model.parallel.part import WHOLE_MODEL, RankPart
 from engine.model.parallel.sharding import Place, Sharding, shard
 from engine.model.parallel.stages import StageWeights, keep_stage
-from engine.model.quantization import STORED, choose_quantization, is_leftover
+from engine.model.quantization import STORED, choose_quantization, is_leftover, stated_quantization
 from engine.model.quantization.stored import is_unused
 
 log = logging.getLogger(__name__)
@@ -83,7 +85,7 @@ def _load(
 ) -> PreTrainedModel:
     """dtype: None: the checkpoint's own."""
     path = checkpoint.path
-    quantization = choose_quantization(checkpoint.config, checkpoint.weights, requested)
+    quantization = choose_quantization(checkpoint.config, _weights_by_name(checkpoint), requested)
     if (part.is_divided and quantization is None) or (
         part.cuts_weights and quantization and not quantization.can_divide
     ):
@@ -110,6 +112,15 @@ def _load(
         if quantization is not None and requested is not None:
             process_weights_after_loading(model, quantization, model.dtype)
         return model
+
+
+def _weights_by_name(checkpoint: Checkpoint) -> Mapping[str, StoredTensor]:
+    """The files' tensors, as quantization looks for them. A model with a language model inside may call its layers
+    otherwise than the files do (Gemma 3)."""
+    config = checkpoint.config
+    if checkpoint.text_config is config or stated_quantization(config) is None:
+        return checkpoint.weights
+    return with_model_names(checkpoint.weights, build_skeleton(config, torch.bfloat16, IMPLEMENTATION))
 
 
 def _load_directly(
@@ -198,15 +209,20 @@ def _load_through_transformers(
     checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device
 ) -> PreTrainedModel:
     auto_class: Any = AutoModelForCausalLM
-    model, info = auto_class.from_pretrained(
-        checkpoint.path,
-        config=checkpoint.config,  # from_pretrained copies it
-        dtype=dtype or "auto",
-        attn_implementation=IMPLEMENTATION,
-        trust_remote_code=False,
-        local_files_only=True,
-        output_loading_info=True,
-    )
+    try:
+        model, info = auto_class.from_pretrained(
+            checkpoint.path,
+            config=checkpoint.config,  # from_pretrained copies it
+            dtype=dtype or "auto",
+            attn_implementation=IMPLEMENTATION,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # methods that this machine's device does not have, and shapes that do not fit
+        raise UnsupportedModel(f"{checkpoint.path} cannot be loaded: {error}") from error
     if missing := sorted(info["missing_keys"]):
         raise UnsupportedModel(f"{checkpoint.path} lacks {len(missing)} of the model's weights, {missing[0]} for one")
     if leftover := sorted(filter(is_leftover, info["unexpected_keys"])):

@@ -6,8 +6,9 @@ before up. Other conversions are left to transformers.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
@@ -15,6 +16,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
 
 from engine.model.errors import UnsupportedModel
+from engine.model.load.safetensors_index import StoredTensor
 from engine.model.parallel.cut import Cut
 
 QUANTIZED = (
@@ -97,6 +99,18 @@ class Placing:
                     raise NotDirect(f"transformers converts {stored}")
                 return place
         return Place(name)
+
+
+def with_model_names(stored: Mapping[str, StoredTensor], model: PreTrainedModel) -> dict[str, StoredTensor]:
+    """The stored tensors by their own names, and also by those that they have in the model. Experts' have only their
+    own."""
+    placing, found = Placing(model), dict(stored)
+    for name, tensor in stored.items():
+        with contextlib.suppress(NotDirect):
+            place = placing.of(name)
+            if place.expert is None:
+                found[place.name] = tensor
+    return found
 
 
 def _expert_place(converter: Any, pattern: str, name: str, target: str) -> Place | None:

@@ -16,6 +16,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from engine.model.errors import UnsupportedModel
 from engine.model.linear_method import Quantization, Unquantized
 from engine.model.load.safetensors_index import StoredTensor
+from engine.model.quantization.auto_round import auto_round
 from engine.model.quantization.awq import Awq
 from engine.model.quantization.compressed_tensors import CompressedTensors
 from engine.model.quantization.fp8 import Fp8
@@ -24,6 +25,7 @@ from engine.model.quantization.mxfp4 import Mxfp4
 from engine.model.quantization.online import OnlineFp8, OnlineInt8
 
 QUANTIZATIONS: dict[str, Callable[[Mapping[str, Any], Mapping[str, StoredTensor]], Quantization]] = {
+    "auto-round": auto_round,
     "awq": Awq,
     "compressed-tensors": CompressedTensors,
     "fp8": Fp8,
@@ -55,7 +57,7 @@ def choose_quantization(
     config: transformers' own. stored: the files' tensors. requested: `--quantization`. Raises UnsupportedModel, naming
     what cannot be run.
     """
-    stated = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
+    stated = stated_quantization(config)
     if stated is None:
         _require_unquantized(stored)
         if requested is None:
@@ -72,11 +74,28 @@ def choose_quantization(
     if method == _MODELOPT and stated.get("quant_algo") == "FP8":
         return Fp8(stated, stored)
     if method in QUANTIZATIONS:
-        return QUANTIZATIONS[method](stated, stored)
+        return _made(method, stated, stored)
     if method not in AUTO_QUANTIZATION_CONFIG_MAPPING and method != _BITSANDBYTES:
         known = ", ".join(QUANTIZATIONS)
         raise UnsupportedModel(f"its weights are quantized by {method}, which cannot be run; what can: {known}")
     return None
+
+
+def _made(method: str, stated: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> Quantization:
+    """Raises UnsupportedModel, also for values of another type than the format has."""
+    try:
+        return QUANTIZATIONS[method](stated, stored)
+    except UnsupportedModel:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise UnsupportedModel(f"its quantization_config is not as {method} has it: {error!r}") from error
+
+
+def stated_quantization(config: Any) -> Any:
+    """What a configuration, or its language model's part, states of quantized weights; None: nothing."""
+    parts = (config, config.get_text_config())
+    found = (getattr(part, name, None) for part in parts for name in ("quantization_config", "compression_config"))
+    return next((stated for stated in found if stated), None)
 
 
 def is_leftover(name: str) -> bool:

@@ -17,10 +17,19 @@ from engine.model.parallel.group import ONE_RANK, RankGroup
 from engine.model.quantization.experts import StoredExperts, WithStoredExperts
 from engine.model.quantization.linear import install
 from engine.model.quantization.packed_experts import packed_experts
-from engine.model.quantization.stored import QuantizedLayers, replace_weight, stored_parameters, unpack_words
+from engine.model.quantization.stored import (
+    QuantizedLayers,
+    replace_weight,
+    scale_dtype,
+    stored_parameters,
+    unpack_words,
+)
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output feature of each 4 bits of a word, from the lowest bits on."""
+
+_VERSION = ("version", "checkpoint_format", "format")
+"""AutoAWQ's name of it, and GPTQModel's."""
 
 
 class Awq(WithStoredExperts):
@@ -29,7 +38,8 @@ class Awq(WithStoredExperts):
 
     def __init__(self, stated: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> None:
         """Raises UnsupportedModel."""
-        bits, version = stated.get("bits", stated.get("w_bit", 4)), str(stated.get("version", "gemm")).lower()
+        bits = stated.get("bits", stated.get("w_bit", 4))
+        version = next((str(form).lower() for key in _VERSION if (form := stated.get(key))), "gemm")
         if bits != 4 or version != "gemm":
             raise UnsupportedModel(f"AWQ with {bits} bits, version {version}: only 4 bits, version gemm, can be run")
         self._group = int(stated.get("group_size", stated.get("q_group_size", 128)))
@@ -62,7 +72,7 @@ class Awq(WithStoredExperts):
         return {
             "qweight": torch.empty(columns, rows // 8, dtype=torch.int32),
             "qzeros": torch.empty(columns // group, rows // 8, dtype=torch.int32),
-            "scales": torch.empty(columns // group, rows, dtype=torch.float16),
+            "scales": torch.empty(columns // group, rows, dtype=scale_dtype(f"{name}.scales", self._stored)),
         }
 
     def weight(

@@ -33,6 +33,11 @@ from engine.model.quantization.stored import (
 )
 
 _VALUES = {("float", 8): torch.float8_e4m3fn, ("int", 8): torch.int8}
+_OF_WORDS = {("int", 8), ("int", 4)}
+_PACKED = "pack-quantized"
+_PLAIN = {"float-quantized", "int-quantized", "naive-quantized", "mixed-precision", "None"}
+"""Values of `format` with which a weight has its own name and shape. That of all groups may be left out, or say that
+each has its own."""
 _SHAPE = "weight_shape"
 _SCALE = ".weight_scale"
 _STRATEGIES = ("tensor", "channel", "group", "block")
@@ -56,15 +61,16 @@ class _Scheme:
         """Raises UnsupportedModel."""
         kind, bits = str(weights.get("type", "int")), int(weights.get("num_bits", 8))
         strategy = str(weights.get("strategy") or ("group" if (weights.get("group_size") or -1) > 0 else "tensor"))
-        known = (kind, bits) in (("float", 8), ("int", 8), ("int", 4)) and strategy in _STRATEGIES
-        if not known or (bits == 4 and form != "pack-quantized"):
+        packed, symmetric = form == _PACKED, bool(weights.get("symmetric", True))
+        known = (kind, bits) in _OF_WORDS if packed else (kind, bits) in _VALUES and form in _PLAIN
+        if not known or strategy not in _STRATEGIES:
             raise UnsupportedModel(
                 f"compressed-tensors: {form} weights of {bits} bits, {kind}, by {strategy} cannot be run"
             )
         block = weights.get("block_structure") or (128, 128)
+        block = block.split("x") if isinstance(block, str) else block
         group = {"group": int(weights.get("group_size") or 0), "block": int(block[1])}.get(strategy, 0)
         rows = int(block[0]) if strategy == "block" else 1
-        packed, symmetric = form == "pack-quantized", bool(weights.get("symmetric", True))
         if packed and strategy == "tensor" and not symmetric:
             raise UnsupportedModel("compressed-tensors: packed weights with one zero point cannot be run")
         return cls(kind, bits, packed, symmetric, strategy == "tensor", group, rows)
@@ -78,6 +84,7 @@ class CompressedTensors(WithStoredExperts):
 
     def __init__(self, stated: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> None:
         """Raises UnsupportedModel."""
+        stated = {**stated, **(stated.get("quantization_config") or {})}  # some versions of transformers nest it
         for name in ("sparsity_config", "transform_config"):
             if (stated.get(name) or {}).get("format" if name == "sparsity_config" else "config_groups") not in (
                 None,
@@ -191,7 +198,10 @@ class CompressedTensors(WithStoredExperts):
 
     def _scheme(self, name: str) -> _Scheme | None:
         """The scheme of the group that names the layer; else of the group whose pattern matches it; else of the group
-        for its class."""
+        for its class. None: its weight is stored as it was, which files show by having no scale for it, also where
+        `ignore` has another name for it, or none, because its weight is that of the embeddings."""
+        if self._stored and f"{name}{_SCALE}" not in self._stored:
+            return None
         if any(_matches(name, self._ignored, kind) for kind in _KINDS):
             return None
         found = (scheme for kind in _KINDS for targets, scheme in self._groups if _matches(name, targets, kind))

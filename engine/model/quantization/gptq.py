@@ -21,6 +21,7 @@ from engine.model.quantization.stored import (
     QuantizedLayers,
     columns_by_group,
     replace_weight,
+    scale_dtype,
     stored_parameters,
     unpack_words,
 )
@@ -38,15 +39,17 @@ class Gptq(WithStoredExperts):
     def __init__(self, stated: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> None:
         """Raises UnsupportedModel."""
         self._bits = int(stated.get("bits", 4))
-        form = str(stated.get("checkpoint_format") or "gptq")
+        form = "marlin" if stated.get("is_marlin_format") else _form(stated)
         if self._bits not in (4, 8):
             raise UnsupportedModel(f"GPTQ with {self._bits} bits: only 4 and 8 can be run")
         if form not in _ZERO_OFFSETS:
             raise UnsupportedModel(f"GPTQ's checkpoint_format {form}: only {' and '.join(_ZERO_OFFSETS)} can be run")
+        if stated.get("pack_dtype", "int32") != "int32":
+            raise UnsupportedModel(f"GPTQ with words of {stated['pack_dtype']} (pack_dtype): only int32 can be run")
         if not all(rule.startswith(_LEFT_OUT) for rule in stated.get("dynamic") or ()):
             raise UnsupportedModel("GPTQ with rules of its own for some layers (dynamic) cannot be run")
-        self._zero_offset = _ZERO_OFFSETS[form]
-        self._group = int(stated.get("group_size", 128))
+        self._form, self._zero_offset, self._symmetric = form, _ZERO_OFFSETS[form], stated.get("sym") is True
+        self._group, self._is_ordered = int(stated.get("group_size", 128)), bool(stated.get("desc_act"))
         self._stored = stored
         self._layers = QuantizedLayers(stored, ".qweight", stated.get("modules_to_not_convert"))
 
@@ -87,7 +90,7 @@ class Gptq(WithStoredExperts):
         found = {
             "qweight": torch.empty(columns // codes, rows, dtype=torch.int32),
             "qzeros": torch.empty(columns // group, rows // codes, dtype=torch.int32),
-            "scales": torch.empty(columns // group, rows, dtype=torch.float16),
+            "scales": torch.empty(columns // group, rows, dtype=scale_dtype(f"{name}.scales", self._stored)),
         }
         if f"{name}.g_idx" in self._stored:
             found["g_idx"] = torch.empty(columns, dtype=torch.int32)
@@ -101,13 +104,37 @@ class Gptq(WithStoredExperts):
         scale = tensors["scales"].t().contiguous()
         group = codes.shape[1] // scale.shape[1]
         columns = None
-        if "g_idx" in tensors and self._group > 0:  # with a single group, columns are in order
+        if self._has_order(tensors):
             columns = columns_by_group(name, tensors["g_idx"], group, others)
         if columns is not None:
             codes = codes.index_select(1, columns)
+        middle = 1 << (self._bits - 1)
+        is_centred = not (zero != middle).any()
+        if not is_centred:
+            self._require_stated_form(name, zero, middle)
         if self._bits == 4:
             values = pack_halves(codes, packed_columns(codes.shape[1], group))
-            return QuantizedWeight(values, scale, zero.contiguous() if (zero != 8).any() else None, group), columns
-        values, centred = (codes.int() - 128).to(torch.int8), (zero.int() - 128).clamp(max=127).to(torch.int8)
-        own_zero = centred.contiguous() if centred.any() else None
-        return QuantizedWeight(values.contiguous(), scale, own_zero, group), columns
+            return QuantizedWeight(values, scale, None if is_centred else zero.contiguous(), group), columns
+        values, centred = (codes.int() - middle).to(torch.int8), (zero.int() - middle).clamp(max=127).to(torch.int8)
+        return QuantizedWeight(values.contiguous(), scale, None if is_centred else centred.contiguous(), group), columns
+
+    def _has_order(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether g_idx says anything: with a single group, columns are in order; and some files without `desc_act`
+        have nothing but zeros there."""
+        g_idx = tensors.get("g_idx")
+        return g_idx is not None and self._group > 0 and (self._is_ordered or bool(g_idx.any()))
+
+    def _require_stated_form(self, name: str, zero: Tensor, middle: int) -> None:
+        """Raises UnsupportedModel for symmetric weights whose zero points show that they are stored in the other form
+        than config.json states. zero: as the stated form has it."""
+        other = middle + (1 if self._zero_offset else -1)
+        if self._symmetric and (zero == other).all():
+            raise UnsupportedModel(
+                f"{name}: all zero points are {other}, not {middle} as symmetric weights have: its checkpoint_format "
+                f"is not {self._form}"
+            )
+
+
+def _form(stated: Mapping[str, Any]) -> str:
+    """Newer versions of GPTQModel write it by two names, or by the second alone."""
+    return str(stated.get("checkpoint_format") or stated.get("format") or "gptq")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.model.errors import UnsupportedModel
-from engine.model.load.safetensors_index import StoredTensor
+from engine.model.load.safetensors_index import DTYPES, StoredTensor
 from engine.model.parallel.group import RankGroup
 
 _UNUSED = (
@@ -21,6 +21,10 @@ _UNUSED = (
     ".q_scale",
     ".kv_scale",
     ".input_zero_point",
+    ".output_zero_point",
+    ".k_zero_point",
+    ".v_zero_point",
+    ".q_zero_point",
 )
 """Calibrated scales of activations and KV caches, which are not needed: ours are computed per token while serving."""
 
@@ -81,6 +85,12 @@ def columns_by_group(name: str, groups: Tensor, group: int, others: RankGroup) -
     return groups.argsort(stable=True)
 
 
+def scale_dtype(name: str, stored: Mapping[str, StoredTensor]) -> torch.dtype:
+    """The dtype of groups' scales: the stored one, since bf16 does not fit fp16, nor fp32 either; fp16 without
+    files."""
+    return DTYPES.get(stored[name].dtype, torch.float16) if name in stored else torch.float16
+
+
 def scale_shape(name: str, stored: Mapping[str, StoredTensor], num_rows: int) -> tuple[int, ...]:
     """The stored shape of a scale per tensor or per row: one number or [num_rows], with or without more dimensions
     of 1. Raises UnsupportedModel for any other."""
@@ -91,7 +101,10 @@ def scale_shape(name: str, stored: Mapping[str, StoredTensor], num_rows: int) ->
 
 
 def require_whole_blocks(name: str, rows: int, block: int, scale: StoredTensor | None) -> None:
-    """Raises UnsupportedModel if the files' blocks of rows do not end where this rank's rows of the layer do."""
+    """Raises UnsupportedModel if the files' scales are not of blocks, or blocks of rows do not end where this rank's
+    rows of the layer do. block: 1: not checked."""
+    if scale is not None and block > 1 and len(scale.shape) != 2:
+        raise UnsupportedModel(f"{scale.name} is {scale.shape}, not one scale for each block of {block} rows")
     if scale is not None and rows % block and scale.shape[0] != -(-rows // block):
         raise UnsupportedModel(f"{name}: fp8 blocks of {block} do not end where its {rows} rows on each rank do")
 

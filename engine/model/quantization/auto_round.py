@@ -1,0 +1,32 @@
+"""AutoRound (Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent", 2023): 4 or 8 bits, whose files are
+those of GPTQ or AWQ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from engine.model.errors import UnsupportedModel
+from engine.model.linear_method import Quantization
+from engine.model.load.safetensors_index import StoredTensor
+from engine.model.quantization.awq import Awq
+from engine.model.quantization.gptq import Gptq
+
+_FORMS: dict[str, type[Gptq] | type[Awq]] = {"auto_round:auto_gptq": Gptq, "auto_round:auto_awq": Awq}
+"""By `packing_format`: the format of the files. AutoRound's GPTQ is of the `checkpoint_format` gptq."""
+_SIZES = ("bits", "group_size", "sym", "data_type")
+_UNQUANTIZED_BITS = 16
+
+
+def auto_round(stated: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> Quantization:
+    """The format of the files. Raises UnsupportedModel for others, and for layers with sizes of their own; those that
+    have 16 bits are not quantized, as the files show."""
+    form = str(stated.get("packing_format"))
+    if form not in _FORMS or stated.get("data_type", "int") != "int":
+        of = f"packing_format {form} of {stated.get('data_type', 'int')}"
+        raise UnsupportedModel(f"AutoRound's {of}: only {' and '.join(_FORMS)} of int can be run")
+    for name, own in (stated.get("extra_config") or {}).items():
+        is_quantized = (own.get("bits") or stated.get("bits") or 4) < _UNQUANTIZED_BITS
+        if is_quantized and any(own[size] != stated.get(size, own[size]) for size in _SIZES if size in own):
+            raise UnsupportedModel(f"AutoRound with sizes of their own for some layers (extra_config: {name})")
+    return _FORMS[form](stated, stored)
