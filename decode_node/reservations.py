@@ -48,7 +48,8 @@ LEASE_OVER = RequestCancelled("the lease is over")
 
 
 class Reservations:
-    """Uses the engine's blocks and the receiver's slots; sends to prefill nodes and routers through `outbox`.
+    """Uses the engine's blocks and the receiver's slots; sends to prefill nodes and routers through `outbox`. At most
+    `max_waiting` Reserves wait, and those of answers that go on here.
 
     Each attempt is here once, as a waiting Reserve or as a lease. The cost of a turn depends on what its events
     touched, not on the number of attempts. No deadline is beyond `max_deadline_s`."""
@@ -127,7 +128,7 @@ class Reservations:
     def reserve(self, peer: str, reserve: Reserve, now: float) -> None:
         """Queue a Reserve; the peer's stream must be up. Raises the BatonError with which to refuse it."""
         config, total = self._engine.config, self._blocks.num_total
-        if len(self._queue) >= self._max_waiting:
+        if len(self._queue) >= self._max_waiting and not reserve.goes_on:
             raise Overloaded(f"{self._max_waiting} requests wait for room on the decode node")
         if reserve.num_samples > config.max_num_seqs:
             raise InvalidRequest(f"n {reserve.num_samples} is more than --max-num-seqs {config.max_num_seqs}", "n")
