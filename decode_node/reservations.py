@@ -72,7 +72,7 @@ class Reservations:
         self._deadlines = Deadlines[AttemptId]()  # of Reserves and leases
         self._short: dict[int, Lease] = {}  # leases with parts for which no receive is posted
         self._may_post = False  # a part has landed since slots were last shared out
-        self._num_free_slots = 0  # when slots were last shared out
+        self._num_freed_slots = 0  # when slots were last shared out
         self._ready: list[Lease] = []  # committed and complete; some may have ended since
         # Of leases that ended: the peer, and the answer to a repeated Commit, for as long as one may arrive.
         self._outcomes = ExpiringDict[int, tuple[str, BatonError | None]]()
@@ -160,12 +160,14 @@ class Reservations:
 
     def _share_slots(self) -> None:
         """Post receives for leases that are short of slots, if parts have landed or slots were freed since."""
-        if not self._may_post and self._receiver.num_free_slots == self._num_free_slots:
+        # Not how many are free: as many others may have been taken. Read before, since some are freed meanwhile.
+        num_freed = self._receiver.num_freed_slots
+        if not self._may_post and num_freed == self._num_freed_slots:
             return
         for lease in list(self._short.values()):
             if self._post_receives(lease):
                 self._outbox.to_prefill(lease.peer, Credit(lease.serial, lease.credits))
-        self._may_post, self._num_free_slots = False, self._receiver.num_free_slots
+        self._may_post, self._num_freed_slots = False, num_freed
 
     def _num_blocks(self, reserve: Reserve) -> int:
         """All full blocks, and one per sample to write to, in each group those that are still read."""
