@@ -153,8 +153,8 @@ class _Link:
                 if not self._connecting[peer]:
                     del self._connecting[peer]
                     self._unwanted.discard(peer)
-            if is_unwanted:
-                self._transport.disconnect(peer)
+                if is_unwanted:  # with the lock, so that it does not cut off a connection that begins now
+                    self._transport.disconnect(peer)
 
     def close(self) -> None:
         self._transport.close()
