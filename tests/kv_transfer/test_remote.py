@@ -179,6 +179,30 @@ def test_a_peer_that_is_wanted_again_meanwhile_is_connected(scene: Scene, pool: 
     assert scene.there.links
 
 
+def test_a_peer_that_is_cut_off_before_its_connecting_has_begun_is_not_connected(
+    scene: Scene, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call is made on a thread of its own, which may start late."""
+    asked, start = threading.Event(), threading.Thread.start
+    late: list[threading.Thread] = []
+
+    def start_late(thread: threading.Thread) -> None:
+        if thread.name == "kv-connect":
+            late.append(thread)
+            asked.set()
+        else:
+            start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_late)
+    connected = pool.submit(scene.connect)
+    assert asked.wait(SOON_S)
+    scene.link.transport.disconnect("d")
+    start(late[0])
+    connected.result(SOON_S)
+    late[0].join(SOON_S)
+    assert not scene.there.links
+
+
 def test_a_late_disconnect_does_not_cut_off_a_new_connection(
     scene: Scene, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
