@@ -85,6 +85,7 @@ class Migration(KvSending):
             age_s=now - sequence.arrived_s + sequence.age_s,
             move=self.move,
             num_spare_tokens=num_tokens - num_computed,
+            goes_on=True,
         )
 
     def commit(self, now: float, age_s: float) -> Commit:

@@ -48,7 +48,8 @@ LEASE_OVER = RequestCancelled("the lease is over")
 
 
 class Reservations:
-    """Uses the engine's blocks and the receiver's slots; sends to prefill nodes and routers through `outbox`.
+    """Uses the engine's blocks and the receiver's slots; sends to prefill nodes and routers through `outbox`. At most
+    `max_waiting` Reserves wait, and those of answers that go on here.
 
     Each attempt is here once, as a waiting Reserve or as a lease. The cost of a turn depends on what its events
     touched, not on the number of attempts. No deadline is beyond `max_deadline_s`."""
@@ -71,7 +72,7 @@ class Reservations:
         self._deadlines = Deadlines[AttemptId]()  # of Reserves and leases
         self._short: dict[int, Lease] = {}  # leases with parts for which no receive is posted
         self._may_post = False  # a part has landed since slots were last shared out
-        self._num_free_slots = 0  # when slots were last shared out
+        self._num_freed_slots = 0  # when slots were last shared out
         self._ready: list[Lease] = []  # committed and complete; some may have ended since
         # Of leases that ended: the peer, and the answer to a repeated Commit, for as long as one may arrive.
         self._outcomes = ExpiringDict[int, tuple[str, BatonError | None]]()
@@ -127,7 +128,7 @@ class Reservations:
     def reserve(self, peer: str, reserve: Reserve, now: float) -> None:
         """Queue a Reserve; the peer's stream must be up. Raises the BatonError with which to refuse it."""
         config, total = self._engine.config, self._blocks.num_total
-        if len(self._queue) >= self._max_waiting:
+        if len(self._queue) >= self._max_waiting and not reserve.goes_on:
             raise Overloaded(f"{self._max_waiting} requests wait for room on the decode node")
         if reserve.num_samples > config.max_num_seqs:
             raise InvalidRequest(f"n {reserve.num_samples} is more than --max-num-seqs {config.max_num_seqs}", "n")
@@ -159,12 +160,14 @@ class Reservations:
 
     def _share_slots(self) -> None:
         """Post receives for leases that are short of slots, if parts have landed or slots were freed since."""
-        if not self._may_post and self._receiver.num_free_slots == self._num_free_slots:
+        # Not how many are free: as many others may have been taken. Read before, since some are freed meanwhile.
+        num_freed = self._receiver.num_freed_slots
+        if not self._may_post and num_freed == self._num_freed_slots:
             return
         for lease in list(self._short.values()):
             if self._post_receives(lease):
                 self._outbox.to_prefill(lease.peer, Credit(lease.serial, lease.credits))
-        self._may_post, self._num_free_slots = False, self._receiver.num_free_slots
+        self._may_post, self._num_freed_slots = False, num_freed
 
     def _num_blocks(self, reserve: Reserve) -> int:
         """All full blocks, and one per sample to write to, in each group those that are still read."""

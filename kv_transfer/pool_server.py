@@ -55,6 +55,7 @@ class PoolServer:
                 self._answer(message, partial(self._open, message))
             case "connect":
                 link = self._links[message["link"]]
+                link.begin_connect(message["peer"])  # here, so that a disconnect that comes next knows of it
                 connect = partial(link.connect, message["peer"], bytes.fromhex(message["address"]), message["within_s"])
                 threading.Thread(target=self._answer, args=(message, connect), name="kv-connect", daemon=True).start()
             case "warm_up":
@@ -138,11 +139,14 @@ class _Link:
     def warm_up(self, kinds: list[list[Any]], gathers: bool) -> None:
         self._copies.warm_up(map(_rows, kinds), gathers)
 
-    def connect(self, peer: str, address: bytes, timeout_s: float) -> None:
-        """Raises TransferError."""
+    def begin_connect(self, peer: str) -> None:
+        """One call of `connect` follows."""
         with self._links:
             self._connecting[peer] = self._connecting.get(peer, 0) + 1
             self._unwanted.discard(peer)
+
+    def connect(self, peer: str, address: bytes, timeout_s: float) -> None:
+        """Raises TransferError."""
         try:
             self._transport.connect(peer, address, timeout_s)
             self._send(event="connected", peer=peer)
@@ -153,8 +157,8 @@ class _Link:
                 if not self._connecting[peer]:
                     del self._connecting[peer]
                     self._unwanted.discard(peer)
-            if is_unwanted:
-                self._transport.disconnect(peer)
+                if is_unwanted:  # with the lock, so that it does not cut off a connection that begins now
+                    self._transport.disconnect(peer)
 
     def close(self) -> None:
         self._transport.close()

@@ -126,6 +126,11 @@ class ReceiverRanks(_Ranks[KvReceiver]):
         return PartPlanner(sender, self.layout, part_blocks, self.layout)
 
     @property
+    def num_freed_slots(self) -> int:
+        """The sum over all ranks. See KvReceiver."""
+        return sum(mover.num_freed_slots for mover in self.ranks)
+
+    @property
     def num_damaged_pieces(self) -> int:
         return sum(mover.num_damaged_pieces for mover in self.ranks)
 

@@ -124,6 +124,13 @@ class KvReceiver(KvMover):
             self._free_slots()
             return self._staging.num_free
 
+    @property
+    def num_freed_slots(self) -> int:
+        """How often a slot became free, ever. On any thread."""
+        with self._lock:
+            self._free_slots()
+            return self._staging.num_freed
+
     def mark(self) -> Mark:
         """All work queued on the device so far, which includes that of the earlier owners of newly allocated blocks."""
         return self._copies.mark()

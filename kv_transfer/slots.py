@@ -46,6 +46,8 @@ class Slots:
         self._clock = clock
         self._since_s = [clock()] * num_slots
         self._free = deque(range(num_slots))
+        self.num_freed = 0
+        """How often a slot became free, ever."""
 
     @property
     def num_free(self) -> int:
@@ -75,6 +77,7 @@ class Slots:
         self._move(slot, SlotState.HELD, SlotState.FREE)
         self._belongs(slot, NOBODY)
         self._free.append(slot)
+        self.num_freed += 1
 
     def audit(self) -> list[KvSlot]:
         """Every slot, its state and owner, and for how long."""

@@ -85,6 +85,7 @@ class Outgoing(KvSenderCore[Handoff]):
             layer_groups=handoff.layer_groups,
             priority=prefill.priority,
             age_s=prefill.age_s + now - handoff.received,
+            goes_on=prefill.goes_on,
         )
         self._reserve(handoff, reserve)
 

@@ -53,7 +53,8 @@ class Reserve:
     Waits in the decode node's queue until granted, refused, released, aborted, or `deadline_s` after receipt. Blocks
     from `grouped_from_block` on are sent in `layer_groups` groups of layers, those before as whole blocks.
 
-    `age_s`: time since the request came to the router, see `baton.priority`.
+    `age_s`: time since the request came to the router, see `baton.priority`. `goes_on`: its client has a part of the
+    answer, so it is not refused because too many wait.
 
     `move`: that of the Migrate, if a decode node hands over a request that it goes on with. Then the last
     `num_spare_tokens` of the tokens are not computed yet, and the Commit may come before all of them are; their blocks
@@ -73,6 +74,7 @@ class Reserve:
     move: int = 0
     num_spare_tokens: int = 0
     age_s: float = 0.0
+    goes_on: bool = False
 
     @property
     def num_least_tokens(self) -> int:

@@ -72,6 +72,15 @@ class Options:
         for prefill in self.prefills if prefills is None else prefills:
             yield from (Option(prefill, decode) for decode in inner if self.fits(prefill, decode))
 
+    def __contains__(self, option: object) -> bool:
+        """Whether it is one of them: no policy may choose anything else."""
+        if not isinstance(option, Option):
+            return False
+        prefill, decode = option
+        if decode is None:
+            return prefill in self.alone
+        return prefill in self.prefills and decode in self.decodes and self.fits(prefill, decode)
+
     def __iter__(self) -> Iterator[Option]:
         yield from self.pairs()
         yield from (Option(decode, None) for decode in self.alone)

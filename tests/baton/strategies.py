@@ -183,6 +183,7 @@ prefill_message = st.one_of(
         priority=st.integers(MIN_PRIORITY, MAX_PRIORITY),
         move=st.integers(0, 2**20 - 1),
         age_s=seconds,
+        goes_on=st.booleans(),
     ),
     st.builds(handoff.Commit, lease, attempt_id, text, some_tokens, samples(1), sampling(2), seconds, text, seconds),
     st.builds(handoff.Commit, lease, attempt_id, text, some_tokens, samples(0), beam_search, seconds, text, seconds),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -176,6 +176,55 @@ def test_a_peer_that_is_wanted_again_meanwhile_is_connected(scene: Scene, pool: 
         scene.there.may_connect.set()
         connected.result(SOON_S)
         again.result(SOON_S)
+    assert scene.there.links
+
+
+def test_a_peer_that_is_cut_off_before_its_connecting_has_begun_is_not_connected(
+    scene: Scene, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call is made on a thread of its own, which may start late."""
+    asked, start = threading.Event(), threading.Thread.start
+    late: list[threading.Thread] = []
+
+    def start_late(thread: threading.Thread) -> None:
+        if thread.name == "kv-connect":
+            late.append(thread)
+            asked.set()
+        else:
+            start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_late)
+    connected = pool.submit(scene.connect)
+    assert asked.wait(SOON_S)
+    scene.link.transport.disconnect("d")
+    start(late[0])
+    connected.result(SOON_S)
+    late[0].join(SOON_S)
+    assert not scene.there.links
+
+
+def test_a_late_disconnect_does_not_cut_off_a_new_connection(
+    scene: Scene, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.there.may_connect.clear()
+    first = pool.submit(scene.connect)
+    assert scene.there.connects.wait(SOON_S)
+    scene.there.connects.clear()
+    scene.link.transport.disconnect("d")
+    disconnect = scene.there.disconnect
+    with ThreadPoolExecutor(1) as other:
+        again: list[Future[None]] = []
+
+        def disconnect_late(peer: str) -> None:
+            again.append(other.submit(scene.connect))
+            if scene.there.connects.wait(0.2):  # it must not get so far before this is over
+                again[0].result(SOON_S)
+            disconnect(peer)
+
+        monkeypatch.setattr(scene.there, "disconnect", disconnect_late)
+        scene.there.may_connect.set()
+        first.result(SOON_S)
+        again[0].result(SOON_S)
     assert scene.there.links
 
 

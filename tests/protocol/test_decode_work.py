@@ -220,6 +220,20 @@ def test_queues_are_bounded(decoding: Decoding, direct: bool) -> None:
     assert decoding.core.load().num_waiting == 2
 
 
+def test_an_answer_that_has_begun_is_never_refused_for_the_queue(decoding: Decoding) -> None:
+    """All streams of a decode node that dies come at once, and none may end for that."""
+    decoding.core._reservations._max_waiting = 1
+    decoding.reserve(named(9), n=MAX_NUM_SEQS)  # has all places
+    for number in range(3):
+        decoding.reserve(named(number), goes_on=True)
+    assert not refusals(decoding)
+    decoding.reserve(named(3))
+    assert refusals(decoding) == [Overloaded]
+    decoding.hear(FromPeer(PEER, Release(1, named(9))))
+    decoding.turn()
+    assert [grant.attempt_id for grant in decoding.grants[1:]] == [named(number) for number in range(3)]
+
+
 def test_room_that_a_step_makes_is_seen_without_another_event(decoding: Decoding) -> None:
     hand_over(decoding, n=MAX_NUM_SEQS)
     decoding.reserve(named(1))

@@ -72,6 +72,7 @@ def test_a_request_goes_on_here_until_only_the_rest_is_left_and_then_stops(ahead
     node.migrate()
     (reserve,) = node.said
     assert isinstance(reserve, Reserve)
+    assert reserve.goes_on, "it would be refused while newcomers wait at the target"
     known = reserve.num_tokens - reserve.num_spare_tokens
     assert reserve.move == 1
     assert len(reserve.block_hashes) == known // BLOCK_SIZE

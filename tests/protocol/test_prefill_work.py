@@ -97,6 +97,13 @@ def test_a_reserve_has_the_priority_of_its_prompt_and_its_age(prefilling: Prefil
     assert (reserve.priority, reserve.age_s) == (-5, 2.5), "and a second here"  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("output", [(), (7,)])
+def test_a_reserve_says_whether_the_answer_has_begun(prefilling: Prefilling, output: tuple[int, ...]) -> None:
+    send(prefilling, samples=(Sample(0, output),))
+    (reserve,) = of(Reserve, prefilling)
+    assert reserve.goes_on is bool(output)  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(("aborted", "is_taken"), [(0, True), (1, False), (2, False)])
 def test_an_abort_leaves_a_tombstone(prefilling: Prefilling, aborted: int, is_taken: bool) -> None:
     prefilling.node.core.handle(FromRouter(EPOCH, Abort(WORK._replace(attempt=aborted))), 0.5)

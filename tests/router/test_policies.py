@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.messages import Prefill
+from baton.node_info import NodeRole
+from baton.sampling import SamplingParams
+from router.actions import ToNode
+from router.core import RouterCore
 from router.plugins import UnknownPlugin
-from router.policies import POLICIES, Candidate, Option, Options, find_policy
+from router.policies import POLICIES, Candidate, Option, Options, Policy, find_policy
 from router.policies.cost import NEAR, Prices
+from router.request_state import RoutedRequest
+from tests.router.rig import info
 
 SECONDS = st.floats(0.0, 10.0).map(lambda value: round(value, 3))
 VALUES = st.fixed_dictionaries(
@@ -187,3 +196,45 @@ def test_round_robin_uses_all_pairs_in_turn(num_prefill: int, num_decode: int) -
 def test_an_unknown_policy_is_named() -> None:
     with pytest.raises(UnknownPlugin, match="none called 'best'; there are cost, least-loaded, prefix"):
         find_policy("best")
+
+
+class Faulty(Policy):
+    """Fails, or returns what it is told to."""
+
+    name = "faulty"
+
+    def __init__(self, choice: Callable[[Options], object]) -> None:
+        self._choice = choice
+
+    def choose(self, options: Options, draw: Random) -> Option:
+        return self._choice(options)  # type: ignore[return-value]
+
+
+def fail(options: Options) -> object:
+    raise KeyError("p1")
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        fail,
+        lambda options: None,
+        lambda options: Option(Candidate("p9", "p9"), options.decodes[0]),
+        lambda options: Option(options.prefills[0], Candidate("d9", "d9")),
+        lambda options: Option(options.decodes[0], None),  # it does not compute prompts beside prefill nodes
+        lambda options: next(option for option in itertools.product(options.prefills, options.decodes)),
+    ],
+)
+def test_a_policy_that_fails_costs_no_request(
+    choice: Callable[[Options], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where no client could be told: the request has waited, and a node's message has it placed."""
+    core = RouterCore(1, policy=Faulty(choice))
+    core.submit(RoutedRequest("waits", (1, 2), 1, SamplingParams(), 9.0), 0.0)
+    core.node_up(info("p1", NodeRole.PREFILL), 1.0)
+    core.node_up(info("d1", NodeRole.DECODE), 1.0)
+    core.submit(RoutedRequest("new", (1, 2), 1, SamplingParams(), 9.0), 2.0)
+    sent = [action.message for action in core.actions if isinstance(action, ToNode)]
+    targets = [(message.target_incarnation, message.decode) for message in sent if isinstance(message, Prefill)]
+    assert [(prefill, decode and decode.incarnation) for prefill, decode in targets] == [("p1", "d1")] * 2
+    assert "policy=faulty" in caplog.text

@@ -510,7 +510,7 @@ class Hello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., target_incarnation: _Optional[str] = ..., node_id: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KvLayout, _Mapping]] = ..., endpoints: _Optional[_Iterable[_Union[_common_pb2.TransportEndpoint, _Mapping]]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., part_blocks: _Optional[int] = ...) -> None: ...
 
 class Reserve(_message.Message):
-    __slots__ = ("attempt_id", "target_incarnation", "num_tokens", "block_hashes", "num_samples", "deadline_s", "max_total_tokens", "grouped_from_block", "layer_groups", "priority", "move", "num_spare_tokens", "age_s")
+    __slots__ = ("attempt_id", "target_incarnation", "num_tokens", "block_hashes", "num_samples", "deadline_s", "max_total_tokens", "grouped_from_block", "layer_groups", "priority", "move", "num_spare_tokens", "age_s", "goes_on")
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -524,6 +524,7 @@ class Reserve(_message.Message):
     MOVE_FIELD_NUMBER: _ClassVar[int]
     NUM_SPARE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
+    GOES_ON_FIELD_NUMBER: _ClassVar[int]
     attempt_id: _common_pb2.AttemptId
     target_incarnation: str
     num_tokens: int
@@ -537,7 +538,8 @@ class Reserve(_message.Message):
     move: int
     num_spare_tokens: int
     age_s: float
-    def __init__(self, attempt_id: _Optional[_Union[_common_pb2.AttemptId, _Mapping]] = ..., target_incarnation: _Optional[str] = ..., num_tokens: _Optional[int] = ..., block_hashes: _Optional[bytes] = ..., num_samples: _Optional[int] = ..., deadline_s: _Optional[float] = ..., max_total_tokens: _Optional[int] = ..., grouped_from_block: _Optional[int] = ..., layer_groups: _Optional[int] = ..., priority: _Optional[int] = ..., move: _Optional[int] = ..., num_spare_tokens: _Optional[int] = ..., age_s: _Optional[float] = ...) -> None: ...
+    goes_on: bool
+    def __init__(self, attempt_id: _Optional[_Union[_common_pb2.AttemptId, _Mapping]] = ..., target_incarnation: _Optional[str] = ..., num_tokens: _Optional[int] = ..., block_hashes: _Optional[bytes] = ..., num_samples: _Optional[int] = ..., deadline_s: _Optional[float] = ..., max_total_tokens: _Optional[int] = ..., grouped_from_block: _Optional[int] = ..., layer_groups: _Optional[int] = ..., priority: _Optional[int] = ..., move: _Optional[int] = ..., num_spare_tokens: _Optional[int] = ..., age_s: _Optional[float] = ..., goes_on: _Optional[bool] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("attempt_id", "lease", "num_held_blocks", "num_parts", "credits", "checksums", "num_held_in_groups")

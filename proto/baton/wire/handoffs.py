@@ -161,6 +161,7 @@ def _write_reserve(message: Reserve) -> node_pb2.Reserve:
         move=message.move,
         num_spare_tokens=message.num_spare_tokens,
         age_s=message.age_s,
+        goes_on=message.goes_on,
     )
 
 
@@ -190,6 +191,7 @@ def _read_reserve(wire: node_pb2.Reserve, limits: Limits) -> Reserve:
         move=values.read_below(wire.move, MAX_MOVES, "move"),
         num_spare_tokens=wire.num_spare_tokens,
         age_s=values.read_seconds(wire.age_s, "age_s"),
+        goes_on=wire.goes_on,
     )
 
 
