@@ -25,6 +25,8 @@ from engine.model.fast.target import Target
 from engine.model.linear_method import UnquantizedLinear, method_of
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.loader import load_model
+from engine.model.quantization import choose_quantization
+from engine.model.quantization.compressed_tensors import CompressedTensors
 from engine.model.quantization.linear import LinearOfFourBits, QuantizedLinear, install
 from engine.model.tolerance import close
 from tests.engine import tiny_models
@@ -387,6 +389,18 @@ def test_scales_keep_the_dtype_of_the_files(form: str, tmp_path: Path) -> None:
     codes = weight / tensors[f"{layer}.scales"][0, 0].float()
     assert torch.allclose(codes, codes.round(), atol=1e-4)
     assert codes.abs().max() > 5
+
+
+@pytest.mark.parametrize(("form", "dtype"), [("compressed-w4a16", torch.bfloat16), ("compressed-fp8", torch.float32)])
+def test_scales_of_four_bits_have_the_16_bits_that_their_kernel_takes(
+    form: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    write(TINY, tmp_path, form)
+    checkpoint, layer = Checkpoint.open(tmp_path), "model.layers.1.self_attn.q_proj"
+    quantization = choose_quantization(checkpoint.config, checkpoint.weights, None)
+    assert isinstance(quantization, CompressedTensors)
+    rows, columns = load_file(TINY / "model.safetensors")[f"{layer}.weight"].shape
+    assert quantization.tensors(layer, rows, columns)["weight_scale"].dtype is dtype
 
 
 # ---- as on a GPU, where weights stay quantized ----

@@ -27,6 +27,7 @@ from engine.model.quantization.stored import (
     per_row,
     replace_weight,
     require_whole_blocks,
+    scale_dtype,
     scale_shape,
     stored_parameters,
     unpack_words,
@@ -128,7 +129,9 @@ class CompressedTensors(WithStoredExperts):
         scales: tuple[int, ...] = (-(-rows // scheme.rows), columns // scheme.group if scheme.group else 1)
         if scheme.per_tensor:
             scales = scale_shape(f"{name}.weight_scale", self._stored, rows)
-        parameters = {"weight_scale": torch.empty(scales, dtype=torch.float32)}
+        # The kernels for 4 bits take scales of 16 bits, those for 8 bits only others.
+        own = scale_dtype(f"{name}{_SCALE}", self._stored) if scheme.packed and scheme.bits == 4 else torch.float32
+        parameters = {"weight_scale": torch.empty(scales, dtype=own)}
         codes = 32 // scheme.bits
         if scheme.packed:
             parameters["weight_packed"] = torch.empty(rows, -(-columns // codes), dtype=torch.int32)
