@@ -99,11 +99,11 @@ class DecodeCore(RoleCore):
             self._migrations.step_retired()
 
     def _move_on(self, now: float) -> None:
-        self._reservations.grant_waiting(now)
         for lease in self._reservations.take_adoptable():
             assert lease.commit is not None
             self._running.adopt(lease, self._matchers.make(lease.reserve.attempt_id, lease.commit.sampling), now)
         self._move_migrations_on(now)
+        self._reservations.grant_waiting(now)  # also what these have given back
 
     def _move_migrations_on(self, now: float) -> None:
         for attempt_id in self._running.take_ended():

@@ -70,8 +70,9 @@ class Migration(KvSending):
         assert self.target is not None
         sequence, num_computed = self.sequence, self.sequence.num_computed_tokens
         most = min(len(sequence.prompt_tokens) + sequence.sampling.max_tokens, config.max_model_len)
-        num_tokens = min(num_computed + SPARE_TOKENS + int(num_computed * SPARE_SHARE), most - 1)
-        if num_tokens <= num_computed:
+        num_known = sequence.num_tokens - 1  # some may still be computed again, after a preemption
+        num_tokens = min(num_known + SPARE_TOKENS + int(num_known * SPARE_SHARE), most - 1)
+        if num_tokens <= num_known:
             return None
         return Reserve(
             attempt_id=self.attempt_id,

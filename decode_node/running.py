@@ -101,7 +101,7 @@ class RunningRequests:
         assert commit is not None
         stopped = self._fences.stopped(attempt_id)
         outputs = {s.index: s.output_tokens for s in commit.samples if s.index not in stopped}
-        samples, beams = tuple(outputs), lease.extras.beams
+        samples, beams = tuple(sample.index for sample in commit.samples), lease.extras.beams
         if beams is not None and outputs:
             outputs = {0: ()}
         shape, num_tokens = self._engine.tables.shape, lease.num_tokens

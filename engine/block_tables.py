@@ -170,9 +170,14 @@ class BlockTables:
 
     def take(self, seq: Sequence) -> list[int]:
         """Take the sequence's table, which is the caller's from now on, and drop its claims."""
-        self._unclaim(seq, seq.num_claimed_blocks)
-        table, seq.block_table, seq.num_promised_columns = seq.block_table, [], 0
+        self.give_up_claims(seq)
+        table, seq.block_table = seq.block_table, []
         return table
+
+    def give_up_claims(self, seq: Sequence) -> None:
+        """Drop the sequence's claims: columns that it lacks it gets as any sequence that generates does."""
+        self._unclaim(seq, seq.num_claimed_blocks)
+        seq.num_promised_columns = 0
 
     def _unclaim(self, seq: Sequence, n: int) -> None:
         self._blocks.unclaim(n)

@@ -229,7 +229,7 @@ class Engine:
         retires = len(self._in_flight) > (self._num_ahead if plan.chunks else 0) and (wait or self._oldest_is_done)
         if retires:
             self._retire(self._in_flight.popleft(), result)
-        moved = retires or bool(plan.chunks)
+        moved = retires or bool(plan.chunks or plan.preempted)  # others may have room without the preempted
         result.again = (self.has_work and self.has_room and moved) or (wait and bool(self._in_flight))
         result.again |= self._oldest_is_done
         # Help in another node's step only if no step of our own can follow at once: two nodes that each joined the

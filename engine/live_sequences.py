@@ -93,20 +93,24 @@ class LiveSequences:
     # ---- parking ----
 
     def stop(self, seq: Sequence) -> None:
-        """Launch no more steps with this running sequence. It `is_settled` when the launched ones have retired."""
+        """Launch no more steps that sample a token of this running sequence. It `is_settled` when the launched ones
+        have retired, and the KV of all tokens before its last one is computed."""
         seq.stops = True
-        seq.draft_tokens = ()
+        if not seq.in_flight:  # else a launched step verifies them
+            seq.draft_tokens = ()
 
     def is_settled(self, seq: Sequence) -> bool:
         """Whether a stopped sequence has all of its tokens, and the KV of all but the last, so that it may be
         parked."""
-        return seq.stops and seq.state is SequenceState.RUNNING and not seq.in_flight
+        is_computed = seq.num_computed_tokens == seq.num_tokens - 1
+        return seq.stops and seq.state is SequenceState.RUNNING and is_computed and not seq.in_flight
 
     def park(self, seq: Sequence) -> None:
         """Take a settled sequence out of the batch. It keeps its blocks and its place, until `release` or
         `resume`."""
         assert self.is_settled(seq)
         self._scheduler.reserve_seqs(1)
+        self._tables.give_up_claims(seq)
         self.park_prompt(seq)
 
     def resume(self, seq: Sequence) -> None:

@@ -92,7 +92,7 @@ class Sequence:
     num_cached_tokens: int = 0  # the prefix hit when it was first scheduled
     started_s: float | None = None  # when it was first scheduled
     num_preemptions: int = 0
-    stops: bool = False  # no further step includes it, see `LiveSequences.stop`
+    stops: bool = False  # no further step samples its next token, see `LiveSequences.stop`
     state: SequenceState = SequenceState.WAITING
     _hashes: list[BlockHash] = field(default_factory=list)
 
@@ -165,10 +165,13 @@ class Sequence:
 
     def num_tokens_to_go(self, max_model_len: int) -> int:
         """How many tokens' KV the next step may compute, including draft tokens. 0: the next tokens are known only when
-        a launched step retires, or the sequence waits for its matcher, or it is stopped."""
-        if self.stops or self.awaits_matcher:
+        a launched step retires, or the sequence waits for its matcher, or it is stopped. A stopped sequence still
+        computes what may lie before its last token: after a preemption, or if several tokens came at once."""
+        if self.awaits_matcher:
             return 0
         total = len(self.tokens) + self.num_pending_tokens
+        if self.stops:
+            return max(0, total - 1 - self.num_launched_tokens)
         if self.num_pending_tokens:
             num_output = total - len(self.prompt_tokens)
             if num_output >= self.sampling.max_tokens or total >= max_model_len:

@@ -1,4 +1,5 @@
-"""Engine and scheduler under random arrivals, aborts, leases and handoffs, in pools small enough to evict and preempt.
+"""Engine and scheduler under random arrivals, aborts, leases, handoffs and moves, in pools small enough to evict and
+preempt.
 
 The model is a fake whose KV can be read back, so a wrong block table is a failed assertion in it; and each sample's
 tokens are compared, one by one, with those of an undisturbed run.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import pytest
@@ -18,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from baton.layout import num_blocks_for
 from baton.messages import AttemptId
 from baton.sampling import FinishReason, SamplingParams
+from decode_node.migration import is_movable
 from engine.block_manager import NULL_BLOCK
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -28,7 +31,7 @@ from engine.step import SampledToken, StepResult
 from engine.step_padding import StepPadding
 from tests.engine.fake_tier import NOBODY, FakeTier
 from tests.machines import machine
-from tests.protocol.fake_model import EOS, VOCAB_SIZE, FakeModel, expected_output
+from tests.protocol.fake_model import EOS, VOCAB_SIZE, FakeModel, expected_output, next_token
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 40
@@ -49,6 +52,30 @@ class Request:
         return self.aborted or len(self.finished) == len(self.expected)
 
 
+class Forcing:
+    """A matcher that leaves no alternative, now and then, to what the model says anyway."""
+
+    ready, error, finished = True, None, False
+
+    def __init__(self, seq: Sequence, draw: random.Random, tokens: Iterable[int]) -> None:
+        self.seq, self.random, self.tokens = seq, draw, list(tokens)
+
+    def accept(self, token: int) -> None:
+        self.tokens.append(token)
+
+    def forced(self) -> list[int]:
+        tokens = [*self.seq.prompt_tokens, *self.tokens]
+        for _ in range(self.random.choice([0, 0, 1, 2, 6])):
+            tokens.append(next_token(tokens, self.seq.sampling.seed))
+        return tokens[len(self.seq.prompt_tokens) + len(self.tokens) :]
+
+    def fork(self, tokens: Iterable[int] = ()) -> Forcing:
+        return Forcing(self.seq, self.random, [*self.tokens, *tokens])
+
+    def fill(self, mask: object) -> None:
+        raise AssertionError("the model asks nobody")
+
+
 @dataclass
 class Lease:
     """A handoff within one pool: the blocks that its second half will run in."""
@@ -64,7 +91,7 @@ class EngineMachine(RuleBasedStateMachine):
         num_more_blocks=st.integers(0, 5),  # than one sequence may need
         budget=st.sampled_from([64, 16, 7, 3, 1]),
         max_num_seqs=st.sampled_from([8, 4, 2]),
-        ahead=st.booleans(),
+        stages=st.sampled_from([0, 0, 1, 1, 3]),
         num_speculative_tokens=st.sampled_from([0, 2, 5]),
         target_itl_s=st.sampled_from([None, 1e-9]),
         windows=st.sampled_from([(None, None), (None, None), (None, 6), (7, 7), (None, 1), (9, 3)]),
@@ -75,7 +102,7 @@ class EngineMachine(RuleBasedStateMachine):
         num_more_blocks: int,
         budget: int,
         max_num_seqs: int,
-        ahead: bool,
+        stages: int,
         num_speculative_tokens: int,
         target_itl_s: float | None,
         windows: tuple[int | None, ...],
@@ -89,7 +116,8 @@ class EngineMachine(RuleBasedStateMachine):
             block_size=BLOCK_SIZE,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
-            async_scheduling=ahead,
+            async_scheduling=stages > 0,
+            num_stages=max(1, stages),
             num_speculative_tokens=num_speculative_tokens,
             target_itl_s=target_itl_s,  # so short that every chunk is the least one
             padding=StepPadding(((2, (2, 5)), (8, (3, 6)))),
@@ -99,6 +127,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.config = config = dataclasses.replace(config, num_blocks=num_blocks)
         self.model = FakeModel(num_blocks, BLOCK_SIZE, windows=windows)
         assert self.model.layout.windows == config.windows
+        self.model.most_unknown = max(1, config.num_steps_ahead)
         self.tier = FakeTier(self.model)
         self.random = random.Random(seed)
         if num_speculative_tokens:
@@ -108,6 +137,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.requests: dict[AttemptId, Request] = {}
         self.queue: list[AttemptId] = []  # as they arrived, until started
         self.leases: list[Lease] = []
+        self.moving: list[Sequence] = []  # stopped, to go on elsewhere or here
+        self.num_scored: dict[Sequence, int] = {}  # prompt tokens whose logprobs have come
+        self.may_sleep = False  # nothing has happened since the engine asked for no further turn
         self.held: list[list[int]] = []  # blocks promised to nothing in particular
         self.now = 0.0
 
@@ -122,6 +154,8 @@ class EngineMachine(RuleBasedStateMachine):
         hand_off=st.sampled_from([False, False, True]),
         num_given=st.integers(0, 3),
         salt=st.sampled_from(["", "", "salt"]),
+        scored=st.sampled_from([None, None, 0]),
+        forced=st.sampled_from([False, False, True]),
     )
     def arrive(
         self,
@@ -133,6 +167,8 @@ class EngineMachine(RuleBasedStateMachine):
         hand_off: bool,
         num_given: int,
         salt: str,
+        scored: int | None,
+        forced: bool,
     ) -> None:
         if sum(not request.ended for request in self.requests.values()) >= 8:
             return
@@ -147,16 +183,21 @@ class EngineMachine(RuleBasedStateMachine):
         seq = Sequence(
             attempt_id, samples, prompt, sampling, [*prompt, *given], hand_off, salt, self.now, runs_ahead=runs_ahead
         )
+        seq.num_prompt_logprobs = scored
+        if forced and num_samples == 1:
+            seq.matcher, seq.runs_ahead = Forcing(seq, self.random, given), False
         self.engine.add(seq)
         self.requests[attempt_id] = Request(expected, {s: list(given) for s in samples}, [seq])
         self.queue.append(attempt_id)
 
     @rule(times=st.integers(1, 12))
     def step(self, times: int) -> None:
+        self.may_sleep = False
         for _ in range(times):
             self.now += 1
             before = [seq for seq in self.live(SequenceState.WAITING) if seq.num_preemptions]
-            before = [seq for seq in before if not self.awaits_load(seq)]
+            # What is before the block that is being loaded for it may have been evicted since: it still waits.
+            before = [seq for seq in before if not self.awaits_load(seq) and seq not in self.engine.waiting._deferred]
             plan, result = self.compute()
             self.take(plan, result)
             self.whole()
@@ -176,6 +217,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.drop(lease)
         for seq in request.sequences * 2:  # once more changes nothing
             self.engine.sequences.release(seq)
+        self.moving = [seq for seq in self.moving if seq not in request.sequences]
         self.queue = [waiting for waiting in self.queue if waiting != attempt_id]
 
     @rule(n=st.integers(1, 4))
@@ -268,6 +310,56 @@ class EngineMachine(RuleBasedStateMachine):
         self.requests[lease.source.attempt_id].aborted = True
         self.engine.sequences.release(lease.source)
 
+    @precondition(lambda self: self.movable())
+    @rule(data=st.data())
+    def stop(self, data: st.DataObject) -> None:
+        seq = data.draw(st.sampled_from(self.movable()))
+        self.engine.sequences.stop(seq)
+        self.moving.append(seq)
+
+    @precondition(lambda self: self.moving)
+    @rule(data=st.data())
+    def resume(self, data: st.DataObject) -> None:
+        seq = data.draw(st.sampled_from(self.moving))
+        self.moving.remove(seq)
+        event(f"resumed {seq.state.value}")
+        self.engine.sequences.resume(seq)
+
+    def move(self, seq: Sequence) -> None:
+        """The parked sequence goes on with copies of its blocks, as on another node, if there is room for them."""
+        if (table := self.copied(seq)) is not None:
+            self.moving.remove(seq)
+            event("moved")
+            self.engine.sequences.release(seq)
+            names = seq.attempt_id, seq.samples, seq.prompt_tokens, seq.sampling
+            target = Sequence(*names, cache_salt=seq.cache_salt, arrived_s=seq.arrived_s, runs_ahead=seq.runs_ahead)
+            target.block_table = table
+            if seq.matcher is not None:
+                target.matcher = Forcing(target, self.random, ())
+            children = self.engine.adopt(target, {seq.samples[0]: seq.output_tokens}, [])
+            self.requests[seq.attempt_id].sequences += [target, *children]
+
+    def movable(self) -> list[Sequence]:
+        """Those of which several tokens have no KV yet come first: they are rare."""
+        found = [seq for seq in self.live(SequenceState.RUNNING) if is_movable(seq) and not seq.stops]
+        return [seq for seq in found if seq.num_tokens - seq.num_computed_tokens > 1] or found
+
+    def copied(self, seq: Sequence) -> list[int] | None:
+        """A table with all that the parked sequence's next token reads; None: there are too few blocks."""
+        blocks, tables, num_computed = self.engine.blocks, self.engine.tables, seq.num_tokens - 1
+        num_full = num_computed // BLOCK_SIZE
+        found = tables.match_from(seq.block_hashes(num_full, BLOCK_SIZE), num_computed)
+        hits = [block for of_group in found for block in of_group]
+        lacking = tables.shape.lacking(num_full + 1, num_computed, tables.ends_of(found, num_computed))
+        if not blocks.can_allocate(len(lacking), keep=hits):
+            return None
+        blocks.acquire(hits)
+        fresh = self.engine.allocate(len(lacking))
+        table = tables.table_of(found, num_computed, lacking, fresh)
+        pairs = [(block, copy) for block, copy in zip(seq.block_table, table, strict=False) if copy in fresh]
+        self.model.copy_blocks(pairs)
+        return table
+
     # ---- what must hold ----
 
     def guess(self) -> None:
@@ -280,21 +372,27 @@ class EngineMachine(RuleBasedStateMachine):
 
     def compute(self) -> tuple[Plan, StepResult]:
         self.guess()
-        self.lengths = {seq: seq.num_tokens for seq in self.live(SequenceState.WAITING)}
+        self.awaited = {seq for seq in self.live(SequenceState.WAITING) if self.awaits_load(seq)}
         plan = self.engine.schedule(self.now)
         assert len(plan.chunks) <= self.config.max_num_seqs
         prompts = [chunk for chunk in plan.chunks if chunk.length > max(1, chunk.num_logits)]
         assert sum(chunk.length for chunk in prompts) <= self.config.max_num_batched_tokens
-        return plan, self.engine.compute(plan)
+        assert not (self.may_sleep and plan.chunks), "it did not ask for this turn"
+        for seq in plan.preempted:
+            if seq in self.moving:
+                self.moving.remove(seq)
+                self.engine.sequences.resume(seq)
+        result = self.engine.compute(plan)
+        self.may_sleep = not result.again
+        return plan, result
 
     def take(self, plan: Plan, result: StepResult) -> None:
         for seq in plan.started:
             passed = self.queue[: self.queue.index(seq.attempt_id)]
-            assert all(self.awaits_load(self.requests[attempt_id].sequences[0]) for attempt_id in passed), (
-                "not in order of arrival"
-            )
+            firsts = {self.requests[attempt_id].sequences[0] for attempt_id in passed}
+            assert firsts <= self.awaited | self.engine.waiting._deferred.keys(), "not in order of arrival"
             self.queue.remove(seq.attempt_id)
-            assert not self.awaits_load(seq, self.lengths[seq])
+            assert seq not in self.awaited or plan.evicted  # what is before the loading block may be gone since
             event(f"past others {bool(passed)}")
             assert seq.num_cached_tokens % BLOCK_SIZE == 0
             assert seq.num_cached_tokens < seq.num_tokens
@@ -304,8 +402,12 @@ class EngineMachine(RuleBasedStateMachine):
             assert all(not seq.hand_off for seq in plan.preempted)
             stayed = [seq.arrived_s for seq in self.live(SequenceState.RUNNING) if not seq.hand_off]
             assert max(stayed, default=0) <= min(seq.arrived_s for seq in plan.preempted), "not the youngest"
+        for seq, piece in result.prompt_logprobs:
+            assert piece.first_index == self.num_scored.setdefault(seq, 1), "a gap or a repeat"
+            self.num_scored[seq] += piece.num_tokens
         for token in result.sampled:
             self.hear(token)
+        self.park_settled()
         for seq in {token.sequence for token in result.sampled if token.sequence.hand_off}:
             assert seq.state is SequenceState.PARKED
             assert seq.num_computed_tokens == seq.num_tokens
@@ -313,6 +415,19 @@ class EngineMachine(RuleBasedStateMachine):
             assert len(seq.block_table) == num_blocks_for(seq.num_tokens, BLOCK_SIZE) * width
             if self.requests[seq.attempt_id].ended:  # all of it ended with its first token
                 self.engine.sequences.release(seq)
+                self.may_sleep = False
+
+    def park_settled(self) -> None:
+        """Now or later; those that are parked already may move."""
+        self.moving = [seq for seq in self.moving if seq.state is not SequenceState.FINISHED]
+        for seq in list(self.moving):
+            if self.random.random() < 0.4:
+                continue
+            self.may_sleep = False
+            if self.engine.sequences.is_settled(seq):
+                self.engine.sequences.park(seq)
+            elif seq.state is SequenceState.PARKED:
+                self.move(seq)
 
     def hear(self, token: SampledToken) -> None:
         request = self.requests[token.sequence.attempt_id]
@@ -320,6 +435,8 @@ class EngineMachine(RuleBasedStateMachine):
         assert token.sample not in request.finished
         if token.sequence not in request.sequences:
             request.sequences.append(token.sequence)
+        first = request.sequences[0]
+        assert first.num_prompt_logprobs is None or self.num_scored.get(first, 1) == len(first.prompt_tokens)
         output, reason = request.expected[token.sample]
         got = request.got[token.sample]
         assert token.index == len(got), "a gap or a repeat"
@@ -334,10 +451,12 @@ class EngineMachine(RuleBasedStateMachine):
                 assert token.sequence.state is SequenceState.FINISHED
                 assert not token.sequence.block_table
 
-    def awaits_load(self, seq: Sequence, num_tokens: int | None = None) -> bool:
-        """Whether the first block that it lacks is on its way. num_tokens: when it was to start, if it has since got
-        more."""
-        hashes = seq.block_hashes(((num_tokens or seq.num_tokens) - 1) // BLOCK_SIZE, BLOCK_SIZE)
+    def awaits_load(self, seq: Sequence) -> bool:
+        """Whether the first block that it lacks is on its way, unless it computes all of its prompt for the
+        logprobs."""
+        if seq.lacks_prompt_logprobs:
+            return False
+        hashes = seq.block_hashes((seq.num_tokens - 1) // BLOCK_SIZE, BLOCK_SIZE)
         blocks = self.engine.blocks
         if self.config.table_shape.has_windows:
             return self.engine.tables.match(hashes)[1] is not None
@@ -349,7 +468,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def parked(self) -> list[Sequence]:
         leased = [lease.source for lease in self.leases]
-        return [seq for seq in self.live(SequenceState.PARKED) if seq not in leased]
+        return [seq for seq in self.live(SequenceState.PARKED) if seq not in leased and seq.hand_off]
 
     def drop(self, lease: Lease) -> None:
         self.leases.remove(lease)
@@ -369,6 +488,9 @@ class EngineMachine(RuleBasedStateMachine):
         """With all leases gone and nobody new, everything left runs to its end."""
         if not hasattr(self, "engine"):
             return
+        for seq in self.moving:
+            self.engine.sequences.resume(seq)
+        self.moving = []
         while self.held:
             self.let_go()
         while self.leases:
@@ -376,6 +498,7 @@ class EngineMachine(RuleBasedStateMachine):
         while self.tier.loads:
             self.tier.finish(self.tier.loads[0])
         for _ in range(2000):
+            self.may_sleep = False
             plan, result = self.compute()
             self.take(plan, result)
             for seq in self.parked():

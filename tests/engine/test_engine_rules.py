@@ -221,3 +221,18 @@ def test_alone_without_blocks_a_sequence_waits_for_leases() -> None:
     engine.blocks.release(lease)
     run(engine)
     assert seq.output_tokens == tuple(range(10, 19))
+
+
+def test_a_turn_that_only_preempts_is_followed_by_one_that_admits() -> None:
+    """No event need come for that: what keeps the blocks that are missing may stay for long."""
+    engine, _ = make(num_blocks=17)
+    young, urgent = sequence(20, first=0, max_tokens=40), sequence(9, max_tokens=2, priority=-1)
+    engine.add(young)
+    engine.compute(engine.schedule(0.0))
+    lease = engine.allocate(engine.blocks.num_free)
+    engine.add(urgent)
+    while not young.num_preemptions:
+        result = engine.compute(engine.schedule(0.0))
+    assert result.again
+    assert [chunk.sequence for chunk in engine.schedule(0.0).chunks] == [urgent]
+    engine.blocks.release(lease)

@@ -6,7 +6,8 @@ import pytest
 
 from engine.engine import Engine
 from engine.sequence import Sequence, SequenceState
-from tests.engine.counting import make, run, sequence
+from tests.engine.counting import Counting, make, run, sequence
+from tests.engine.test_forced_tokens import ALLOWED, Places
 
 STEPS_AHEAD = pytest.mark.parametrize("ahead", [False, True])
 
@@ -71,3 +72,70 @@ def test_a_parked_sequence_keeps_its_place_and_its_blocks() -> None:
     assert len(tokens_after(engine)) == 2
     assert engine.scheduler.num_reserved_seqs == 0
     assert engine.blocks.num_free + engine.blocks.num_cached == engine.blocks.num_total
+
+
+def computed(model: Counting, seq: Sequence) -> set[int]:
+    """The positions whose KV steps have computed since the sequence's first chunk that began anew."""
+    chunks = [chunk for batch in model.batches for chunk in batch if chunk.sequence is seq]
+    anew = max(number for number, chunk in enumerate(chunks) if not chunk.start)
+    return {position for chunk in chunks[anew:] for position in range(chunk.start, chunk.end)}
+
+
+@STEPS_AHEAD
+def test_tokens_that_came_at_once_have_kv_before_a_stopped_sequence_is_settled(ahead: bool) -> None:
+    engine, model = make(async_scheduling=ahead)
+    seq = sequence(5, max_tokens=9, matcher=Places(ALLOWED))
+    engine.add(seq)
+    while seq.num_output_tokens < 5:
+        engine.compute(engine.schedule(0.0))
+    assert seq.num_computed_tokens < seq.num_tokens - 1, "three of them came at once"
+    engine.sequences.stop(seq)
+    assert not engine.sequences.is_settled(seq)
+    tokens = tokens_after(engine)
+    assert tokens == []
+    assert engine.sequences.is_settled(seq)
+    assert computed(model, seq) == set(range(seq.num_tokens - 1))
+    engine.sequences.park(seq)
+    engine.sequences.resume(seq)
+    assert [*seq.output_tokens, *tokens_after(engine)] == [10, 11, 40, 41, 42, 15, 43, 17, 18]
+
+
+@STEPS_AHEAD
+@pytest.mark.parametrize("windows", [(None,), (None, 6)])
+def test_one_that_is_computed_again_is_settled_when_all_of_it_is(ahead: bool, windows: tuple[int | None, ...]) -> None:
+    engine, model = make(async_scheduling=ahead, max_num_batched_tokens=5, windows=windows, num_blocks=40)
+    seq = sequence(5, max_tokens=30)
+    engine.add(seq)
+    while seq.num_output_tokens < 16:
+        engine.compute(engine.schedule(0.0))
+    lease = engine.allocate(engine.blocks.num_free + engine.blocks.num_cached)
+    while not seq.num_preemptions:
+        engine.compute(engine.schedule(0.0))
+    engine.blocks.release(lease)
+    engine.blocks.release(engine.allocate(engine.blocks.num_total))  # so that no prefix is left
+    while seq.num_computed_tokens < 5:
+        engine.compute(engine.schedule(0.0))
+    num_output = seq.num_output_tokens
+    engine.sequences.stop(seq)
+    assert not engine.sequences.is_settled(seq)
+    assert tokens_after(engine) == []
+    assert engine.sequences.is_settled(seq)
+    assert computed(model, seq) == set(range(seq.num_tokens - 1))
+    engine.sequences.park(seq)
+    engine.check_integrity()
+    engine.sequences.resume(seq)
+    assert tokens_after(engine) == list(range(10 + num_output, 40))
+
+
+def test_a_sequence_may_stop_while_a_step_verifies_its_draft() -> None:
+    engine, _ = make(async_scheduling=True, num_speculative_tokens=2)
+    engine.add(seq := sequence(5, max_tokens=9, runs_ahead=False))
+    while not seq.takes_drafts:
+        engine.compute(engine.schedule(0.0))
+    engine.propose(seq, (90, 91))
+    engine.compute(engine.schedule(0.0), wait=False)
+    engine.sequences.stop(seq)
+    engine.check_integrity()
+    assert len(tokens_after(engine)) == 1
+    assert engine.sequences.is_settled(seq)
+    assert not seq.draft_tokens

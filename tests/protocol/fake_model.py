@@ -132,6 +132,8 @@ class FakeModel:
     blocks: BlockManager | None = None
     chooses_nothing: Callable[[], bool] = staticmethod(lambda: False)
     """Asked at each sampling chunk: whether its sequence sits this one out."""
+    most_unknown = 1
+    """How many tokens of a sequence launched steps may sample before the host knows the first of them."""
     lied_to: frozenset[int] = frozenset()
     """Routers whose work may come with KV that is not of its tokens: whoever sent it is no good."""
 
@@ -228,9 +230,9 @@ class FakeModel:
 
     def _compute(self, layer: int, chunk: Chunk, tokens: list[int], table: list[int]) -> list[Choice]:
         seq = chunk.sequence
-        if chunk.end > len(tokens):
-            assert chunk.end == len(tokens) + 1, f"{seq.attempt_id}: more than one token is not known to the host"
-            tokens.append(self._last_tokens[seq, chunk.end - 1])
+        assert chunk.end <= len(tokens) + self.most_unknown, f"{seq.attempt_id}: too much is not known to the host"
+        while len(tokens) < chunk.end:
+            tokens.append(self._last_tokens[seq, len(tokens)])
         group, window = self._places[layer][0], self.layout.layers[layer].sliding_window
         table = table[group :: self.shape.width]
         seen_from = 0 if window is None else max(0, chunk.start + 1 - window)

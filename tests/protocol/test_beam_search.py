@@ -88,6 +88,24 @@ def test_one_that_is_aborted_leaves_nothing(num_turns: int) -> None:
     assert decoding.node.pool_is_whole()
 
 
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_sample_that_is_stopped_leaves_the_others_their_beams(is_early: bool) -> None:
+    decoding = Decoding()
+    computed, stop = PROMPT[:-1], FromRouter(EPOCH, Abort(WORK, (0,)))
+    decoding.reserve(prompt=computed, n=WIDTH, max_total_tokens=len(PROMPT) + 6)
+    (grant,) = decoding.grants
+    decoding.commit(grant, dict.fromkeys(range(WIDTH), ()), sampling=SAMPLING)
+    if is_early:
+        decoding.hear(stop)
+    decoding.send(grant, computed)
+    decoding.turn()
+    decoding.hear(stop)
+    decoding.run()
+    decoding.turn()
+    outputs = [tuple(decoding.output(sample)) for sample in range(WIDTH)]
+    assert outputs == [(), *(tokens for tokens, _ in expected()[1:])]
+
+
 def test_one_that_may_not_fit_ends_its_lease() -> None:
     decoding = Decoding(num_blocks=18)
     decoding.reserve(prompt=PROMPT[:-1], n=WIDTH, max_total_tokens=30)

@@ -251,6 +251,18 @@ def test_room_that_a_step_makes_is_seen_without_another_event(decoding: Decoding
     assert decoding.grants[1:]
 
 
+def test_room_that_a_request_leaves_that_never_runs_is_seen_in_the_same_turn(decoding: Decoding) -> None:
+    decoding.reserve(n=2)
+    decoding.commit(decoding.grants[0], first_tokens(0, 1))
+    decoding.hear(FromRouter(EPOCH, Abort(WORK, (0, 1))))
+    decoding.reserve(named(1), n=MAX_NUM_SEQS)
+    assert not decoding.grants[1:], "there is no place for its samples"
+    decoding.send(decoding.grants[0])
+    decoding.turn()
+    assert ends(decoding) == [None]
+    assert decoding.grants[1:], "nobody would look"
+
+
 # ---- commits ----
 
 

@@ -9,15 +9,15 @@ import pytest
 
 from baton.errors import BatonError, Overloaded, PeerLost, RequestCancelled, TransferTimeout
 from baton.handoff_messages import CommitReply, Grant, Landed, Refuse, Release, Reserve
-from baton.messages import Abort, End, HandedOff, SampleEnd, Stayed
+from baton.messages import Abort, AttemptId, End, HandedOff, SampleEnd, Stayed
 from baton.sampling import SamplingParams
 from decode_node.migrations import REPLY_S
-from node.events import FromRouter, PeerClosed, SessionLost, TargetEvent
+from node.events import FromPeer, FromRouter, PeerClosed, PeerOpened, SessionLost, TargetEvent
 from tests.protocol.decoding import Decoding
 from tests.protocol.fake_model import VOCAB_SIZE
 from tests.protocol.leaving import LEASE, PROMPT, SAMPLING, WORK, Leaving
 from tests.protocol.network import EPOCH
-from tests.protocol.node import BLOCK_SIZE
+from tests.protocol.node import BLOCK_SIZE, PART_BLOCKS
 from tests.protocol.test_simulation import WINDOWS
 from tests.protocol.world import World
 
@@ -95,6 +95,18 @@ def test_a_request_goes_on_here_until_only_the_rest_is_left_and_then_stops(ahead
     assert not node.kinds(End)
     assert node.node.idle
     node.node.check_whole()
+
+
+def test_room_that_a_request_leaves_that_has_moved_is_seen_in_the_same_turn() -> None:
+    node = leaving("committed")
+    core, layout = node.core, node.node.model.layout
+    num_samples = core.engine.config.max_num_seqs
+    reserve = Reserve(AttemptId(EPOCH, "s", 1), node.node.incarnation, 8, (), num_samples, 60.0, 12)
+    node.hear(PeerOpened("p", PART_BLOCKS, layout), FromPeer("p", reserve))
+    node.turn()
+    assert core.load().num_waiting == 1
+    node.reply()
+    assert core.load().num_waiting == 0, "nobody would look"
 
 
 def test_full_blocks_leave_while_the_request_goes_on() -> None:
