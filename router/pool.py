@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Mapping, Sequence
 from random import Random
 
@@ -12,13 +11,12 @@ from baton.messages import Load
 from baton.node_info import NodeInfo, NodeRole
 from router.circuit_breakers import CircuitBreakers, Pair
 from router.placement import Placement
-from router.policies import Candidate, Option, Options, Policy
+from router.policies import Candidate, Options, Policy
+from router.policies.contained import contained
 from router.policies.least_loaded import LeastLoaded
 from router.rates import PrefillTime
 from router.routed_node import Node, Place, least_blocks, num_blocks
 from router.versions import ModelVersion, difference, shares
-
-log = logging.getLogger(__name__)
 
 _NONE_HELD: Mapping[str, int] = {}
 
@@ -48,7 +46,7 @@ class Pool:
     def __init__(self, with_prefill: bool = True, policy: Policy | None = None, draw: Random | None = None) -> None:
         self.pair_breakers: CircuitBreakers[Pair] = CircuitBreakers()
         self._node_breakers: CircuitBreakers[Place] = CircuitBreakers()
-        self._policy = policy or LeastLoaded()
+        self._policy = contained(policy or LeastLoaded())
         self.policy_name = self._policy.name or type(self._policy).__name__
         self._draw = draw or Random()
         self.with_prefill = with_prefill
@@ -171,21 +169,10 @@ class Pool:
             raise self._too_large(every_decode, num_tokens, n)
         roomy = self._with_room(prefills, decodes, now, num_tokens, held, n) if paired else []
         options = self._options((prefills, roomy or decodes, paired), now, num_tokens, held, version)
-        option = self._ask_policy(options)
+        option = self._policy.choose(options, self._draw)
         prefill, decode = self._nodes[option.prefill.incarnation], option.decode
         last = None if decode is None else self._nodes[decode.incarnation]
         return Placement(prefill, last, option, options, has_room=bool(roomy) or not paired)
-
-    def _ask_policy(self, options: Options) -> Option:
-        """What the policy chooses. It may be another package's: if it fails, the least loaded nodes get the request,
-        since any of the options can answer it."""
-        try:
-            if (option := self._policy.choose(options, self._draw)) in options:
-                return option
-            log.error("policy chose what was not offered policy=%s choice=%.200r", self.policy_name, option)
-        except Exception:  # code of another package
-            log.exception("policy failed policy=%s", self.policy_name)
-        return LeastLoaded().choose(options, self._draw)
 
     def _too_large(self, decodes: Sequence[Node], num_tokens: int, n: int) -> BatonError:
         """What to raise, since none of these can hold it: it would wait for one to be idle, and others behind it."""
@@ -252,8 +239,7 @@ class Pool:
         if paired and self._policy.uses_decode_alone:
             alone = [candidate for candidate in second if candidate.bounds_gaps]
         turn = self._num_placed if version is None else self._num_placed_on.get(version.id, 0)
-        decode = tuple(second) if paired else ()
-        return Options(tuple(first), decode, fits, tuple(alone), turn, num_tokens)
+        return Options(first, second if paired else [], fits, alone, turn, num_tokens)
 
     def _works(self, pair: Pair, now: float) -> bool:
         return self._misfits[pair] is None and not self.pair_breakers.is_out(pair, now)
