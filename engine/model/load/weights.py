@@ -125,10 +125,8 @@ def _require_fitting(tensor: StoredTensor, place: Place, own: torch.dtype, whole
     dtype = DTYPES[tensor.dtype]
     if dtype != own and not _CODES.isdisjoint((dtype, own)):
         raise NotDirect(f"transformers converts {tensor.name}, which is {tensor.dtype}")
-    if place.expert is not None:
-        is_wide = dtype.is_floating_point and min(dtype.itemsize, own.itemsize) >= 2
-        if len(whole) < 2 or not (is_wide or dtype == own) or place.expert >= whole[0]:
-            raise NotDirect(f"transformers converts {tensor.name}")
+    if place.expert is not None and (len(whole) < 2 or place.expert >= whole[0]):
+        raise NotDirect(f"transformers converts {tensor.name}")
     shape = place.stored_shape(whole)
     is_same = tensor.shape == shape or (
         place.expert is not None and _without_ones(tensor.shape) == _without_ones(shape)
