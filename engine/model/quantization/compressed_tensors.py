@@ -129,7 +129,7 @@ class CompressedTensors(WithStoredExperts):
         scales: tuple[int, ...] = (-(-rows // scheme.rows), columns // scheme.group if scheme.group else 1)
         if scheme.per_tensor:
             scales = scale_shape(f"{name}.weight_scale", self._stored, rows)
-        # The kernels for 4 bits take scales of 16 bits, those for 8 bits only others.
+        # Kernels for 4 bits take scales of 16 bits; those for 8 bits have theirs in float32.
         own = scale_dtype(f"{name}{_SCALE}", self._stored) if scheme.packed and scheme.bits == 4 else torch.float32
         parameters = {"weight_scale": torch.empty(scales, dtype=own)}
         codes = 32 // scheme.bits
