@@ -37,8 +37,12 @@ PLACES = [
 
 
 def rows(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> Tensor:
+    """On a GPU with so few bits that their sums are exact in fp32: its compiler chooses the order."""
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(shape, generator=generator) * 3).to(dtype).to(device)
+    values = torch.randn(shape, generator=generator) * 3
+    if device == "cuda":
+        values = (values * 256).round() / 256
+    return values.to(dtype).to(device)
 
 
 @dataclass
@@ -66,16 +70,18 @@ class Ranks:
         region = self.buffers[of][self.calls[program] % 2, (of - sender) % self.size - 1, program]
         return region[index * like.nbytes :][: like.nbytes].view(like.dtype)
 
-    def sent(self, sender: int, parts: list[Tensor], sums: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        """What a rank sends: to whom, which row, and its values."""
-        two_shots = self.memory.takes_two_shots(len(sums), sums[:1].nbytes)
-        for row in range(len(sums)):
-            owner = row % self.num_programs % self.size
+    def sent(self, sender: int, parts: list[Tensor], sums: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """What a rank sends: to whom, and the place of each value beside it."""
+        num_rows, n = sums.shape
+        share = self.memory.share_bytes(num_rows, n * sums.itemsize) // sums.itemsize
+        for row in range(num_rows):
             for of in set(range(self.size)) - {sender}:
-                if not two_shots or of == owner:
-                    yield of, row, parts[sender][row]
-                elif sender == owner:
-                    yield of, row, sums[row]
+                place, part = self.place(of, sender, row, sums[row]), parts[sender][row]
+                if share == n:
+                    yield of, place, part
+                    continue
+                for at, values in ((0, part[of * share :]), (share, sums[row, sender * share :])):
+                    yield of, place[at:][: len(values[:share])], values[:share]
 
     def run(
         self, parts: list[Tensor], sums: Tensor, weight: Tensor, residual: Tensor | None, rule: tuple[float, bool]
@@ -83,18 +89,17 @@ class Ranks:
         """The rank's result, with what the others send there. Checks what it sends. sums: of the parts, and of the
         residual."""
         for sender in set(range(self.size)) - {self.rank}:
-            for of, row, values in self.sent(sender, parts, sums):
+            for of, place, values in self.sent(sender, parts, sums):
                 if of == self.rank:
-                    self.place(of, sender, row, values).copy_(values)
+                    place.copy_(values)
         own = parts[self.rank].clone()
         offset, once = rule
         kinds: dict[str, Any] = {"residual": residual, "weight_offset": offset, "round_once": once}
         with poisoned():
             out = all_reduce_rms_norm(own, weight, 1e-5, torch.neg, self.memory, **kinds)
-        for of, row, values in self.sent(self.rank, parts, sums):
-            arrived = self.place(of, self.rank, row, values)
-            assert torch.equal(arrived, values)
-            arrived.view(torch.uint8).fill_(0xFF)  # that rank takes it
+        for _, place, values in self.sent(self.rank, parts, sums):
+            assert torch.equal(place, values)
+            place.view(torch.uint8).fill_(0xFF)  # that rank takes it
         self.calls.update(range(min(len(own), self.num_programs)))
         assert all(bool((buffer == 0xFF).all()) for buffer in self.buffers)
         return out
@@ -130,15 +135,15 @@ def test_calls_of_any_shape_after_one_another(device: str, dtype: torch.dtype, r
 @pytest.mark.parametrize(("rank", "size"), [(0, 3), (3, 4)])
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_two_shots(device: str, dtype: torch.dtype, rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows have owners, which sum them; between calls with one shot, of other shapes, with several rows a program."""
+    """Each rank sums its columns; between calls with one shot, of other shapes, with several rows a program."""
     monkeypatch.setattr("baton_kernels.all_reduce_rms_norm.TWO_SHOT_BYTES", 2000)
     ranks = Ranks(rank, size, device, num_programs=5)
     for num_rows, n, rule, adds in ((1, 64, LLAMA, True), (12, 80, LLAMA, True), (2, 64, GEMMA, True)):
         check(ranks, num_rows, n, dtype, rule, adds)
     check(ranks, 7, 256, dtype, GEMMA, adds=False)
     check(ranks, 12, 80, dtype, LLAMA, adds=True)
-    assert ranks.memory.takes_two_shots(12, 80 * dtype.itemsize)
-    assert not ranks.memory.takes_two_shots(2, 64 * dtype.itemsize)
+    assert ranks.memory.share_bytes(12, 80 * dtype.itemsize) < 80 * dtype.itemsize
+    assert ranks.memory.share_bytes(2, 64 * dtype.itemsize) == 64 * dtype.itemsize
 
 
 @pytest.mark.parametrize(("device", "n"), [("cpu", 8), pytest.param("cuda", 4096, marks=pytest.mark.gpu)])
@@ -205,16 +210,19 @@ def test_what_can_be_taken() -> None:
     assert not memory.can_take(1, 8192 + 8)  # no whole number of 16 bytes
     assert not memory.can_take(1, REGION_BYTES + 16)
     more = PeerMemory(0, 8, memory.addresses, memory.turns)
-    assert more.can_take(128, 8192)
-    assert not more.can_take(160, 8192)
+    assert more.can_take(585, 8192)  # in two shots: twice an eighth, of seven ranks
+    assert not more.can_take(586, 8192)
+    assert not more.can_take(100_000, 16)  # in one
 
 
-def test_when_a_row_goes_to_one_rank_alone() -> None:
-    """Not among two ranks, where either way has the same bytes."""
+def test_shares_of_rows() -> None:
+    """All of a row where few bytes are sent; always among two ranks, where either way sends as many."""
     memory = Ranks(0, 2).memory
-    assert not memory.takes_two_shots(1024, 8192)
+    assert memory.share_bytes(1024, 8192) == 8192
     more = PeerMemory(0, 4, memory.addresses, memory.turns)
-    assert [more.takes_two_shots(num_rows, 16384) for num_rows in (32, 42, 43, 128)] == [False, False, True, True]
+    assert [more.share_bytes(num_rows, 16384) for num_rows in (1, 2, 3, 128)] == [16384, 16384, 4096, 4096]
+    assert more.share_bytes(1000, 2000) == 512  # 500, in whole units of 16 bytes
+    assert more.share_bytes(100_000, 48) == 48  # too few units for four ranks
 
 
 def test_without_memory_in_common_the_steps_are_separate() -> None:

@@ -2,7 +2,7 @@
 
 Without the fusion, each sum of a decode step is a kernel that copies the parts into memory that all ranks map, waits
 for all ranks, sums, and waits again; the norm is another kernel. Here a rank writes its part straight into the memory
-of the others, or of the one that sums it, and the part itself shows that it has arrived: there is no barrier.
+of those that sum it, and the part itself shows that it has arrived: there is no barrier.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ NUM_PROGRAMS = 128
 REGION_BYTES = 64 * 1024
 """A program's room for the rows that one other rank sends to it in a call."""
 RECEIVED_BYTES = 8 * 1024 * 1024
-"""The most bytes that a rank receives in a call. Every part is sent as a whole, so more ranks can sum fewer rows."""
-TWO_SHOT_BYTES = 2 * 1024 * 1024
-"""If a rank would push more than this to more than one other rank, it pushes each row to one, which sums it and pushes
-the sum: twice the latency, and 2 / size of the bytes."""
+"""The most bytes that a rank receives in a call."""
+TWO_SHOT_BYTES = 128 * 1024
+"""If a rank would push more than this to more than one other rank, it pushes to each the columns that it sums, which
+then pushes the sums to all others: twice the latency, and 2 / size of the bytes."""
 EMPTY = -1
 """The bits of an element that has not arrived, all ones in any dtype: a NaN that no rank sends."""
 
@@ -55,11 +55,15 @@ class PeerMemory:
     def can_take(self, num_rows: int, row_bytes: int) -> bool:
         if row_bytes % 16 or row_bytes > REGION_BYTES:
             return False
-        fits = num_rows <= self.num_programs * (REGION_BYTES // row_bytes)
-        return fits and (self.size - 1) * num_rows * row_bytes <= RECEIVED_BYTES
+        share = self.share_bytes(num_rows, row_bytes)
+        received = (self.size - 1) * num_rows * (row_bytes if share == row_bytes else 2 * share)
+        return received <= RECEIVED_BYTES and num_rows <= self.num_programs * (REGION_BYTES // row_bytes)
 
-    def takes_two_shots(self, num_rows: int, row_bytes: int) -> bool:
-        return self.size > 2 and (self.size - 1) * num_rows * row_bytes > TWO_SHOT_BYTES
+    def share_bytes(self, num_rows: int, row_bytes: int) -> int:
+        """How much of each row a rank sums: all of it, in one shot, or its share, in two; the last ranks may have less.
+        A multiple of 16."""
+        few = (self.size - 1) * num_rows * row_bytes <= TWO_SHOT_BYTES or row_bytes < 16 * self.size
+        return row_bytes if self.size == 2 or few else -(-row_bytes // (16 * self.size)) * 16
 
 
 def all_reduce_rms_norm(
@@ -75,8 +79,7 @@ def all_reduce_rms_norm(
     quantize: torch.dtype | None = None,
 ) -> Tensor:
     """Return `rms_norm` of the sum of x over all ranks; the other arguments are those of `rms_norm`. All ranks must
-    make the same call. They get the same bits: a rank adds the parts in the order of ranks, in fp32, and rounds to x's
-    dtype.
+    make the same call. They get the same bits: each adds the parts in the same order, in fp32, and rounds to x's dtype.
 
     x: [..., n], contiguous: this rank's part, which may be overwritten. residual: the same on all ranks.
     all_reduce: computes the sum over all ranks if `peers` is None, as on a CPU.

@@ -20,10 +20,16 @@ def _larger(a, b):
 
 
 @triton.jit
-def store_quantized(x, out_ptrs, scale_ptrs, mask, row_mask, LARGEST: tl.constexpr, ROUND: tl.constexpr):
-    """Quantize and store rows. x: [rows, columns], fp32, zeros where masked. A NaN makes its row's scale NaN, because
+def largest_of(x, AXIS: tl.constexpr):
+    """The largest magnitude along that axis, which is kept, or of all values. A NaN is larger than any number."""
+    return tl.reduce(tl.abs(x), AXIS, _larger, keep_dims=AXIS is not None)
+
+
+@triton.jit
+def store_quantized(x, largest, out_ptrs, scale_ptrs, mask, row_mask, LARGEST: tl.constexpr, ROUND: tl.constexpr):
+    """Quantize and store rows. x: fp32. largest: of each row, `largest_of`; a NaN makes the row's scale NaN, because
     int8 has no NaN."""
-    largest = _larger(tl.reduce(tl.abs(x), 1, _larger), 1e-12)[:, None]
+    largest = _larger(largest, 1e-12)
     tl.store(scale_ptrs, largest / LARGEST, mask=row_mask)
     quantized = x * (LARGEST / largest)  # rounding may exceed LARGEST, but not so far that the cast does
     if ROUND:
@@ -56,7 +62,8 @@ def _quantize_rows_kernel(
         x = gated(x, up, ACTIVATION, DTYPE).to(DTYPE).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    store_quantized(x, out_ptr + row * N + column, scale_ptr + row, mask, row >= 0, LARGEST, ROUND)
+    ptrs = out_ptr + row * N + column
+    store_quantized(x, largest_of(x, 1), ptrs, scale_ptr + row, mask, row >= 0, LARGEST, ROUND)
 
 
 def quantize_rows(x: Tensor, activation: str | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -62,7 +62,9 @@ def _reduce_rms_norm_kernel(
     if HAS_RESIDUAL:
         rounded = (rounded.to(tl.float32) + residual).to(DTYPE)
         tl.store(residual_ptr + offset, rounded, mask=mask)
-    tl.store(out_ptr + offset, normed(rounded.to(tl.float32), weight, eps, N, ROUND_ONCE, DTYPE), mask=mask)
+    x = rounded.to(tl.float32)
+    out = normed(x, tl.sum(x * x, axis=1, keep_dims=True), weight, eps, N, ROUND_ONCE, DTYPE)
+    tl.store(out_ptr + offset, out, mask=mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=["first_ptr", "second_ptr"])

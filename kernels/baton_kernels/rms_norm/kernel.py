@@ -9,16 +9,17 @@ from torch import Tensor
 
 from baton_kernels.pdl import launch_options
 from baton_kernels.quantized_linear import QuantizedRows, Scales
-from baton_kernels.quantized_linear.quantize_rows_kernel import store_quantized
+from baton_kernels.quantized_linear.quantize_rows_kernel import largest_of, store_quantized
 from baton_kernels.quantized_linear.weights import LARGEST
 
 TILE = 2048  # elements per program of short rows: 4 warps with two 16-byte accesses per thread
 
 
 @triton.jit
-def normed(x, weight, eps, N: tl.constexpr, ROUND_ONCE: tl.constexpr, DTYPE: tl.constexpr):
-    """The normed rows. x: [rows, columns], fp32, zeros beyond the N columns. weight: including its offset, fp32."""
-    x *= tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / N) + eps)[:, None]
+def normed(x, squares, weight, eps, N: tl.constexpr, ROUND_ONCE: tl.constexpr, DTYPE: tl.constexpr):
+    """The normed rows of N values. x: fp32. squares: the sum of each row's squares. weight: including its offset,
+    fp32."""
+    x *= tl.rsqrt(squares * (1.0 / N) + eps)
     if not ROUND_ONCE:
         x = x.to(DTYPE).to(tl.float32)
     return (x * weight).to(DTYPE)
@@ -79,14 +80,14 @@ def _rms_norm_kernel(
         rounded = x.to(DTYPE)
         tl.store(residual_ptr + offset, rounded, mask=mask)
         x = rounded.to(tl.float32)
-    out = normed(x, weight, eps, N, ROUND_ONCE, DTYPE)
+    out = normed(x, tl.sum(x * x, axis=1, keep_dims=True), weight, eps, N, ROUND_ONCE, DTYPE)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     tl.store(out_ptr + offset, out, mask=mask)
     if LARGEST:
-        store_quantized(
-            out.to(tl.float32), quantized_ptr + offset, scale_ptr + row, mask, row < num_rows, LARGEST, ROUND
-        )
+        out = out.to(tl.float32)
+        ptrs = quantized_ptr + offset
+        store_quantized(out, largest_of(out, 1), ptrs, scale_ptr + row, mask, row < num_rows, LARGEST, ROUND)
 
 
 def rms_norm(
