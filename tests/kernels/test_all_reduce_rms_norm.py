@@ -73,7 +73,7 @@ class Ranks:
     def sent(self, sender: int, parts: list[Tensor], sums: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """What a rank sends: to whom, and the place of each value beside it."""
         num_rows, n = sums.shape
-        share = self.memory.share_bytes(num_rows, n * sums.itemsize) // sums.itemsize
+        share = self.memory.share_bytes(n * sums.itemsize) // sums.itemsize
         for row in range(num_rows):
             for of in set(range(self.size)) - {sender}:
                 place, part = self.place(of, sender, row, sums[row]), parts[sender][row]
@@ -134,16 +134,15 @@ def test_calls_of_any_shape_after_one_another(device: str, dtype: torch.dtype, r
 
 @pytest.mark.parametrize(("rank", "size"), [(0, 3), (3, 4)])
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
-def test_two_shots(device: str, dtype: torch.dtype, rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_shots(device: str, dtype: torch.dtype, rank: int, size: int) -> None:
     """Each rank sums its columns; between calls with one shot, of other shapes, with several rows a program."""
-    monkeypatch.setattr("baton_kernels.all_reduce_rms_norm.TWO_SHOT_BYTES", 2000)
     ranks = Ranks(rank, size, device, num_programs=5)
-    for num_rows, n, rule, adds in ((1, 64, LLAMA, True), (12, 80, LLAMA, True), (2, 64, GEMMA, True)):
+    for num_rows, n, rule, adds in ((1, 8, LLAMA, True), (12, 80, LLAMA, True), (2, 8, GEMMA, True)):
         check(ranks, num_rows, n, dtype, rule, adds)
     check(ranks, 7, 256, dtype, GEMMA, adds=False)
     check(ranks, 12, 80, dtype, LLAMA, adds=True)
-    assert ranks.memory.share_bytes(12, 80 * dtype.itemsize) < 80 * dtype.itemsize
-    assert ranks.memory.share_bytes(2, 64 * dtype.itemsize) == 64 * dtype.itemsize
+    assert ranks.memory.share_bytes(80 * dtype.itemsize) < 80 * dtype.itemsize
+    assert ranks.memory.share_bytes(8 * dtype.itemsize) == 8 * dtype.itemsize
 
 
 @pytest.mark.parametrize(("device", "n"), [("cpu", 8), pytest.param("cuda", 4096, marks=pytest.mark.gpu)])
@@ -216,13 +215,12 @@ def test_what_can_be_taken() -> None:
 
 
 def test_shares_of_rows() -> None:
-    """All of a row where few bytes are sent; always among two ranks, where either way sends as many."""
     memory = Ranks(0, 2).memory
-    assert memory.share_bytes(1024, 8192) == 8192
+    assert memory.share_bytes(8192) == 8192
     more = PeerMemory(0, 4, memory.addresses, memory.turns)
-    assert [more.share_bytes(num_rows, 16384) for num_rows in (1, 2, 3, 128)] == [16384, 16384, 4096, 4096]
-    assert more.share_bytes(1000, 2000) == 512  # 500, in whole units of 16 bytes
-    assert more.share_bytes(100_000, 48) == 48  # too few units for four ranks
+    assert more.share_bytes(16384) == 4096
+    assert more.share_bytes(2000) == 512  # 500, in whole units of 16 bytes
+    assert more.share_bytes(48) == 48  # too few units for four ranks
 
 
 def test_without_memory_in_common_the_steps_are_separate() -> None:

@@ -56,7 +56,7 @@ def launch_norms_and_gates() -> None:
         all_reduce_rms_norm(bf16(2, 2880), bf16(2880), 1e-5, peers, None, 1.0, True)
     for width, rows in ((8192, 64), (2880, 300)):
         peers = PeerMemory(3, 4, ints(4), ints(NUM_PROGRAMS, dtype=torch.int32))
-        assert peers.share_bytes(rows, 2 * width) < 2 * width
+        assert peers.share_bytes(2 * width) < 2 * width
         all_reduce_rms_norm(bf16(rows, width), bf16(width), 1e-5, peers, bf16(rows, width), 0.0, False)
     for size in (2, 4):
         flags = ints(size - 1, dtype=torch.int32)

@@ -23,9 +23,6 @@ REGION_BYTES = 64 * 1024
 """A program's room for the rows that one other rank sends to it in a call."""
 RECEIVED_BYTES = 8 * 1024 * 1024
 """The most bytes that a rank receives in a call."""
-TWO_SHOT_BYTES = 128 * 1024
-"""If a rank would push more than this to more than one other rank, it pushes to each the columns that it sums, which
-then pushes the sums to all others: twice the latency, and 2 / size of the bytes."""
 EMPTY = -1
 """The bits of an element that has not arrived, all ones in any dtype: a NaN that no rank sends."""
 
@@ -55,15 +52,17 @@ class PeerMemory:
     def can_take(self, num_rows: int, row_bytes: int) -> bool:
         if row_bytes % 16 or row_bytes > REGION_BYTES:
             return False
-        share = self.share_bytes(num_rows, row_bytes)
+        share = self.share_bytes(row_bytes)
         received = (self.size - 1) * num_rows * (row_bytes if share == row_bytes else 2 * share)
         return received <= RECEIVED_BYTES and num_rows <= self.num_programs * (REGION_BYTES // row_bytes)
 
-    def share_bytes(self, num_rows: int, row_bytes: int) -> int:
-        """How much of each row a rank sums: all of it, in one shot, or its share, in two; the last ranks may have less.
-        A multiple of 16."""
-        few = (self.size - 1) * num_rows * row_bytes <= TWO_SHOT_BYTES or row_bytes < 16 * self.size
-        return row_bytes if self.size == 2 or few else -(-row_bytes // (16 * self.size)) * 16
+    def share_bytes(self, row_bytes: int) -> int:
+        """How much of each row a rank sums: all of it (one shot), between two ranks, where that sends as many bytes;
+        among more, its share, whose sum it sends to the others (two shots). The last ranks may have less. A multiple
+        of 16."""
+        if self.size == 2 or row_bytes < 16 * self.size:
+            return row_bytes
+        return -(-row_bytes // (16 * self.size)) * 16
 
 
 def all_reduce_rms_norm(

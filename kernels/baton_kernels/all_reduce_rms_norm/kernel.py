@@ -5,8 +5,8 @@
         for each row: read the regions of the own buffer until nothing in them is EMPTY; EMPTY them again; sum
         add the residual, norm, store
 
-With more than two ranks, a rank would push many rows several times. Then each rank sums its share of the columns of
-every row, for all of them (two shots):
+With more than two ranks, a rank would push each row several times. Then each rank sums its share of the columns of
+every row, for all of them (two shots), which is as fast for one row:
 
         write each other rank's columns of the rows into the program's region in its buffer
         for each row: read this rank's columns in the own buffer as above; sum; add the residual; write them into the
@@ -223,7 +223,7 @@ def all_reduce_rms_norm(
     if num_rows == 0:
         return out
     size = peers.size
-    share = peers.share_bytes(num_rows, n * x.itemsize) // x.itemsize
+    share = peers.share_bytes(n * x.itemsize) // x.itemsize
     tile = triton.next_power_of_2(size), triton.next_power_of_2(share)
     _all_reduce_rms_norm_kernel[(min(num_rows, peers.num_programs),)](
         x,
