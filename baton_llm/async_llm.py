@@ -22,7 +22,7 @@ from baton_llm.prompts import (
     read_conversations,
     read_prompt,
 )
-from baton_llm.sampling_params import SamplingParams
+from baton_llm.sampling_params import SamplingParams, default_params
 
 
 class AsyncLLM:
@@ -75,6 +75,15 @@ class AsyncLLM:
         if len(conversations) != 1:
             raise InvalidRequest(f"messages must be one conversation, not {len(conversations)}", "messages")
         return self._stream(conversations[0], sampling_params, request_id, priority)
+
+    async def get_tokenizer(self) -> Any:
+        """As LLM.get_tokenizer."""
+        return await asyncio.to_thread(self._host.backend.tokenizer)
+
+    async def get_default_sampling_params(self) -> SamplingParams:
+        """As LLM.get_default_sampling_params."""
+        defaults = await asyncio.wrap_future(self._host.submit(self._host.backend.defaults()))
+        return default_params(defaults)
 
     async def abort(self, request_id: str) -> None:
         """End a request; no-op if it has ended."""

@@ -25,6 +25,7 @@ from baton_llm.prompts import (
     read_conversations,
     read_prompts,
 )
+from baton_llm.sampling_params import SamplingParams, default_params
 
 
 class LLM:
@@ -90,6 +91,16 @@ class LLM:
         """The best `params.beam_width` answers to each prompt, best first. `cumulative_logprob` of an answer is that of
         its beam. Raises as `generate`."""
         return self._run(read_prompts(prompts), params.sampling_params(), False, None)
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer, as transformers has it: `encode`, `decode`, `apply_chat_template` and so on. Raises
+        NotImplementedError with a router, which has it."""
+        return self._host.backend.tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json states, and the defaults of `SamplingParams` for the rest: 16 for
+        `max_tokens`, unless there is a `max_new_tokens`. Raises BatonError."""
+        return default_params(result_of(self._host.submit(self._host.backend.defaults())))
 
     def close(self) -> None:
         """End all requests, threads and engines. Idempotent. Happens by itself when the LLM is collected, and at the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import baton.sampling
 from baton.errors import InvalidRequest
 from baton.logits_processors import LogitsProcessor
+from baton.node_info import GenerationDefaults
 from baton.sampling import NAMES
 from router.generation_request import SEED_SPACE, GenerationRequest
 from router.structured_output import structured_output_of
@@ -112,6 +114,16 @@ class SamplingParams:
         biases = self.logit_bias or {}
         is_map = isinstance(biases, Mapping) and all(map(_is_whole, biases)) and all(map(_is_number, biases.values()))
         _check(is_map, "logit_bias", "a dict of token ids and numbers", self.logit_bias)
+
+
+def default_params(defaults: GenerationDefaults) -> SamplingParams:
+    """Those of a model, as vLLM has them: what generation_config.json states, else the defaults of the class. Raises
+    InvalidRequest for a value out of range."""
+    stated = {name: value for name, value in dataclasses.asdict(defaults).items() if value is not None}
+    del stated["eos_token_ids"]  # they end answers in any case
+    if "max_new_tokens" in stated:
+        stated["max_tokens"] = stated.pop("max_new_tokens")
+    return SamplingParams(**stated)
 
 
 def request_of(
