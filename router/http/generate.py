@@ -176,4 +176,5 @@ def _check_echo(num_chars: int) -> None:
 def chat_shape(request_id: str, model: ServedModel, body: ChatRequest, reading: AnswerReading | None) -> ChatShape:
     logprobs = ChatLogprobs(model.tokenizer, bool(body.return_tokens_as_token_ids)) if body.logprobs else None
     prompts = prompt_shape(model.tokenizer, body.prompt_logprobs)
-    return ChatShape(request_id, model, logprobs, bool(body.return_token_ids), reading, body.echoed, prompts)
+    with_ids, with_reasoning = bool(body.return_token_ids), body.include_reasoning is not False
+    return ChatShape(request_id, model, logprobs, with_ids, reading, body.echoed, prompts, with_reasoning)

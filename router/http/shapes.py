@@ -14,7 +14,7 @@ from router.http.chat_message import delta_of, has_calls, message_of
 from router.http.logprobs import ChatLogprobs, CompletionLogprobs, PromptShape
 from router.models import ServedModel
 from router.request_state import RequestTimings
-from router.tool_parsers import Part
+from router.tool_parsers import Part, Thought
 
 
 class Shape(Protocol):
@@ -36,7 +36,8 @@ class Shape(Protocol):
 
 
 class ChatShape:
-    """`reading` says how texts become messages; None: texts are their content. `echo` comes before each content."""
+    """`reading` says how texts become messages; None: texts are their content. `echo` comes before each content.
+    `with_reasoning`: whether clients get what the reading finds to be reasoning."""
 
     def __init__(
         self,
@@ -47,8 +48,10 @@ class ChatShape:
         reading: AnswerReading | None = None,
         echo: str = "",
         prompt_shape: PromptShape | None = None,
+        with_reasoning: bool = True,
     ) -> None:
         self._prompt_shape = prompt_shape
+        self._with_reasoning = with_reasoning
         self._head = _head(f"chatcmpl-{request_id}", model)
         self._logprobs = logprobs
         self._token_ids = token_ids
@@ -101,7 +104,7 @@ class ChatShape:
         parts = self._readers[delta.index].read(delta.text, delta.finish_reason is not None)
         if has_calls(parts):
             self._calling.add(delta.index)
-        return parts
+        return parts if self._with_reasoning else [part for part in parts if not isinstance(part, Thought)]
 
     def _choice(self, delta: Delta, content: dict[str, Any]) -> dict[str, Any]:
         logprobs = self._logprobs.of(delta) if self._logprobs else None

@@ -48,10 +48,12 @@ HARMLESS: dict[str, Harmless] = {
     "instructions": _is_empty,
     "max_output_tokens": _never,
     "modalities": _is_one_of([], ["text"]),
+    "moderation": _is_empty,
     "prediction": _is_empty,
     "suffix": _is_empty,
     "tool_choice": _is_one_of("none", "auto"),
     "tools": _is_empty,
+    "verbosity": _is_one_of("medium"),
     "web_search_options": _never,
     # vLLM's
     "chat_template": _is_empty,
@@ -102,7 +104,7 @@ HARMLESS: dict[str, Harmless] = {
 
 MEANINGLESS = frozenset(
     {
-        *("metadata", "parallel_tool_calls", "prompt_cache_key"),
+        *("metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
         *("safety_identifier", "service_tier", "store", "user"),
         "cache_control",  # Anthropic's: prefixes are cached anyway
     }
