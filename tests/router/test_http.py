@@ -387,7 +387,7 @@ async def test_harmless_fields_are_taken(client):
 
 
 async def test_content_in_parts_and_any_content_type(client, nodes):
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    parts = [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "b"}]
     body = json.dumps({"messages": [{"role": "user", "content": parts}]})
     headers = {"content-type": "application/x-www-form-urlencoded"}
     response = await client.post("/v1/chat/completions", content=body, headers=headers)
