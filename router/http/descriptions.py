@@ -159,6 +159,7 @@ NO_EFFECT: Mapping[str, str] = {
     "prompt_cache_retention": "OpenAI's; all prompts are cached",
     "safety_identifier": "OpenAI's; nothing is moderated",
     "service_tier": "OpenAI's; there is one",
+    "session_id": "vLLM's; the router finds the node that has the prompt by itself",
     "store": "OpenAI's; nothing is stored",
     "user": "OpenAI's; nothing is told apart by it",
 }

@@ -62,9 +62,17 @@ HARMLESS: dict[str, Harmless] = {
     "guided_whitespace_pattern": _is_empty,
     "kv_transfer_params": _is_empty,
     "early_stopping": _is_empty,
+    "ec_transfer_params": _is_empty,
+    "logprob_token_ids": _is_empty,
+    "media_io_kwargs": _is_empty,
     "mm_processor_kwargs": _is_empty,
     "prompt_embeds": _is_empty,
-    "thinking_token_budget": _never,
+    "repetition_detection": _is_empty,
+    "return_prompt_text": _is_empty,
+    "thinking_token_budget": _is_one_of(-1),
+    "truncation_side": _is_one_of("left"),
+    "vllm_xargs": _is_empty,
+    "watermarking": _is_empty,
     # SGLang's
     "custom_logit_processor": _is_empty,
     "ebnf": _is_empty,
@@ -107,6 +115,7 @@ MEANINGLESS = frozenset(
         *("metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
         *("safety_identifier", "service_tier", "store", "user"),
         "cache_control",  # Anthropic's: prefixes are cached anyway
+        "session_id",  # vLLM's
     }
 )
 """Not worth a warning: they change no answer, or are handled elsewhere."""
