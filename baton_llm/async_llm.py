@@ -14,9 +14,9 @@ from baton.errors import InvalidRequest, RequestCancelled
 from baton_llm.host import Host, make_backend
 from baton_llm.outputs import RequestOutput
 from baton_llm.prompts import (
+    Asked,
     ChatOptions,
     Conversation,
-    Input,
     Prompt,
     priorities_of_each,
     read_conversations,
@@ -103,7 +103,7 @@ class AsyncLLM:
         await asyncio.to_thread(self.close)
 
     async def _stream(
-        self, prompt: Input, params: SamplingParams | None, request_id: str | None, priority: int
+        self, prompt: Asked, params: SamplingParams | None, request_id: str | None, priority: int
     ) -> AsyncGenerator[RequestOutput, None]:
         [priority] = priorities_of_each(priority, 1)
         request_id = self._host.next_id() if request_id is None else request_id
@@ -158,7 +158,7 @@ class _Latest:
 
 
 async def _answer(
-    host: Host, prompt: Input, params: SamplingParams | None, priority: int, request_id: str, latest: _Latest
+    host: Host, prompt: Asked, params: SamplingParams | None, priority: int, request_id: str, latest: _Latest
 ) -> None:
     """On the background loop."""
     try:

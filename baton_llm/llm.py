@@ -15,9 +15,9 @@ from baton_llm.host import Host, make_backend, result_of
 from baton_llm.outputs import RequestOutput
 from baton_llm.progress import Progress
 from baton_llm.prompts import (
+    Asked,
     ChatOptions,
     Conversation,
-    Input,
     Params,
     Prompt,
     params_of_each,
@@ -114,7 +114,7 @@ class LLM:
         self.close()
 
     def _run(
-        self, prompts: Sequence[Input], params: Params, use_tqdm: bool, priority: int | Sequence[int] | None
+        self, prompts: Sequence[Asked], params: Params, use_tqdm: bool, priority: int | Sequence[int] | None
     ) -> list[RequestOutput]:
         host, each = self._host, params_of_each(params, len(prompts))
         priorities = priorities_of_each(priority, len(prompts))

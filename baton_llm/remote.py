@@ -189,6 +189,7 @@ def _message(request: GenerationRequest, model: str) -> pb.GenerateRequest:
         spaces_between_special_tokens=request.spaces_between_special_tokens,
         bad_words=request.bad_words,
         priority=request.priority,
+        cache_salt=request.cache_salt,
         **sampling,
     )
 

@@ -127,15 +127,16 @@ def default_params(defaults: GenerationDefaults) -> SamplingParams:
 
 
 def request_of(
-    params: SamplingParams | None, request_id: str, prompt: tuple[int, ...], priority: int = 0
+    params: SamplingParams | None, request_id: str, prompt: tuple[int, ...], priority: int = 0, cache_salt: str = ""
 ) -> GenerationRequest:
     """The request for a prompt of these tokens. Without params, all is left to the model's generation defaults."""
     if params is None:
-        return GenerationRequest(request_id=request_id, prompts=(prompt,), priority=priority)
+        return GenerationRequest(request_id=request_id, prompts=(prompt,), priority=priority, cache_salt=cache_salt)
     return GenerationRequest(
         request_id=request_id,
         prompts=(prompt,),
         priority=priority,
+        cache_salt=cache_salt,
         n=params.n,
         sampling=params.sampling(),
         stop=tuple(dict.fromkeys(params.stops)),

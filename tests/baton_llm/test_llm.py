@@ -257,6 +257,20 @@ def test_flags_are_checked(monkeypatch):
         LLM(api_key="k")
 
 
+def test_prompts_of_different_salts_share_no_kv(llm):
+    prompt = list(range(300, 380))
+    salts = ["a", "b", "a", None]
+    prompts = [{"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})} for salt in salts]
+    cached = [llm.generate(one, GREEDY, use_tqdm=False)[0].num_cached_tokens for one in prompts]
+    assert cached == [0, 0, 64, 0]
+    for wrong in (7, "x" * 257):
+        with pytest.raises(InvalidRequest, match="cache_salt") as refused:
+            llm.generate({"prompt": "Once", "cache_salt": wrong}, use_tqdm=False)
+        assert refused.value.param == "cache_salt"
+    with pytest.raises(InvalidRequest, match="must have `prompt` or"):
+        llm.generate({"cache_salt": "a"}, use_tqdm=False)
+
+
 # ---- what the model brings ----
 
 

@@ -34,8 +34,9 @@ async def test_answers_come_from_the_router():
         await asyncio.to_thread(_ask, router.grpc)
         assert sorted(prefill.priority for prefill in nodes.prefills) == [-4, *[0] * 5, 3]
         async with await asyncio.to_thread(AsyncLLM, router=router.grpc) as llm:
-            outputs = [output async for output in llm.generate("hi there", priority=7)]
-            assert nodes.prefills[-1].priority == 7
+            salted: Prompt = {"prompt": "hi there", "cache_salt": "s"}
+            outputs = [output async for output in llm.generate(salted, priority=7)]
+            assert (nodes.prefills[-1].priority, nodes.prefills[-1].cache_salt) == (7, "s")
             assert outputs[-1].outputs[0].text == "hello world"
             assert await llm.get_default_sampling_params() == SamplingParams(temperature=0.7, top_p=0.9)
             with pytest.raises(NotImplementedError):
