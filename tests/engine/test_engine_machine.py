@@ -1,6 +1,5 @@
 """Engine and scheduler under random arrivals, aborts, leases, handoffs and moves, in pools small enough to evict and
-preempt.
-"""
+preempt."""
 
 from __future__ import annotations
 
