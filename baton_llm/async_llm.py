@@ -14,15 +14,15 @@ from baton.errors import InvalidRequest, RequestCancelled
 from baton_llm.host import Host, make_backend
 from baton_llm.outputs import RequestOutput
 from baton_llm.prompts import (
+    Asked,
     ChatOptions,
     Conversation,
-    Input,
     Prompt,
     priorities_of_each,
     read_conversations,
     read_prompt,
 )
-from baton_llm.sampling_params import SamplingParams
+from baton_llm.sampling_params import SamplingParams, default_params
 
 
 class AsyncLLM:
@@ -76,6 +76,15 @@ class AsyncLLM:
             raise InvalidRequest(f"messages must be one conversation, not {len(conversations)}", "messages")
         return self._stream(conversations[0], sampling_params, request_id, priority)
 
+    async def get_tokenizer(self) -> Any:
+        """As LLM.get_tokenizer."""
+        return await asyncio.to_thread(self._host.backend.tokenizer)
+
+    async def get_default_sampling_params(self) -> SamplingParams:
+        """As LLM.get_default_sampling_params."""
+        defaults = await asyncio.wrap_future(self._host.submit(self._host.backend.defaults()))
+        return default_params(defaults)
+
     async def abort(self, request_id: str) -> None:
         """End a request; no-op if it has ended."""
         if future := self._running.get(request_id):
@@ -94,7 +103,7 @@ class AsyncLLM:
         await asyncio.to_thread(self.close)
 
     async def _stream(
-        self, prompt: Input, params: SamplingParams | None, request_id: str | None, priority: int
+        self, prompt: Asked, params: SamplingParams | None, request_id: str | None, priority: int
     ) -> AsyncGenerator[RequestOutput, None]:
         [priority] = priorities_of_each(priority, 1)
         request_id = self._host.next_id() if request_id is None else request_id
@@ -149,7 +158,7 @@ class _Latest:
 
 
 async def _answer(
-    host: Host, prompt: Input, params: SamplingParams | None, priority: int, request_id: str, latest: _Latest
+    host: Host, prompt: Asked, params: SamplingParams | None, priority: int, request_id: str, latest: _Latest
 ) -> None:
     """On the background loop."""
     try:

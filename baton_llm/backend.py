@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
+from baton.node_info import GenerationDefaults
 from baton_llm.prompts import Encoded, Input
 from baton_llm.sampling_params import SamplingParams
 from router.answer import Delta
@@ -32,6 +33,12 @@ class Backend(Protocol):
 
     def token_text(self, token_id: int) -> str | None:
         """The text of a token. None: not known here."""
+
+    async def defaults(self) -> GenerationDefaults:
+        """What the model's generation_config.json states. Raises BatonError."""
+
+    def tokenizer(self) -> Any:
+        """The model's, as transformers has it. Raises NotImplementedError where the model is elsewhere."""
 
     async def stop(self) -> None:
         """End all requests, with an error."""

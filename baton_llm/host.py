@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import dataclasses
 import itertools
 import logging
 import threading
@@ -18,7 +19,7 @@ from baton.errors import BatonError, RequestCancelled
 from baton_llm.backend import Backend
 from baton_llm.background import STOP_S, Background
 from baton_llm.outputs import Collector, RequestOutput
-from baton_llm.prompts import Encoded, Input
+from baton_llm.prompts import Asked, Encoded, Salted
 from baton_llm.sampling_params import SamplingParams, request_of
 
 log = logging.getLogger(__name__)
@@ -62,9 +63,15 @@ class Host:
             raise RuntimeError(CLOSED)
         return self._background.submit(work)
 
-    async def encode(self, prompts: Sequence[Input], params: Sequence[SamplingParams | None]) -> list[Encoded]:
+    async def encode(self, prompts: Sequence[Asked], params: Sequence[SamplingParams | None]) -> list[Encoded]:
         """Raises BatonError for the first prompt that cannot be answered."""
-        return [await self.backend.encode(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
+        return [await self._encode(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
+
+    async def _encode(self, prompt: Asked, params: SamplingParams | None) -> Encoded:
+        if not isinstance(prompt, Salted):
+            return await self.backend.encode(prompt, params)
+        encoded = await self.backend.encode(prompt.prompt, params)
+        return dataclasses.replace(encoded, cache_salt=prompt.cache_salt)
 
     async def answer(
         self,
@@ -75,7 +82,7 @@ class Host:
         on_change: Callable[[RequestOutput], None] | None = None,
     ) -> RequestOutput:
         """The finished output; `on_change` gets what there is so far whenever there is more. Raises BatonError."""
-        request = request_of(params, request_id, prompt.token_ids, priority)
+        request = request_of(params, request_id, prompt.token_ids, priority, prompt.cache_salt)
         with_logprobs = params is not None and params.logprobs is not None
         collector = Collector(request_id, prompt, request.n, with_logprobs, self.backend.token_text)
 

@@ -15,9 +15,9 @@ from baton_llm.host import Host, make_backend, result_of
 from baton_llm.outputs import RequestOutput
 from baton_llm.progress import Progress
 from baton_llm.prompts import (
+    Asked,
     ChatOptions,
     Conversation,
-    Input,
     Params,
     Prompt,
     params_of_each,
@@ -25,6 +25,7 @@ from baton_llm.prompts import (
     read_conversations,
     read_prompts,
 )
+from baton_llm.sampling_params import SamplingParams, default_params
 
 
 class LLM:
@@ -91,6 +92,16 @@ class LLM:
         its beam. Raises as `generate`."""
         return self._run(read_prompts(prompts), params.sampling_params(), False, None)
 
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer, as transformers has it: `encode`, `decode`, `apply_chat_template` and so on. Raises
+        NotImplementedError with a router, which has it."""
+        return self._host.backend.tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json states, and the defaults of `SamplingParams` for the rest: 16 for
+        `max_tokens`, unless there is a `max_new_tokens`. Raises BatonError."""
+        return default_params(result_of(self._host.submit(self._host.backend.defaults())))
+
     def close(self) -> None:
         """End all requests, threads and engines. Idempotent. Happens by itself when the LLM is collected, and at the
         end of the process."""
@@ -103,7 +114,7 @@ class LLM:
         self.close()
 
     def _run(
-        self, prompts: Sequence[Input], params: Params, use_tqdm: bool, priority: int | Sequence[int] | None
+        self, prompts: Sequence[Asked], params: Params, use_tqdm: bool, priority: int | Sequence[int] | None
     ) -> list[RequestOutput]:
         host, each = self._host, params_of_each(params, len(prompts))
         priorities = priorities_of_each(priority, len(prompts))

@@ -5,21 +5,28 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict, TypeVar
+from typing import Any, NotRequired, TypedDict, TypeVar
 
 from baton.errors import InvalidRequest
 from baton.priority import check_priority
+from baton.sampling import MAX_CACHE_SALT_CHARS
 from baton_llm.sampling_params import SamplingParams
 
 T = TypeVar("T")
 
 
 class TextPrompt(TypedDict):
+    """`cache_salt`: prompts with different ones share no KV."""
+
     prompt: str
+    cache_salt: NotRequired[str]
 
 
 class TokensPrompt(TypedDict):
+    """`cache_salt`: as in TextPrompt."""
+
     prompt_token_ids: Sequence[int]
+    cache_salt: NotRequired[str]
 
 
 class ChatOptions(TypedDict, total=False):
@@ -53,7 +60,16 @@ class Chat:
     json: str
 
 
+@dataclass(frozen=True, slots=True)
+class Salted:
+    """A prompt whose KV is shared only among those of the same salt."""
+
+    prompt: str | tuple[int, ...]
+    cache_salt: str
+
+
 Input = str | tuple[int, ...] | Chat
+Asked = Input | Salted
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
@@ -63,12 +79,15 @@ class Encoded:
 
     text: str | None
     token_ids: tuple[int, ...]
+    cache_salt: str = ""
 
 
-def read_prompt(prompt: object) -> str | tuple[int, ...]:
+def read_prompt(prompt: object) -> str | tuple[int, ...] | Salted:
     """Raises InvalidRequest."""
-    if isinstance(prompt, Mapping):
-        prompt = _of_dict(prompt)
+    return _of_dict(prompt) if isinstance(prompt, Mapping) else _plain(prompt)
+
+
+def _plain(prompt: object) -> str | tuple[int, ...]:
     if isinstance(prompt, str):
         return prompt
     if _is_token_ids(prompt):
@@ -76,7 +95,7 @@ def read_prompt(prompt: object) -> str | tuple[int, ...]:
     raise InvalidRequest(f"a prompt must be a text, a list of token ids or a dict, not {_short(prompt)}", "prompts")
 
 
-def read_prompts(prompts: object) -> list[str | tuple[int, ...]]:
+def read_prompts(prompts: object) -> list[str | tuple[int, ...] | Salted]:
     """One prompt, or a list of them. Raises InvalidRequest."""
     is_one = isinstance(prompts, str | Mapping) or (bool(prompts) and _is_token_ids(prompts))
     if is_one:
@@ -124,16 +143,19 @@ def priorities_of_each(priority: int | Sequence[int] | None, count: int) -> list
     return [check_priority(one) for one in each]
 
 
-def _of_dict(prompt: Mapping[Any, Any]) -> object:
-    known = [name for name in ("prompt", "prompt_token_ids") if name in prompt]
-    if len(known) != 1 or len(prompt) != 1:
-        raise InvalidRequest(
-            f"a prompt as a dict must have `prompt` or `prompt_token_ids`, not {sorted(map(str, prompt))}", "prompts"
-        )
-    value = prompt[known[0]]
-    if isinstance(value, str) != (known[0] == "prompt") or isinstance(value, Mapping):
-        raise InvalidRequest(f"`{known[0]}` must not be {_short(value)}", "prompts")
-    return value
+def _of_dict(prompt: Mapping[Any, Any]) -> str | tuple[int, ...] | Salted:
+    salt = prompt.get("cache_salt")
+    named = sorted(map(str, prompt.keys() - {"cache_salt"}))
+    if named not in (["prompt"], ["prompt_token_ids"]):
+        needed = "`prompt` or `prompt_token_ids`, and may have `cache_salt`"
+        raise InvalidRequest(f"a prompt as a dict must have {needed}, not {named}", "prompts")
+    value = prompt[named[0]]
+    if isinstance(value, str) != (named[0] == "prompt") or isinstance(value, Mapping):
+        raise InvalidRequest(f"`{named[0]}` must not be {_short(value)}", "prompts")
+    if not isinstance(salt, str | None) or len(salt or "") > MAX_CACHE_SALT_CHARS:
+        most = f"a text of at most {MAX_CACHE_SALT_CHARS} characters"
+        raise InvalidRequest(f"`cache_salt` must be {most}, not {_short(salt)}", "cache_salt")
+    return Salted(_plain(value), salt) if salt else _plain(value)
 
 
 def _is_token_ids(value: object) -> bool:

@@ -25,6 +25,7 @@ from baton.errors import (
     Overloaded,
     RequestCancelled,
 )
+from baton.node_info import GenerationDefaults
 from baton.prompt_logprobs import PromptLogprobs
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
@@ -84,8 +85,7 @@ class RemoteBackend:
                 raise NodeUnavailable(f"no router answers at {address} within {_CONNECT_S:g} s") from None
             _raise(error)
         if self._model and self._model not in [model.id for model in served.models]:
-            names = ", ".join(model.id for model in served.models)
-            raise InvalidRequest(f"the router at {address} serves {names}, not {self._model}", "model")
+            raise self._unknown(served)
 
     async def encode(self, prompt: Input, params: SamplingParams | None) -> Encoded:
         """The router tokenizes, and checks the rest when it gets the request."""
@@ -127,12 +127,27 @@ class RemoteBackend:
     def token_text(self, token_id: int) -> str | None:
         return None
 
+    async def defaults(self) -> GenerationDefaults:
+        served = await self._call(self._stub.ListModels, pb.ListModelsRequest())
+        found = [model for model in served.models if self._model in ("", model.id)]
+        if len(found) != 1:
+            raise self._unknown(served)
+        return wire.read_generation_defaults(found[0].generation_defaults)
+
+    def tokenizer(self) -> Any:
+        raise NotImplementedError("the router has the tokenizer: HTTP has /tokenize for it, and gRPC Tokenize")
+
     async def stop(self) -> None:
         if self._channel is not None:
             await self._channel.close(None)
 
     def close(self) -> None:
         """There are no threads of its own."""
+
+    def _unknown(self, served: pb.ListModelsResponse) -> InvalidRequest:
+        names = ", ".join(model.id for model in served.models)
+        wanted = f"not {self._model}" if self._model else "of which `model` must name one"
+        return InvalidRequest(f"the router at {self._address} serves {names}, {wanted}", "model")
 
     async def _tokenize(self, request: pb.TokenizeRequest) -> tuple[int, ...]:
         answer = await self._call(self._stub.Tokenize, request)
@@ -174,6 +189,7 @@ def _message(request: GenerationRequest, model: str) -> pb.GenerateRequest:
         spaces_between_special_tokens=request.spaces_between_special_tokens,
         bad_words=request.bad_words,
         priority=request.priority,
+        cache_salt=request.cache_salt,
         **sampling,
     )
 

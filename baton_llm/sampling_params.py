@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import baton.sampling
 from baton.errors import InvalidRequest
 from baton.logits_processors import LogitsProcessor
+from baton.node_info import GenerationDefaults
 from baton.sampling import NAMES
 from router.generation_request import SEED_SPACE, GenerationRequest
 from router.structured_output import structured_output_of
@@ -114,16 +116,27 @@ class SamplingParams:
         _check(is_map, "logit_bias", "a dict of token ids and numbers", self.logit_bias)
 
 
+def default_params(defaults: GenerationDefaults) -> SamplingParams:
+    """Those of a model, as vLLM has them: what generation_config.json states, else the defaults of the class. Raises
+    InvalidRequest for a value out of range."""
+    stated = {name: value for name, value in dataclasses.asdict(defaults).items() if value is not None}
+    del stated["eos_token_ids"]  # they end answers in any case
+    if "max_new_tokens" in stated:
+        stated["max_tokens"] = stated.pop("max_new_tokens")
+    return SamplingParams(**stated)
+
+
 def request_of(
-    params: SamplingParams | None, request_id: str, prompt: tuple[int, ...], priority: int = 0
+    params: SamplingParams | None, request_id: str, prompt: tuple[int, ...], priority: int = 0, cache_salt: str = ""
 ) -> GenerationRequest:
     """The request for a prompt of these tokens. Without params, all is left to the model's generation defaults."""
     if params is None:
-        return GenerationRequest(request_id=request_id, prompts=(prompt,), priority=priority)
+        return GenerationRequest(request_id=request_id, prompts=(prompt,), priority=priority, cache_salt=cache_salt)
     return GenerationRequest(
         request_id=request_id,
         prompts=(prompt,),
         priority=priority,
+        cache_salt=cache_salt,
         n=params.n,
         sampling=params.sampling(),
         stop=tuple(dict.fromkeys(params.stops)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from baton.structural_tag import Format
 from router.reasoning_parsers import ReasoningDelta, ReasoningParser
@@ -25,7 +25,7 @@ class Parsers:
         return self.tool is not None and self.auto_tool_choice
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AnswerReading:
     """How the answers to one request are read. `tools`: those that may be called, if any; of a request without
     `parallel_tool_calls`, an answer's first call is kept. `prompt`: the chat as the template wrote it. `call_parser`:
@@ -39,25 +39,32 @@ class AnswerReading:
     call_parser: type[ToolParser] | None = None
     is_named: bool = False
     begun: str | None = None
+    _reasoning: ReasoningParser | None = field(init=False)
+    """Says what all answers need, and then parts the first one."""
+    _has_reader: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._reasoning = self._new_reasoning()
 
     @property
     def is_needed(self) -> bool:
-        return self._tool_parser is not None or self._new_reasoning() is not None
+        return self._tool_parser is not None or self._reasoning is not None
 
     @property
     def keeps_special_tokens(self) -> bool:
         """Whether the text must have its special tokens, because a parser looks for them."""
-        used = (self._tool_parser, self._new_reasoning())
+        used = (self._tool_parser, self._reasoning)
         return any(parser is not None and parser.keeps_special_tokens for parser in used)
 
     def reader(self) -> AnswerReader:
         """A fresh one, for one answer."""
-        return AnswerReader(self._tool_maker(), self._new_reasoning(), self.parallel_tool_calls)
+        reasoning = self._new_reasoning() if self._has_reader else self._reasoning
+        self._has_reader = True
+        return AnswerReader(self._tool_maker(), reasoning, self.parallel_tool_calls)
 
     def reasoning_format(self) -> Format | None:
-        """See ReasoningParser.format."""
-        reasoning = self._new_reasoning()
-        return reasoning.format() if reasoning else None
+        """See ReasoningParser.format. Before any reader."""
+        return self._reasoning.format() if self._reasoning else None
 
     def _tool_maker(self) -> Callable[[], ToolParser] | None:
         kind, own = self._tool_parser, self.parsers.tool

@@ -106,7 +106,7 @@ class GenerationService:
     async def list_models(self, data: bytes, context: Context) -> pb.ListModelsResponse:
         async def run() -> pb.ListModelsResponse:
             served = self._service.models.served()
-            return pb.ListModelsResponse(models=[pb.Model(id=m.name, max_model_len=m.max_model_len) for m in served])
+            return pb.ListModelsResponse(models=map(_described, served))
 
         return await _answered("ListModels", context, run, time.monotonic())
 
@@ -301,6 +301,11 @@ def authorization_of(metadata: Iterable[Any] | None) -> str:
 
 def _log_end(method: str, status: str, received: float) -> None:
     log.info("grpc %s status=%s took_ms=%.1f", method, status, (time.monotonic() - received) * 1e3)
+
+
+def _described(model: ServedModel) -> pb.Model:
+    defaults = wire.write_generation_defaults(model.defaults)
+    return pb.Model(id=model.name, max_model_len=model.max_model_len, generation_defaults=defaults)
 
 
 def _message(message: pb.ChatMessage) -> dict[str, str]:

@@ -9,7 +9,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import tokenizers
+from transformers import PreTrainedTokenizerFast
+
 from baton.errors import InternalError, NodeUnavailable
+from baton.node_info import GenerationDefaults
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
 from baton_llm.local.handoff_link import HandoffLink
 from baton_llm.local.node import LocalNode
@@ -68,6 +72,7 @@ class LocalBackend:
             MAX_N,
             trusts_request_templates=True,
         )
+        self._transformers_tokenizer: Any = None
         self._failure: BaseException | None = None
 
     async def start(self) -> None:
@@ -107,6 +112,21 @@ class LocalBackend:
 
     def token_text(self, token_id: int) -> str | None:
         return self._model.tokenizer.token_bytes(token_id).decode(errors="replace")
+
+    async def defaults(self) -> GenerationDefaults:
+        return self._model.defaults
+
+    def tokenizer(self) -> Any:
+        """Made of what the nodes serve."""
+        if self._transformers_tokenizer is None:
+            info = self.prefill.info
+            self._transformers_tokenizer = PreTrainedTokenizerFast(
+                tokenizer_object=tokenizers.Tokenizer.from_str(self.prefill.tokenizer.decode()),
+                chat_template=info.chat_template or None,
+                model_max_length=info.max_model_len,
+                **info.special_tokens,
+            )
+        return self._transformers_tokenizer
 
     async def stop(self) -> None:
         self._dispatcher.close()

@@ -43,7 +43,7 @@ class ChatWebSocket:
         model = self._service.models.get(body.model)
         request_id = body.request_id or state.request_id
         generation, reading = await self._generate.start_chat(state, request_id, model, body)
-        shape = chat_shape(request_id, model, body, reading)
+        shape = chat_shape(generation, model, body, reading)
         return generation, ChunkEvents(generation, shape, body.stream_options)
 
     def refusal(self, body: dict[str, Any], status: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from baton.sampling import MAX_BIAS, MAX_LOGIT_BIAS, RANGES
+from router.http.text_parts import parts_schema, read_text
 from router.limits import (
     MAX_BAD_WORDS,
     MAX_NAME_CHARS,
@@ -82,21 +83,7 @@ def _is_ids(value: list[Any]) -> bool:
 
 def _message_text(value: Any) -> Any:
     """Read a string, a list of text parts, or null."""
-    if value is None or isinstance(value, str):
-        return value or ""
-    if not isinstance(value, list):
-        raise ValueError("must be a string or a list of text parts")
-    return "\n".join(_part_text(part) for part in value)
-
-
-def _part_text(part: Any) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind != "text":
-        shown = repr(kind[:64]) if isinstance(kind, str) else "unknown"
-        raise ValueError(f"a part of type {shown} is not supported: only text is")
-    if not isinstance(part.get("text"), str):
-        raise ValueError("a text part needs a string in `text`")
-    return str(part["text"])
+    return "" if value is None else read_text(value, _TEXT_PARTS)
 
 
 def _biases(value: Any) -> Any:
@@ -176,11 +163,8 @@ def _template_values(value: Any) -> Any:
 
 _STRING = {"type": "string"}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_TEXT_PART = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": _STRING},
-    "required": ["type", "text"],
-}
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""The types of parts of messages that have a text, as vLLM takes them, and in which field."""
 _BIASES = {
     "type": "object",
     "additionalProperties": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
@@ -204,7 +188,7 @@ Prompts = Annotated[tuple[str | tuple[int, ...], ...], PlainValidator(_prompts),
 Text = Annotated[
     str,
     PlainValidator(_message_text),
-    WithJsonSchema({"anyOf": [_STRING, {"type": "array", "items": _TEXT_PART}, {"type": "null"}]}),
+    WithJsonSchema({"anyOf": [_STRING, parts_schema(_TEXT_PARTS), {"type": "null"}]}),
 ]
 Biases = Annotated[dict[int, float], BeforeValidator(_biases), WithJsonSchema(_BIASES)]
 TemplateValues = Annotated[dict[str, Any], BeforeValidator(_template_values)]

@@ -32,7 +32,7 @@ from router.http.schemas import (
     size_of_prompt,
 )
 from router.http.scope import request_id_of
-from router.http.shapes import ChatShape, CompletionShape, Shape
+from router.http.shapes import ChatShape, CompletionShape, Shape, prompt_ids
 from router.http.tools import call_plan
 from router.limits import MAX_COUNTED_CHARS, MAX_ECHO_CHARS
 from router.models import ServedModel
@@ -64,7 +64,7 @@ class GenerateRoutes:
         model = self._service.models.get(body.model)
         request_id = request_id_of(request, body.request_id)
         generation, reading = await self.start_chat(request.state, request_id, model, body)
-        return self._response(generation, body, chat_shape(request_id, model, body, reading))
+        return self._response(generation, body, chat_shape(generation, model, body, reading))
 
     async def start_chat(
         self, state: State, request_id: str, model: ServedModel, body: ChatRequest
@@ -95,9 +95,10 @@ class GenerateRoutes:
             logprobs = CompletionLogprobs(model.tokenizer, bool(body.return_tokens_as_token_ids), num_echoed)
             shown = None if body.logprobs is None else logprobs
             prompts = prompt_shape(model.tokenizer, body.prompt_logprobs)
-            shape = CompletionShape(wanted.request_id, model, shown, bool(body.return_token_ids), echoes, prompts)
             state = request.state
             generation = await self._service.generate(model, salted(wanted, state.tenant), state.received, admitted)
+            ids = prompt_ids(generation, body.num_kept) if body.return_token_ids else None
+            shape = CompletionShape(wanted.request_id, model, shown, ids, echoes, prompts)
             return self._response(generation, body, shape)
 
     async def models(self) -> JSONResponse:
@@ -173,7 +174,11 @@ def _check_echo(num_chars: int) -> None:
         raise InvalidRequest(f"`echo` would repeat {num_chars} characters, of at most {MAX_ECHO_CHARS}.", "echo")
 
 
-def chat_shape(request_id: str, model: ServedModel, body: ChatRequest, reading: AnswerReading | None) -> ChatShape:
+def chat_shape(
+    generation: Generation, model: ServedModel, body: ChatRequest, reading: AnswerReading | None
+) -> ChatShape:
     logprobs = ChatLogprobs(model.tokenizer, bool(body.return_tokens_as_token_ids)) if body.logprobs else None
     prompts = prompt_shape(model.tokenizer, body.prompt_logprobs)
-    return ChatShape(request_id, model, logprobs, bool(body.return_token_ids), reading, body.echoed, prompts)
+    ids = generation.parts[0].request.prompt_tokens if body.return_token_ids else None
+    with_reasoning = body.include_reasoning is not False
+    return ChatShape(generation.request_id, model, logprobs, ids, reading, body.echoed, prompts, with_reasoning)

@@ -198,6 +198,7 @@ class ChatRequest(GenerationFields, TemplateFields):
     max_completion_tokens: Whole | None = between(1)
     logprobs: bool | None = None
     top_logprobs: Whole | None = between(0, MAX_LOGPROBS)
+    include_reasoning: bool | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
     tools: ToolList | None = None

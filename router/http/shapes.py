@@ -14,7 +14,7 @@ from router.http.chat_message import delta_of, has_calls, message_of
 from router.http.logprobs import ChatLogprobs, CompletionLogprobs, PromptShape
 from router.models import ServedModel
 from router.request_state import RequestTimings
-from router.tool_parsers import Part
+from router.tool_parsers import Part, Thought
 
 
 class Shape(Protocol):
@@ -36,22 +36,26 @@ class Shape(Protocol):
 
 
 class ChatShape:
-    """`reading` says how texts become messages; None: texts are their content. `echo` comes before each content."""
+    """`prompt_ids`: the prompt's tokens, if clients get the ids of tokens. `reading` says how texts become messages;
+    None: texts are their content. `echo` comes before each content. `with_reasoning`: whether clients get what the
+    reading finds to be reasoning."""
 
     def __init__(
         self,
         request_id: str,
         model: ServedModel,
         logprobs: ChatLogprobs | None,
-        token_ids: bool,
+        prompt_ids: Sequence[int] | None,
         reading: AnswerReading | None = None,
         echo: str = "",
         prompt_shape: PromptShape | None = None,
+        with_reasoning: bool = True,
     ) -> None:
         self._prompt_shape = prompt_shape
+        self._with_reasoning = with_reasoning
         self._head = _head(f"chatcmpl-{request_id}", model)
         self._logprobs = logprobs
-        self._token_ids = token_ids
+        self._prompt_ids = prompt_ids
         self._reading = reading
         self._is_named = reading is not None and reading.is_named  # OpenAI says stop then
         self._echo = echo
@@ -61,16 +65,18 @@ class ChatShape:
 
     @property
     def only_text_changes(self) -> bool:
-        return self._reading is None and self._logprobs is None and not self._token_ids
+        return self._reading is None and self._logprobs is None and self._prompt_ids is None
 
     def chunk(self, delta: Delta) -> dict[str, Any] | None:
         content = {"content": delta.text} if self._reading is None else delta_of(self._read(self._reading, delta))
+        prompt = {} if self._begun else self._prompt()
         if delta.index not in self._begun:
             self._begun.add(delta.index)
             content = self._echoed({"role": "assistant", "content": None, **content})
-        elif not (content or delta.finish_reason or self._logprobs or self._token_ids):
+        elif not (content or delta.finish_reason or self._logprobs or self._prompt_ids is not None):
             return None
-        return {**self._head, "object": "chat.completion.chunk", "choices": [self._choice(delta, {"delta": content})]}
+        choices = [self._choice(delta, {"delta": content})]
+        return {**self._head, "object": "chat.completion.chunk", "choices": choices, **prompt}
 
     def whole(self, generation: Generation, answers: Sequence[Delta]) -> dict[str, Any]:
         choices = [self._choice(answer, {"message": self._message(answer)}) for answer in answers]
@@ -81,11 +87,14 @@ class ChatShape:
             # vLLM says it beside the choices of a chat, and in those of a completion
             **{name: value for name, value in choices[0].items() if name == "prompt_logprobs"},
             **_account(generation),
-            **(_prompt_ids(generation) if self._token_ids else {}),
+            **self._prompt(),
         }
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage_of(usage)}
+
+    def _prompt(self) -> dict[str, Any]:
+        return {} if self._prompt_ids is None else {"prompt_token_ids": list(self._prompt_ids)}
 
     def _message(self, answer: Delta) -> dict[str, Any]:
         if self._reading is None:
@@ -101,37 +110,38 @@ class ChatShape:
         parts = self._readers[delta.index].read(delta.text, delta.finish_reason is not None)
         if has_calls(parts):
             self._calling.add(delta.index)
-        return parts
+        return parts if self._with_reasoning else [part for part in parts if not isinstance(part, Thought)]
 
     def _choice(self, delta: Delta, content: dict[str, Any]) -> dict[str, Any]:
         logprobs = self._logprobs.of(delta) if self._logprobs else None
-        choice = _choice(delta, content, logprobs, self._token_ids, self._prompt_shape)
+        choice = _choice(delta, content, logprobs, self._prompt_ids is not None, self._prompt_shape)
         if delta.finish_reason is FinishReason.STOP and delta.index in self._calling and not self._is_named:
             choice["finish_reason"] = "tool_calls"
         return choice
 
 
 class CompletionShape:
-    """`echoes[i]` comes before the text of answer i."""
+    """`prompt_ids[i]`: tokens of a prompt, which clients get with answer i; None: clients get no ids of tokens.
+    `echoes[i]` comes before the text of answer i."""
 
     def __init__(
         self,
         request_id: str,
         model: ServedModel,
         logprobs: CompletionLogprobs | None,
-        token_ids: bool,
+        prompt_ids: Mapping[int, Sequence[int]] | None,
         echoes: Mapping[int, str],
         prompt_shape: PromptShape | None = None,
     ) -> None:
         self._prompt_shape = prompt_shape
         self._head = {**_head(f"cmpl-{request_id}", model), "object": "text_completion"}
         self._logprobs = logprobs
-        self._token_ids = token_ids
+        self._prompt_ids = None if prompt_ids is None else dict(prompt_ids)
         self._echoes = dict(echoes)
 
     @property
     def only_text_changes(self) -> bool:
-        return self._logprobs is None and not self._token_ids
+        return self._logprobs is None and self._prompt_ids is None
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
         return {**self._head, "choices": [self._choice(delta)]}
@@ -141,7 +151,6 @@ class CompletionShape:
             **self._head,
             "choices": [self._choice(answer) for answer in answers],
             **_account(generation),
-            **(_prompt_ids(generation) if self._token_ids else {}),
         }
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
@@ -150,7 +159,10 @@ class CompletionShape:
     def _choice(self, delta: Delta) -> dict[str, Any]:
         logprobs = self._logprobs.of(delta) if self._logprobs else None
         text = self._echoes.pop(delta.index, "") + delta.text
-        return _choice(delta, {"text": text}, logprobs, self._token_ids, self._prompt_shape)
+        choice = _choice(delta, {"text": text}, logprobs, self._prompt_ids is not None, self._prompt_shape)
+        if self._prompt_ids and delta.index in self._prompt_ids:
+            choice["prompt_token_ids"] = list(self._prompt_ids.pop(delta.index))
+        return choice
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:
@@ -204,8 +216,9 @@ def _account(generation: Generation) -> dict[str, Any]:
     return {"usage": usage_of(generation.usage), **timings_of(generation.timings)}
 
 
-def _prompt_ids(generation: Generation) -> dict[str, Any]:
-    return {"prompt_token_ids": list(generation.parts[0].request.prompt_tokens)}
+def prompt_ids(generation: Generation, num_each: int) -> dict[int, Sequence[int]]:
+    """The tokens of each prompt, by the first of its `num_each` answers."""
+    return {i * num_each: part.request.prompt_tokens for i, part in enumerate(generation.parts)}
 
 
 def _choice(

@@ -18,7 +18,7 @@ from router.limits import (
 
 _LIMITS = ValueLimits(MAX_DOCUMENT_VALUES, MAX_DOCUMENT_CHARS, MAX_DOCUMENT_DEPTH)
 
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Documents = Annotated[
     list[dict[str, Any]],
     Field(max_length=MAX_DOCUMENTS),

@@ -48,10 +48,12 @@ HARMLESS: dict[str, Harmless] = {
     "instructions": _is_empty,
     "max_output_tokens": _never,
     "modalities": _is_one_of([], ["text"]),
+    "moderation": _is_empty,
     "prediction": _is_empty,
     "suffix": _is_empty,
     "tool_choice": _is_one_of("none", "auto"),
     "tools": _is_empty,
+    "verbosity": _is_one_of("medium"),
     "web_search_options": _never,
     # vLLM's
     "chat_template": _is_empty,
@@ -60,9 +62,17 @@ HARMLESS: dict[str, Harmless] = {
     "guided_whitespace_pattern": _is_empty,
     "kv_transfer_params": _is_empty,
     "early_stopping": _is_empty,
+    "ec_transfer_params": _is_empty,
+    "logprob_token_ids": _is_empty,
+    "media_io_kwargs": _is_empty,
     "mm_processor_kwargs": _is_empty,
     "prompt_embeds": _is_empty,
-    "thinking_token_budget": _never,
+    "repetition_detection": _is_empty,
+    "return_prompt_text": _is_empty,
+    "thinking_token_budget": _is_one_of(-1),
+    "truncation_side": _is_one_of("left"),
+    "vllm_xargs": _is_empty,
+    "watermarking": _is_empty,
     # SGLang's
     "custom_logit_processor": _is_empty,
     "ebnf": _is_empty,
@@ -102,9 +112,10 @@ HARMLESS: dict[str, Harmless] = {
 
 MEANINGLESS = frozenset(
     {
-        *("metadata", "parallel_tool_calls", "prompt_cache_key"),
+        *("metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
         *("safety_identifier", "service_tier", "store", "user"),
         "cache_control",  # Anthropic's: prefixes are cached anyway
+        "session_id",  # vLLM's
     }
 )
 """Not worth a warning: they change no answer, or are handled elsewhere."""

@@ -257,6 +257,43 @@ def test_flags_are_checked(monkeypatch):
         LLM(api_key="k")
 
 
+def test_prompts_of_different_salts_share_no_kv(llm):
+    prompt = list(range(300, 380))
+    salts = ["a", "b", "a", None]
+    prompts = [{"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})} for salt in salts]
+    cached = [llm.generate(one, GREEDY, use_tqdm=False)[0].num_cached_tokens for one in prompts]
+    assert cached == [0, 0, 64, 0]
+    for wrong in (7, "x" * 257):
+        with pytest.raises(InvalidRequest, match="cache_salt") as refused:
+            llm.generate({"prompt": "Once", "cache_salt": wrong}, use_tqdm=False)
+        assert refused.value.param == "cache_salt"
+    with pytest.raises(InvalidRequest, match="must have `prompt` or"):
+        llm.generate({"cache_salt": "a"}, use_tqdm=False)
+
+
+# ---- what the model brings ----
+
+
+def test_its_tokenizer_makes_the_prompts_that_are_answered(llm):
+    tokenizer = llm.get_tokenizer()
+    [text] = llm.generate("Once upon a time", GREEDY, use_tqdm=False)
+    assert tokenizer.encode("Once upon a time") == text.prompt_token_ids
+    answer = text.outputs[0]
+    assert tokenizer.decode(answer.token_ids, skip_special_tokens=True) == answer.text
+    [chat] = llm.chat(SUM, GREEDY, use_tqdm=False)
+    assert tokenizer.apply_chat_template(SUM, tokenize=False, add_generation_prompt=True) == chat.prompt
+    assert tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id) == tokenizer.eos_token == "<|im_end|>"
+    assert llm.get_tokenizer() is tokenizer
+
+
+def test_its_sampling_params_are_those_of_its_generation_config(llm):
+    params = llm.get_default_sampling_params()
+    assert params == SamplingParams(temperature=0.7, top_p=0.95)
+    assert params.max_tokens == 16
+    [output] = llm.generate("Once", params, use_tqdm=False)
+    assert output.outputs[0].token_ids
+
+
 # ---- the end ----
 
 

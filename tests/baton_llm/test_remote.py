@@ -34,9 +34,13 @@ async def test_answers_come_from_the_router():
         await asyncio.to_thread(_ask, router.grpc)
         assert sorted(prefill.priority for prefill in nodes.prefills) == [-4, *[0] * 5, 3]
         async with await asyncio.to_thread(AsyncLLM, router=router.grpc) as llm:
-            outputs = [output async for output in llm.generate("hi there", priority=7)]
-            assert nodes.prefills[-1].priority == 7
+            salted: Prompt = {"prompt": "hi there", "cache_salt": "s"}
+            outputs = [output async for output in llm.generate(salted, priority=7)]
+            assert (nodes.prefills[-1].priority, nodes.prefills[-1].cache_salt) == (7, "s")
             assert outputs[-1].outputs[0].text == "hello world"
+            assert await llm.get_default_sampling_params() == SamplingParams(temperature=0.7, top_p=0.9)
+            with pytest.raises(NotImplementedError):
+                await llm.get_tokenizer()
     finally:
         await router.stop()
         await nodes.close()
@@ -62,6 +66,9 @@ def _ask(address: str) -> None:
         [chat] = llm.chat(begun, use_tqdm=False, continue_final_message=True)
         assert chat.prompt
         assert chat.prompt.endswith("assistant\nhe")
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.7, top_p=0.9)
+        with pytest.raises(NotImplementedError, match="/tokenize"):
+            llm.get_tokenizer()
         with pytest.raises(InvalidRequest, match="trust-request-chat-template"):
             llm.chat([{"role": "user", "content": "hi"}], use_tqdm=False, chat_template="x")
         with pytest.raises(PromptsFailed) as failed:

@@ -6,9 +6,10 @@ from dataclasses import FrozenInstanceError, fields
 
 import pytest
 
+from baton.node_info import GenerationDefaults
 from baton.sampling import NAMES
 from baton_llm import InvalidRequest, SamplingParams
-from baton_llm.sampling_params import request_of
+from baton_llm.sampling_params import default_params, request_of
 
 
 def test_every_parameter_of_the_nodes_can_be_set():
@@ -70,6 +71,15 @@ def test_only_what_is_not_none_is_stated():
     assert request.sampling["seed"] == -1
     assert not {"max_tokens", "logit_bias", "stop_token_ids"} & request.sampling.keys()
     assert request_of(None, "r", (1,)).sampling == {}
+
+
+def test_a_models_own_are_what_its_generation_config_states():
+    assert default_params(GenerationDefaults(eos_token_ids=(4,))) == SamplingParams()
+    stated = GenerationDefaults((4,), 0.6, 0.9, 20, 0.1, 1.1, max_new_tokens=512)
+    expected = SamplingParams(temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, repetition_penalty=1.1, max_tokens=512)
+    assert default_params(stated) == expected
+    with pytest.raises(InvalidRequest, match="top_p"):
+        default_params(GenerationDefaults(top_p=2.0))
 
 
 def test_a_long_minimum_needs_no_maximum():

@@ -118,7 +118,7 @@ PARAMETERS: dict[str, list[tuple[str, Fields]]] = {
 }
 """For each parameter, routes and fields. The first of several cases runs in CI; all run with `-m full`."""
 
-_WHOLE = ("finish_reason", "stop_reason", "prompt_token_ids", "tool_calls")
+_WHOLE = ("finish_reason", "stop_reason", "tool_calls")
 """What a chunk says once, or is put together otherwise than by appending."""
 SEARCHES = {"use_beam_search", "length_penalty"}
 """Nothing comes before these end, and n are the best answers of one search."""
@@ -160,7 +160,7 @@ class Choice:
         content = piece.get("message") or piece.get("delta") or {}
         logprobs = {f"logprobs.{name}": value for name, value in (piece.get("logprobs") or {}).items()}
         flat = {**piece, **content, **logprobs}
-        for name in ("message", "delta", "logprobs", "role", "refusal", "index"):
+        for name in ("message", "delta", "logprobs", "role", "refusal", "index", "prompt_token_ids"):
             flat.pop(name, None)
         for name, value in flat.items():
             if value is None:

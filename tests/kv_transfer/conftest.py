@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from kv_transfer.transports.memory import MemoryHub
 from tests.kv_transfer.deadlines import sooner_over
+from tests.kv_transfer.mover_sides import Side, linked
 from tests.kv_transfer.rig import KINDS, KINDS_CUDA, Host, Rig, rig_of
 
 torch.set_num_threads(1)
@@ -72,6 +74,13 @@ def ipc_rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     """Over what stores straight into the peer's slots."""
     with _rig(*request.param) as rig:
         yield rig
+
+
+@pytest.fixture
+def hub_pair() -> tuple[Side, Side]:
+    """A sender and a receiver; the test has the hub deliver."""
+    hub = MemoryHub()
+    return linked(Side(hub, "sender", True), Side(hub, "receiver", False))
 
 
 @pytest.fixture(scope="package", autouse=True)

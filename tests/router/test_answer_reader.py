@@ -6,9 +6,10 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.answer_reader import AnswerReader
+from router.answer_reader import AnswerReader, AnswerReading, Parsers
 from router.reasoning_parsers import REASONING_PARSERS
-from router.tool_parsers import TOOL_PARSERS, CallListParser, CallStart, Part, ToolParser, merge
+from router.reasoning_parsers.tags import Qwen3Parser
+from router.tool_parsers import TOOL_PARSERS, CallListParser, CallStart, Content, Part, Thought, ToolParser, merge
 from tests.router.test_tool_parsers import CASES
 from tests.router.tool_outputs import TOOLS
 
@@ -46,3 +47,22 @@ def test_an_answer_in_any_pieces_reads_like_the_whole(data):
     whole = parts_of(tool, reasoning, prompt, [text])
     assert parts_of(tool, reasoning, prompt, pieces) == whole
     assert parts_of(tool, reasoning, prompt, list(text) or [""]) == whole
+
+
+def test_each_answer_has_a_reasoning_parser_and_no_other_is_made():
+    made = []
+
+    class Counted(Qwen3Parser):
+        def __init__(self, prompt):
+            super().__init__(prompt)
+            made.append(self)
+
+    reading = AnswerReading(Parsers(reasoning=Counted), "p<think>", {})
+    assert reading.is_needed
+    assert not reading.keeps_special_tokens
+    assert reading.reasoning_format()
+    first, second = reading.reader(), reading.reader()
+    assert first.read("Hm.", False) == second.read("Hm.", False) == [Thought("Hm.")]
+    assert first.read("</think>Yes", True) == [Content("Yes")]
+    assert second.read(" No", True) == [Thought(" No")]
+    assert len(made) == 2

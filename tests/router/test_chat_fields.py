@@ -100,9 +100,9 @@ async def test_a_trusted_template_has_all_variables_in_chats_and_tokenize(nodes:
         "chat_template": VARIABLES,
         "chat_template_kwargs": {"color": "red", "reasoning_effort": "low"},
         "documents": [{"title": "fox", "text": "jumps"}],
-        "reasoning_effort": "xhigh",
+        "reasoning_effort": "max",
     }
-    text = "xhigh|fox|hi\nyou|red|<|bos|>"
+    text = "max|fox|hi\nyou|red|<|bos|>"
     async with running(nodes, trust_request_chat_template=True) as (_, client):
         assert (await client.post(CHATS, json=body)).status_code == 200
         assert text_of(nodes.prefills[0].prompt_tokens) == text

@@ -263,7 +263,12 @@ async def test_grpc_overload_tells_when_to_retry(stub, nodes):
 
 
 async def test_grpc_tokens_and_models(stub):
-    assert [m.id for m in (await stub.ListModels(pb.ListModelsRequest())).models] == ["tiny"]
+    [model] = (await stub.ListModels(pb.ListModelsRequest())).models
+    assert (model.id, model.generation_defaults.top_p, model.generation_defaults.HasField("top_k")) == (
+        "tiny",
+        0.9,
+        False,
+    )
     tokens = await stub.Tokenize(pb.TokenizeRequest(prompt="hello"))
     assert wire.unpack_tokens(tokens.token_ids) == tiny_tokenizer().encode("hello", True)
     tokens = await stub.Tokenize(pb.TokenizeRequest(prompt="hello", add_special_tokens=False))

@@ -85,7 +85,7 @@ class Streams:
             model: Any = type("Model", (), {"name": "m"})
             connection: Any = Connection()
             self.connections.append(connection)
-            shape = ChatShape(generation.request_id, model, None, False)
+            shape = ChatShape(generation.request_id, model, None, None)
             stream = EventStream(generation, ChunkEvents(generation, shape, None), connection)
             self.streams.append(stream)
             self.tasks.append(asyncio.create_task(stream.run(await generation.next(), self.attention_s)))

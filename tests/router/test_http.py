@@ -286,7 +286,23 @@ async def test_completion_logprobs(client):
 async def test_token_ids_on_request(client, nodes):
     body = (await client.post("/v1/completions", json={"prompt": [5, 6], "return_token_ids": True})).json()
     assert body["choices"][0]["token_ids"] == [*tiny_tokenizer().encode("hello world", False), IM_END]
-    assert body["prompt_token_ids"] == [5, 6]
+    assert body["choices"][0]["prompt_token_ids"] == [5, 6]
+    chat = (await client.post("/v1/chat/completions", json={**CHAT, "return_token_ids": True})).json()
+    assert chat["prompt_token_ids"] == list(nodes.prefills[-1].prompt_tokens)
+
+
+async def test_each_prompts_token_ids_come_once_with_its_first_answer(client, nodes):
+    several = {"prompt": [[5, 6], [7]], "n": 2, "return_token_ids": True}
+    body = (await client.post("/v1/completions", json=several)).json()
+    assert [choice.get("prompt_token_ids") for choice in body["choices"]] == [[5, 6], None, [7], None]
+    chunks = events((await client.post("/v1/completions", json={**several, "stream": True})).text)
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    told = [(choice["index"], choice["prompt_token_ids"]) for choice in choices if "prompt_token_ids" in choice]
+    assert sorted(told) == [(0, [5, 6]), (2, [7])]
+    chat = {**CHAT, "n": 2, "stream": True, "return_token_ids": True}
+    chunks = events((await client.post("/v1/chat/completions", json=chat)).text)
+    of_chunks = [chunk.get("prompt_token_ids") for chunk in chunks]
+    assert of_chunks == [list(nodes.prefills[-1].prompt_tokens), *[None] * (len(chunks) - 1)]
 
 
 async def test_request_ids_in_and_out(client, nodes):
@@ -387,7 +403,7 @@ async def test_harmless_fields_are_taken(client):
 
 
 async def test_content_in_parts_and_any_content_type(client, nodes):
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    parts = [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "b"}]
     body = json.dumps({"messages": [{"role": "user", "content": parts}]})
     headers = {"content-type": "application/x-www-form-urlencoded"}
     response = await client.post("/v1/chat/completions", content=body, headers=headers)

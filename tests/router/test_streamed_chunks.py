@@ -39,10 +39,10 @@ class OneAnswer:
 def shapes(kind: str) -> Shape:
     model: Any = Model()
     if kind == "chat":
-        return ChatShape("r", model, None, False)
+        return ChatShape("r", model, None, None)
     if kind == "echo":
-        return CompletionShape("r", model, None, False, {0: "before"})
-    return CompletionShape("r", model, None, kind == "ids", {})
+        return CompletionShape("r", model, None, None, {0: "before"})
+    return CompletionShape("r", model, None, {0: (1, 2)} if kind == "ids" else None, {})
 
 
 def plainly(shape: Shape, deltas: list[Delta]) -> list[bytes]:
@@ -76,5 +76,5 @@ def test_the_last_chunk_has_its_reason_and_each_its_usage() -> None:
 
 def test_chunks_with_logprobs_are_written_whole() -> None:
     model: Any = Model()
-    shape = CompletionShape("r", model, CompletionLogprobs(model.tokenizer), False, {})
+    shape = CompletionShape("r", model, CompletionLogprobs(model.tokenizer), None, {})
     assert not shape.only_text_changes

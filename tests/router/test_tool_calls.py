@@ -113,6 +113,18 @@ async def test_content_is_null_where_there_is_none(client, nodes):
     assert (await choice_of(client))["message"] == {"role": "assistant", "content": ""}
 
 
+async def test_reasoning_may_be_left_out(client):
+    whole = await choice_of(client, include_reasoning=False)
+    assert whole["message"].keys() == {"role", "content", "tool_calls"}
+    assert whole["message"]["content"] == "\n\nI will look.\n"
+    stream = {**TOOLS, "stream": True, "include_reasoning": False}
+    chunks = chunks_of((await client.post("/v1/chat/completions", json=stream)).text)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert all(deltas[1:-1])  # a chunk without news is not sent
+    assert not any("reasoning" in delta or "reasoning_content" in delta for delta in deltas)
+    assert "".join(delta.get("content") or "" for delta in deltas) == whole["message"]["content"]
+
+
 async def test_the_streamed_answer_is_the_whole_one(client):
     whole = (await choice_of(client, n=2))["message"]
     response = await client.post("/v1/chat/completions", json={**TOOLS, "stream": True, "n": 2})

@@ -18,7 +18,13 @@ from baton.wire.handoffs import (
     write_prefill_message,
 )
 from baton.wire.limits import Limits
-from baton.wire.nodes import read_node_info, write_kv_audit, write_node_info
+from baton.wire.nodes import (
+    read_generation_defaults,
+    read_node_info,
+    write_generation_defaults,
+    write_kv_audit,
+    write_node_info,
+)
 from baton.wire.prompt_logprobs import read_prompt_logprobs, write_prompt_logprobs
 from baton.wire.sampling import read_processors, read_structured, write_processors, write_structured
 from baton.wire.sessions import (
@@ -64,6 +70,8 @@ __all__ = [
     "read_decode_message",
     "write_node_info",
     "read_node_info",
+    "write_generation_defaults",
+    "read_generation_defaults",
     "write_kv_audit",
     "pack_tokens",
     "unpack_tokens",

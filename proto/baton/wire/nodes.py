@@ -38,7 +38,7 @@ def write_node_info(info: NodeInfo) -> common_pb2.NodeInfo:
         tokenizer_digest=info.tokenizer_digest,
         chat_template=info.chat_template,
         special_tokens=info.special_tokens,
-        generation_defaults=_write_defaults(info.generation_defaults),
+        generation_defaults=write_generation_defaults(info.generation_defaults),
         vocab_size=info.vocab_size,
         version=info.version,
         structured_outputs_backend=info.structured_outputs_backend.value,
@@ -68,7 +68,7 @@ def read_node_info(wire: common_pb2.NodeInfo) -> NodeInfo:
         tokenizer_digest=values.read_text(wire.tokenizer_digest, "tokenizer_digest"),
         chat_template=_read_template(wire.chat_template),
         special_tokens=_read_special_tokens(wire.special_tokens),
-        generation_defaults=_read_defaults(wire.generation_defaults),
+        generation_defaults=read_generation_defaults(wire.generation_defaults),
         vocab_size=wire.vocab_size,
         protocol_version=wire.protocol_version,
         version=values.read_text(wire.version, "version"),
@@ -99,12 +99,12 @@ def _read_special_tokens(wire: Mapping[str, str]) -> dict[str, str]:
     return dict(wire)
 
 
-def _write_defaults(defaults: GenerationDefaults) -> common_pb2.GenerationDefaults:
+def write_generation_defaults(defaults: GenerationDefaults) -> common_pb2.GenerationDefaults:
     given = {name: getattr(defaults, name) for name in _OPTIONAL_DEFAULTS}  # None leaves a field unset
     return common_pb2.GenerationDefaults(eos_token_ids=defaults.eos_token_ids, **given)
 
 
-def _read_defaults(wire: common_pb2.GenerationDefaults) -> GenerationDefaults:
+def read_generation_defaults(wire: common_pb2.GenerationDefaults) -> GenerationDefaults:
     given = {name: getattr(wire, name) for name in _OPTIONAL_DEFAULTS if wire.HasField(name)}
     for name, value in given.items():
         if not math.isfinite(value):

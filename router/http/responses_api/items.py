@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, PlainValidator, Tag, TypeAdapter, WithJsonSchema
 
 from router.http.fields import CONFIG, Name
+from router.http.text_parts import parts_schema, read_text
 from router.limits import MAX_MESSAGES
 
 _TEXTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -15,44 +16,12 @@ _REASONING_TEXTS = {"reasoning_text": "text"}
 _SUMMARY_TEXTS = {"summary_text": "text"}
 
 
-def _read(value: Any, texts: dict[str, str]) -> str:
-    """Parts become lines. `texts`: the types of parts that are read, and the field of each that has its text."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError("must be a string or a list of parts")
-    return "\n".join(_text_of(part, texts) for part in value)
-
-
-def _text_of(part: Any, texts: dict[str, str]) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(kind, str) or kind not in texts:
-        shown = repr(kind[:64]) if isinstance(kind, str) else "unknown"
-        raise ValueError(f"a part of type {shown} is not supported here: {' and '.join(texts)} are")
-    if not isinstance(part.get(texts[kind]), str):
-        raise ValueError(f"a part of type '{kind}' needs a string in `{texts[kind]}`")
-    return str(part[texts[kind]])
-
-
-def _parts(texts: dict[str, str]) -> Any:
-    """A list of such parts, for the API's description."""
-    parts = [
-        {
-            "type": "object",
-            "properties": {"type": {"const": kind}, field: {"type": "string"}},
-            "required": ["type", field],
-        }
-        for kind, field in texts.items()
-    ]
-    return {"type": "array", "items": {"anyOf": parts}}
-
-
 def _reads(texts: dict[str, str]) -> PlainValidator:
-    return PlainValidator(lambda value: _read(value, texts))
+    return PlainValidator(lambda value: read_text(value, texts))
 
 
 def _described(texts: dict[str, str]) -> WithJsonSchema:
-    return WithJsonSchema({"anyOf": [{"type": "string"}, _parts(texts)]})
+    return WithJsonSchema({"anyOf": [{"type": "string"}, parts_schema(texts)]})
 
 
 Text = Annotated[str, _reads(_TEXTS), _described(_TEXTS)]

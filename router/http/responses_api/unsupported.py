@@ -28,9 +28,8 @@ IN_RESPONSES: Mapping[str, Harmless] = {
     "conversation": _is_empty,
     "generate": lambda value: value is True,
     "image": _is_empty,
-    "moderation": _is_empty,
+    "include_reasoning": lambda value: value is True,  # a chat's
     "prompt": _is_empty,
-    "prompt_cache_options": _is_empty,
     "reasoning_effort": _never,  # a chat's: here it is `reasoning.effort`
     "stream_id": _is_empty,
     "verbosity": _never,  # a chat's: here it is `text.verbosity`

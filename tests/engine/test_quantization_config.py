@@ -1,0 +1,161 @@
+"""What config.json states of a format, in all the ways that published checkpoints state it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Gemma3Config
+
+from engine.model.errors import UnsupportedModel
+from engine.model.load.checkpoint import Checkpoint
+from engine.model.load.loader import load_model
+from tests.engine import tiny_models
+from tests.engine.quantized_files import TINY, check_loads_alike, linear_weights, restate
+from tools.quantize import write
+
+torch.set_num_threads(1)
+
+
+def test_fp8_of_model_optimizer(tmp_path: Path) -> None:
+    """The same tensors by another name, with scales of inputs and KV, which are not used."""
+    write(TINY, tmp_path / "own", "fp8")
+    write(TINY, tmp_path / "plain", "fp8", dequantized=True)
+    file = tmp_path / "own" / "model.safetensors"
+    unused = {f"model.layers.0.self_attn.{part}": torch.ones(()) for part in ("q_proj.input_scale", "k_proj.k_scale")}
+    save_file({**load_file(file), **unused}, file, metadata={"format": "pt"})
+    restate(tmp_path / "own", quant_method="modelopt", quant_algo="FP8")
+    own, plain = (load_model(Checkpoint.open(tmp_path / name)).state_dict() for name in ("own", "plain"))
+    assert all(torch.equal(tensor, plain[name]) for name, tensor in own.items())
+    restate(tmp_path / "own", quant_algo="NVFP4")
+    with pytest.raises(UnsupportedModel, match="quantized by modelopt, which cannot be run"):
+        load_model(Checkpoint.open(tmp_path / "own"))
+
+
+def test_the_older_name_of_compressed_tensors_configuration(tmp_path: Path) -> None:
+    write(TINY, tmp_path, "compressed-fp8")
+    wanted = load_model(Checkpoint.open(tmp_path)).state_dict()
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["compression_config"] = config.pop("quantization_config")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check_loads_alike(tmp_path, wanted)
+
+
+def test_the_configuration_of_compressed_tensors_within_another(tmp_path: Path) -> None:
+    """As transformers has written it, with blocks in words."""
+    write(TINY, tmp_path, "compressed-fp8-block")
+    wanted = load_model(Checkpoint.open(tmp_path)).state_dict()
+    config = json.loads((tmp_path / "config.json").read_text())
+    inner = config["quantization_config"]
+    inner["config_groups"]["group_0"]["weights"]["block_structure"] = "128x128"
+    outer = {"quant_method": "compressed-tensors", "quantization_config": inner, "sparsity_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": outer}))
+    check_loads_alike(tmp_path, wanted)
+
+
+def test_targets_and_exceptions_of_compressed_tensors(tmp_path: Path) -> None:
+    write(TINY, tmp_path, "compressed-int8")
+    config = json.loads((tmp_path / "config.json").read_text())
+    stated = config["quantization_config"]
+    stated["ignore"] = ["re:.*down_proj", "model.layers.0.mlp.up_proj", "lm_head"]
+    stated["config_groups"]["group_0"]["targets"] = ["re:.*proj$"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plain = load_file(TINY / "model.safetensors")
+    kept = load_file(tmp_path / "model.safetensors")
+    ignored = [name for name in plain if "down_proj" in name or name == "model.layers.0.mlp.up_proj.weight"]
+    for name in ignored:
+        kept[name] = plain[name]
+        del kept[f"{name}_scale"]
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    weights = linear_weights(load_model(Checkpoint.open(tmp_path), load_format="safetensors"))
+    for name, weight in weights.items():
+        same = torch.equal(weight, plain.get(f"{name}.weight", weight).float())
+        assert same == (f"{name}.weight" in ignored or name == "lm_head"), name
+
+
+def test_a_layers_name_counts_more_than_a_pattern_and_that_more_than_its_class(tmp_path: Path) -> None:
+    """In whichever order the groups stand."""
+    write(TINY, tmp_path, "compressed-fp8")
+    wanted = load_model(Checkpoint.open(tmp_path)).state_dict()
+    config = json.loads((tmp_path / "config.json").read_text())
+    (group,) = config["quantization_config"]["config_groups"].values()
+    other = {**group, "weights": {**group["weights"], "type": "int"}}
+    chosen = {**group, "targets": ["re:model"]}
+    config["quantization_config"]["config_groups"] = {"group_0": {**other, "targets": ["Linear"]}, "group_1": chosen}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check_loads_alike(tmp_path, wanted)
+    config["quantization_config"]["config_groups"]["group_2"] = {**other, "targets": ["model.layers.0.mlp.up_proj"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match=r"converts model.layers.0.mlp.up_proj.weight, which is F8_E4M3"):
+        load_model(Checkpoint.open(tmp_path))
+
+
+def test_layers_without_scales_are_not_quantized_whatever_is_ignored(tmp_path: Path) -> None:
+    """Files of another version of transformers name them differently; lm_head has the embeddings' weight."""
+    write(TINY, tmp_path, "compressed-int8")
+    restate(tmp_path, ignore=["language_model.model.layers.0.mlp.up_proj"])
+    file, layer = tmp_path / "model.safetensors", "model.layers.0.mlp.up_proj"
+    tensors = load_file(file)
+    tensors[f"{layer}.weight"] = load_file(TINY / "model.safetensors")[f"{layer}.weight"]
+    del tensors[f"{layer}.weight_scale"]
+    unused = ("k_scale", "k_zero_point", "v_proj.output_zero_point")  # of an 8-bit KV cache
+    tensors |= {f"model.layers.0.self_attn.{name}": torch.zeros(1) for name in unused}
+    save_file(tensors, file, metadata={"format": "pt"})
+    model = load_model(Checkpoint.open(tmp_path), load_format="safetensors")
+    assert torch.equal(model.get_submodule(layer).weight, tensors[f"{layer}.weight"].float())
+    tensors[f"{layer}.weight"] = tensors[f"{layer}.weight"].to(torch.int8)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=f"{layer}.weight, which is I8"):
+        load_model(Checkpoint.open(tmp_path))
+
+
+@pytest.mark.parametrize("form", ["awq", "fp8", "compressed-fp8-tensor"])
+def test_layers_of_a_language_model_that_files_call_otherwise(form: str, tmp_path: Path) -> None:
+    """Gemma 3, with its configuration where some checkpoints have it."""
+    sizes = {**tiny_models.SHAPE, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 1}
+    text = {name: size for name, size in sizes.items() if not name.endswith("token_id")}
+    vision = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    vision |= {"vision_use_head": False}
+    source = tiny_models.save(Gemma3Config(text_config=text, vision_config=vision), tmp_path / "source")
+    write(source, tmp_path / "q", form)
+    write(source, tmp_path / "plain", form, dequantized=True)
+    config = json.loads((tmp_path / "q" / "config.json").read_text())
+    config["text_config"]["quantization_config"] = config.pop("quantization_config")
+    (tmp_path / "q" / "config.json").write_text(json.dumps(config))
+    assert any("language_model.model" in name for name in load_file(tmp_path / "q" / "model.safetensors"))
+    check_loads_alike(tmp_path / "q", load_model(Checkpoint.open(tmp_path / "plain")).state_dict())
+
+
+@pytest.mark.parametrize("form", ["gptq", "awq"])
+def test_auto_rounds_files_are_those_of_other_formats(form: str, tmp_path: Path) -> None:
+    write(TINY, tmp_path, form)
+    wanted = load_model(Checkpoint.open(tmp_path)).state_dict()
+    config = json.loads((tmp_path / "config.json").read_text())
+    own = {"bits": 4, "group_size": 128, "sym": form == "gptq", "data_type": "int"}
+    own |= {"quant_method": "auto-round", "packing_format": f"auto_round:auto_{form}"}
+    own["extra_config"] = {"lm_head": {"bits": 16, "data_type": "float"}, "model.layers.0.mlp.up_proj": {"bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": own}))
+    check_loads_alike(tmp_path, wanted)
+    restate(tmp_path, extra_config={"model.layers.0.mlp.up_proj": {"bits": 8}})
+    with pytest.raises(UnsupportedModel, match=r"sizes of their own .*extra_config: model.layers.0.mlp.up_proj"):
+        load_model(Checkpoint.open(tmp_path))
+    restate(tmp_path, extra_config={}, packing_format="auto_round:llm_compressor")
+    with pytest.raises(UnsupportedModel, match="AutoRound's packing_format auto_round:llm_compressor of int: only"):
+        load_model(Checkpoint.open(tmp_path))
+
+
+def test_gptqs_form_by_its_other_name(tmp_path: Path) -> None:
+    """Its zero points are not less by one; whether these are is all that the forms differ in."""
+    write(TINY, tmp_path, "gptq-asym")
+    wanted = load_model(Checkpoint.open(tmp_path)).state_dict()
+    restate(tmp_path, checkpoint_format=None, format="gptq_v2")
+    check_loads_alike(tmp_path, wanted)
+
+
+def test_rules_that_leave_layers_out_are_what_the_files_show(tmp_path: Path) -> None:
+    write(TINY, tmp_path, "gptq")
+    restate(tmp_path, dynamic={"-:.*lm_head": {}})
+    load_model(Checkpoint.open(tmp_path), load_format="safetensors")
