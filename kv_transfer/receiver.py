@@ -151,7 +151,8 @@ class KvReceiver(KvMover):
         are in the pool. groups: the blocks' KV groups, if there are several. False: no slot is free.
 
         is_last: now all parts of the lease are expected. From then on the engine is woken when the last missing part
-        lands; until then, for each part that lands and each slot that becomes free.
+        lands; until then, for each part that lands while a slot is free, and else when its slot becomes free. One turn
+        of the engine for each part is enough: it competes with the transport's thread for the interpreter.
 
         The part is copied into the pool's `blocks`, in order: into `what` of each, or all that this rank holds. The
         copy waits for `not_before` and for no other work on the device. Only the receiver may write the blocks until
@@ -266,11 +267,12 @@ class KvReceiver(KvMover):
         self._unawaited = slot
         if is_partial := plan.lease in self._partial:
             self._partial[plan.lease] = True
-        if is_partial or all(other.lease != plan.lease for other in self._plans.values()):
+        has_free = self._staging.num_free > 0
+        if (is_partial and has_free) or all(other.lease != plan.lease for other in self._plans.values()):
             self._call_engine()  # it can expect more parts, or has them all; it polls once the copy is launched
         plan.land()
-        if self._partial:
-            self._copies.when_done(slot, self._wake_engine)  # the engine may wait for a slot
+        if self._partial and not has_free:
+            self._copies.when_done(slot, self._wake_engine)  # the engine waits for a slot
         return PartLanded(*plan.name, plan.num_bytes, time.monotonic() - began)
 
     def _await_copies(self) -> None:

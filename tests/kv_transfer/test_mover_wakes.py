@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from kv_transfer.receiver import PartLanded, PartUnused
@@ -58,6 +60,34 @@ def test_the_engine_is_woken_for_a_slot_only_if_a_lease_waits_for_one(hub_pair: 
         sender.transport.hub.deliver_all()
         assert receiver.woken.is_set() is is_waited_for
         receiver.mover.withdraw(2)  # it waits no more
+
+
+def test_a_part_of_a_long_transfer_wakes_the_engine_once(
+    hub_pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once if there is a slot for a further part; else when the part's own copy is done."""
+    sender, receiver = hub_pair
+    copied = list[Callable[[], None]]()
+    monkeypatch.setattr(receiver.mover._copies, "when_done", lambda slot, after: copied.append(after))
+
+    def lands(part: int) -> None:
+        receiver.woken.clear()
+        assert sender.mover.send(receiver.name, 1, part, [part])
+        sender.transport.hub.deliver_all()
+
+    for part in range(NUM_SLOTS - 1):
+        assert receiver.mover.expect(sender.name, 1, part, [part])
+    lands(0)
+    assert receiver.woken.is_set()
+    assert not copied
+    receiver.mover.poll()
+    for part in range(NUM_SLOTS - 1, NUM_SLOTS + 1):
+        assert receiver.mover.expect(sender.name, 1, part, [part])
+    lands(1)
+    assert not receiver.woken.is_set()
+    [after] = copied
+    after()
+    assert receiver.woken.is_set()
 
 
 @pytest.mark.parametrize("has_landed", [False, True])
