@@ -8,7 +8,8 @@
 
 Block 0 is the null block: graph padding may write to it, it never has an owner, and no count includes it. Tables have
 it where they need no block. The prefix cache keeps the hashes (`engine.prefix_cache`). Every operation is O(1) per
-block named. Misuse is a bug and fails an assertion.
+block named, and takes all blocks of a table at once: a long prompt has thousands, and steps wait while the engine's
+thread goes through them. Misuse is a bug and fails an assertion.
 
 Blocks may be claimed: that many stay free or evictable for a caller who needs them later. Which blocks these are is
 open until the caller allocates them.
@@ -160,7 +161,7 @@ class BlockManager:
         blocks += [block for block, _ in evicted]
         for block in blocks:
             self._ref[block] = 1
-            self._since_s[block] = self.now
+        self._changed(blocks)
         return Allocation(blocks, evicted)
 
     def match(self, hashes: Iterable[BlockHash]) -> list[int]:
@@ -184,29 +185,32 @@ class BlockManager:
 
     def acquire(self, blocks: Sequence[int]) -> None:
         """Add a reference to each of these sealed blocks, as returned by `match`."""
-        for block in blocks:
-            if block == NULL_BLOCK:
-                continue
-            assert self._cache.hash_of(block) is not None, f"block {block} is not sealed"
-            assert block not in self._in_flight, f"block {block} is in flight"
-            assert block not in self._loading, f"block {block} is loading"
-            if not self._ref[block]:
-                self._cache.revive(block)
-                self._since_s[block] = self.now
-            self._ref[block] += 1
+        held = [block for block in blocks if block != NULL_BLOCK]
+        assert all(self._cache.hashes_of(held)), f"one of the blocks {held} is not sealed"
+        assert self._in_flight.isdisjoint(held), f"one of the blocks {held} is in flight"
+        assert self._loading.isdisjoint(held), f"one of the blocks {held} is loading"
+        ref, revived = self._ref, list[int]()
+        for block in held:
+            if not ref[block]:
+                revived.append(block)
+            ref[block] += 1
+        self._cache.revive(revived)
+        self._changed(revived)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop a reference to each block of a table, from its end, so that leaves are evicted before their parents.
 
         A block that is still pinned or loading becomes free or cached when that ends.
         """
+        ref, left = self._ref, list[int]()
         for block in reversed(blocks):
             if block == NULL_BLOCK:
                 continue
-            assert self._ref[block] > 0, f"block {block} has no owner"
-            self._ref[block] -= 1
-            if not self._ref[block]:
-                self._settle(block)
+            assert ref[block] > 0, f"block {block} has no owner"
+            ref[block] -= 1
+            if not ref[block]:
+                left.append(block)
+        self._settle(left)
 
     def fork(
         self, table: Sequence[int], num_computed_tokens: int, spare_blocks: Sequence[int], width: int = 1
@@ -223,22 +227,19 @@ class BlockManager:
         shared, last = table[:end], table[end:]
         assert len(last) == width, f"{len(table)} blocks for {num_computed_tokens} tokens and the next"
         others = [spare_blocks[first : first + width] for first in range(0, len(spare_blocks), width)]
-        for block in shared:
+        for block in shared if others else ():
             if block != NULL_BLOCK:
                 self._ref[block] += len(others)
         tables = [[*shared, *own] for own in (last, *others)]
         partial = num_computed_tokens % self.block_size > 0
         return tables, [pair for own in others for pair in zip(last, own, strict=True)] if partial else []
 
-    def seal(self, block: int, block_hash: BlockHash) -> bool:
-        """Put a full block whose KV is complete into the prefix cache. Returns False if another block has the hash, and
-        then this block gets none. A block that already has the hash is left as it is."""
-        assert self._ref[block] > 0, f"block {block} has no owner"
-        assert block not in self._loading, f"block {block} is loading"
-        if (known := self._cache.hash_of(block)) is not None:
-            assert known == block_hash, f"block {block} has another hash"
-            return True
-        return self._cache.add(block, block_hash)
+    def seal(self, blocks: Sequence[int], hashes: Sequence[BlockHash]) -> None:
+        """Put full blocks whose KV is complete into the prefix cache, each under its hash. A block gets no hash if
+        another block has it, and is left as it is if it has it already."""
+        assert 0 not in _values(self._ref, blocks), f"one of the blocks {blocks} has no owner"
+        assert self._loading.isdisjoint(blocks), f"one of the blocks {blocks} is loading"
+        self._cache.add(blocks, hashes)
 
     # ---- pins: during a gather or a load ----
 
@@ -252,12 +253,14 @@ class BlockManager:
             self._readers[block] += 1
 
     def unpin_read(self, blocks: Sequence[int]) -> None:
+        read = list[int]()
         for block in blocks:
             assert self._readers[block] > 0, f"block {block} has no reader"
             self._readers[block] -= 1
             if not self._readers[block]:
                 self._in_flight.remove(block)
-                self._settle(block)
+                read.append(block)
+        self._settle(read)
 
     def begin_load(self, blocks: Sequence[int], hashes: Sequence[BlockHash] = ()) -> None:
         """Mark blocks as loading: their content arrives from elsewhere, at any time until `finish_load` or `fail_load`.
@@ -267,23 +270,23 @@ class BlockManager:
         block by its hash, and `match` does once it is loaded, so that sequences can wait for it.
         """
         assert not hashes or len(hashes) == len(blocks), f"{len(hashes)} hashes for {len(blocks)} blocks"
-        for block in blocks:
-            assert self._ref[block] == 1, f"block {block} has {self._ref[block]} owners"
-            assert self._cache.hash_of(block) is None, f"block {block} is sealed"
-            assert not self._readers[block], f"block {block} is being read"
-            assert block not in self._loading, f"block {block} is loading"
-            self._loading.add(block)
-            self._since_s[block] = self.now
-        for block, block_hash in zip(blocks, hashes, strict=False):
-            added = self._cache.add(block, block_hash)
-            assert added, f"block {block} would be loaded as what another block is"
+        assert _values(self._ref, blocks) <= {1}, f"one of the blocks {blocks} has not one owner"
+        assert _values(self._readers, blocks) <= {0}, f"one of the blocks {blocks} is being read"
+        assert not any(self._cache.hashes_of(blocks)), f"one of the blocks {blocks} is sealed"
+        loading = len(self._loading)
+        self._loading.update(blocks)
+        assert len(self._loading) == loading + len(blocks), f"one of the blocks {blocks} is loading"
+        self._changed(blocks)
+        if hashes:
+            self._cache.add(blocks, hashes)
+            assert all(self._cache.hashes_of(blocks)), "a block would be loaded as what another block is"
 
     def finish_load(self, blocks: Sequence[int]) -> None:
         """End a load: everything launched from now on finds the content in the blocks."""
-        for block in blocks:
-            assert block in self._loading, f"block {block} is not loading"
-            self._loading.remove(block)
-            self._settle(block)
+        loading = len(self._loading)
+        self._loading.difference_update(blocks)
+        assert len(self._loading) == loading - len(blocks), f"one of the blocks {blocks} is not loading"
+        self._settle(blocks)
 
     def fail_load(self, blocks: Sequence[int]) -> None:
         """End a load whose content will not arrive: the blocks lose their hashes, and sequences that waited for them
@@ -295,17 +298,25 @@ class BlockManager:
 
     # ---- internal ----
 
-    def _settle(self, block: int) -> None:
-        """Free the block, or make it evictable if it has a hash, once it has no owner, pin or load."""
-        if self._readers[block] or block in self._loading:
-            return
-        self._since_s[block] = self.now
-        if self._ref[block]:
-            return
-        if self._cache.hash_of(block) is None:
-            self._free.append(block)
-        else:
-            self._cache.retire(block)
+    def _settle(self, blocks: Iterable[int]) -> None:
+        """Free the blocks, or make those evictable that have a hash, unless they have an owner, pin or load."""
+        ref, readers, loading, since_s, now = self._ref, self._readers, self._loading, self._since_s, self.now
+        for block in blocks:
+            if readers[block] or block in loading:
+                continue
+            since_s[block] = now
+            if ref[block]:
+                continue
+            if self._cache.hash_of(block) is None:
+                self._free.append(block)
+            else:
+                self._cache.retire(block)
+
+    def _changed(self, blocks: Iterable[int]) -> None:
+        """The blocks enter another state."""
+        since_s, now = self._since_s, self.now
+        for block in blocks:
+            since_s[block] = now
 
     def check_integrity(
         self,
@@ -337,3 +348,8 @@ class BlockManager:
             # Its owner may have released it, but nobody else can acquire it during the load.
             assert self._ref[block] <= 1, f"block {block} is shared and loading"
             assert not self._readers[block], f"block {block} is read and loading"
+
+
+def _values(column: list[int], blocks: Iterable[int]) -> set[int]:
+    """The values that a column has for the blocks, without a loop in Python."""
+    return set(map(column.__getitem__, blocks))

@@ -90,10 +90,12 @@ class BlockTables:
     def seal(self, table: Seq[int], hashes: Seq[BlockHash], first: int) -> None:
         """Seal the columns from `first` on, which must be full. hashes: of all columns up to the last one to seal."""
         for group in range(self._width):
-            names = _names(hashes[first:], group)
-            for block, name in zip(table[first * self._width + group :: self._width], names, strict=False):
-                if block != NULL_BLOCK:
-                    self._blocks.seal(block, name)
+            names = list(_names(hashes[first:], group))
+            blocks = table[first * self._width + group :: self._width][: len(names)]
+            if NULL_BLOCK in blocks:
+                pairs = [(block, name) for block, name in zip(blocks, names, strict=True) if block != NULL_BLOCK]
+                blocks, names = [block for block, _ in pairs], [name for _, name in pairs]
+            self._blocks.seal(blocks, names)
 
     # ---- a sequence's blocks ----
 

@@ -8,6 +8,7 @@ operation is O(1).
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from baton.block_hash import BlockHash
@@ -39,20 +40,25 @@ class PrefixCache:
     def hash_of(self, block: int) -> BlockHash | None:
         return self._hash[block]
 
+    def hashes_of(self, blocks: Iterable[int]) -> Iterator[BlockHash | None]:
+        return map(self._hash.__getitem__, blocks)
+
     def find(self, block_hash: BlockHash) -> int | None:
         """The block with that hash, whatever its state."""
         return self._block_of.get(block_hash)
 
-    def add(self, block: int, block_hash: BlockHash) -> bool:
-        """Give a block its hash. Returns False if another block has that hash, and then this block gets none."""
-        assert self._hash[block] is None, f"block {block} has a hash"
-        if block_hash in self._block_of:
-            return False
-        self._hash[block] = block_hash
-        self._block_of[block_hash] = block
-        if self._changes is not None:
-            self._changes[block_hash] = True
-        return True
+    def add(self, blocks: Iterable[int], hashes: Iterable[BlockHash]) -> None:
+        """Give blocks their hashes. A block whose hash another one has gets none; one that has its hash keeps it."""
+        hash_of, block_of, changes = self._hash, self._block_of, self._changes
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            known = hash_of[block]
+            if known is not None:
+                assert known == block_hash, f"block {block} has another hash"
+            elif block_hash not in block_of:
+                hash_of[block] = block_hash
+                block_of[block_hash] = block
+                if changes is not None:
+                    changes[block_hash] = True
 
     def remove(self, block: int) -> BlockHash:
         """Take a block's hash away and return it."""
@@ -69,9 +75,10 @@ class PrefixCache:
         assert self._hash[block] is not None, f"block {block} has no hash"
         self._evictable[block] = None
 
-    def revive(self, block: int) -> None:
-        """Make a block that has an owner again not evictable."""
-        del self._evictable[block]
+    def revive(self, blocks: Iterable[int]) -> None:
+        """Make blocks that have an owner again not evictable."""
+        for block in blocks:
+            del self._evictable[block]
 
     def evict(self) -> Evicted:
         """Take the least recently used evictable block and its hash; the block becomes the caller's."""

@@ -78,7 +78,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
         block = data.draw(st.sampled_from([b for table in self.tables for b in table if b]))
         if block in self.loads or self.blocks.hash_of(block) is not None:
             return
-        assert self.blocks.seal(block, hash_of(number)) is (hash_of(number) not in self.cached)
+        self.blocks.seal([block], [hash_of(number)])
+        assert (self.blocks.hash_of(block) is not None) is (hash_of(number) not in self.cached)
         self.cached.setdefault(hash_of(number), block)
 
     @rule(numbers=st.lists(st.integers(0, 5), min_size=1, max_size=3))
@@ -212,7 +213,7 @@ def test_the_leaves_of_the_least_recently_used_prefix_are_evicted_first() -> Non
     blocks = BlockManager(7, BLOCK_SIZE)
     old, new = blocks.allocate(3).blocks, blocks.allocate(3).blocks
     for number, block in enumerate(old + new):
-        blocks.seal(block, hash_of(number))
+        blocks.seal([block], [hash_of(number)])
     blocks.release(old)
     blocks.release(new)
     assert [blocks.allocate(1).blocks[0] for _ in range(6)] == old[::-1] + new[::-1]
@@ -222,7 +223,7 @@ def test_a_hit_makes_a_block_recently_used() -> None:
     blocks = BlockManager(3, BLOCK_SIZE)
     for number in (0, 1):
         (block,) = blocks.allocate(1).blocks
-        blocks.seal(block, hash_of(number))
+        blocks.seal([block], [hash_of(number)])
         blocks.release([block])
     hit = blocks.match([hash_of(0)])
     blocks.acquire(hit)
@@ -235,8 +236,10 @@ def test_a_hit_makes_a_block_recently_used() -> None:
 def test_the_first_to_seal_wins_and_a_duplicate_becomes_free() -> None:
     blocks = BlockManager(3, BLOCK_SIZE)
     first, second = blocks.allocate(2).blocks
-    assert blocks.seal(first, hash_of(1))
-    assert not blocks.seal(second, hash_of(1))
+    blocks.seal([first], [hash_of(1)])
+    assert blocks.hash_of(first) == hash_of(1)
+    blocks.seal([second], [hash_of(1)])
+    assert blocks.hash_of(second) is None
     assert blocks.match([hash_of(1)]) == [first]
     blocks.release([first, second])
     assert (blocks.state(first), blocks.state(second)) == (BlockState.CACHED, BlockState.FREE)
@@ -245,7 +248,7 @@ def test_the_first_to_seal_wins_and_a_duplicate_becomes_free() -> None:
 def test_a_block_in_flight_is_no_hit_and_settles_with_its_last_pin() -> None:
     blocks = BlockManager(2, BLOCK_SIZE)
     (block,) = blocks.allocate(1).blocks
-    blocks.seal(block, hash_of(1))
+    blocks.seal([block], [hash_of(1)])
     blocks.pin_read([block, block])
     blocks.release([block])
     for _ in range(2):
@@ -269,7 +272,7 @@ def test_a_load_without_a_hash_whose_owner_let_go_ends_in_a_free_block() -> None
 def test_blocks_to_be_acquired_do_not_count_as_room() -> None:
     blocks = BlockManager(3, BLOCK_SIZE)
     table = blocks.allocate(1).blocks
-    blocks.seal(table[0], hash_of(1))
+    blocks.seal([table[0]], [hash_of(1)])
     blocks.release(table)
     assert blocks.can_allocate(2)
     assert not blocks.can_allocate(2, keep=table)
@@ -279,8 +282,8 @@ def test_blocks_to_be_acquired_do_not_count_as_room() -> None:
 def test_eviction_is_told_with_what_the_block_was() -> None:
     blocks = BlockManager(4, BLOCK_SIZE)
     first, second, _ = table = blocks.allocate(3).blocks
-    blocks.seal(first, hash_of(1))
-    blocks.seal(second, hash_of(2))
+    blocks.seal([first], [hash_of(1)])
+    blocks.seal([second], [hash_of(2)])
     blocks.release(table)
     assert blocks.allocate(1).evicted == []
     got, evicted = blocks.allocate(2)
@@ -320,10 +323,13 @@ def test_what_is_computed_meanwhile_does_not_take_the_hash_of_a_load() -> None:
     blocks = BlockManager(3, BLOCK_SIZE)
     loading, computed = blocks.allocate(2).blocks
     blocks.begin_load([loading], [hash_of(1)])
-    assert not blocks.seal(computed, hash_of(1))
+    blocks.seal([computed], [hash_of(1)])
+    assert blocks.hash_of(computed) is None
     blocks.fail_load([loading])
-    assert blocks.seal(computed, hash_of(1))
-    assert not blocks.seal(loading, hash_of(1))
+    blocks.seal([computed], [hash_of(1)])
+    assert blocks.hash_of(computed) == hash_of(1)
+    blocks.seal([loading], [hash_of(1)])
+    assert blocks.hash_of(loading) is None
 
 
 @pytest.mark.parametrize(
@@ -331,8 +337,8 @@ def test_what_is_computed_meanwhile_does_not_take_the_hash_of_a_load() -> None:
     [
         lambda blocks, block: blocks.release([block, block]),
         lambda blocks, block: blocks.acquire([block]),
-        lambda blocks, block: (blocks.seal(block, hash_of(1)), blocks.begin_load([block])),
-        lambda blocks, block: (blocks.begin_load([block]), blocks.seal(block, hash_of(1))),
+        lambda blocks, block: (blocks.seal([block], [hash_of(1)]), blocks.begin_load([block])),
+        lambda blocks, block: (blocks.begin_load([block]), blocks.seal([block], [hash_of(1)])),
         lambda blocks, block: (blocks.begin_load([block]), blocks.pin_read([block])),
         lambda blocks, block: (blocks.pin_read([block]), blocks.begin_load([block])),
         lambda blocks, block: (blocks.begin_load([block]), blocks.begin_load([block])),
@@ -358,7 +364,7 @@ def test_a_prefix_that_somebody_owns_takes_nothing_from_what_can_be_allocated() 
     blocks = BlockManager(6, BLOCK_SIZE)
     table = blocks.allocate(3).blocks
     for i, block in enumerate(table):
-        blocks.seal(block, hash_of(i))
+        blocks.seal([block], [hash_of(i)])
     assert blocks.can_allocate(2, keep=table)
     blocks.release(table[2:])
     assert blocks.can_allocate(2, keep=table)
@@ -371,11 +377,11 @@ def test_a_prefix_that_somebody_owns_takes_nothing_from_what_can_be_allocated() 
 def test_changes_of_the_prefix_cache_are_recorded_while_somebody_follows() -> None:
     blocks = BlockManager(4, BLOCK_SIZE)
     table, _ = blocks.allocate(2)
-    blocks.seal(table[0], hash_of(1))
+    blocks.seal([table[0]], [hash_of(1)])
     assert blocks.take_changes() == {}, "nobody follows"
     blocks.record_changes(True)
     assert blocks.hashes() == [hash_of(1)]
-    blocks.seal(table[1], hash_of(2))
+    blocks.seal([table[1]], [hash_of(2)])
     assert blocks.take_changes() == {hash_of(2): True}
     blocks.release(table)
     blocks.allocate(3)

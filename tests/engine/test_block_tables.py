@@ -68,6 +68,20 @@ def test_a_prompt_claims_what_it_needs_at_a_time_and_gets_a_chunk_at_a_time() ->
     rig.blocks.check_integrity([])
 
 
+def test_a_table_is_sealed_without_the_columns_that_it_has_no_blocks_for() -> None:
+    """As when it was taken over after a handoff: blocks behind the window have not come."""
+    rig = Rig()
+    seq = sequence(17)
+    rig.tables.cover(seq, 16)
+    rig.tables.give_back_behind(seq.block_table, 16)
+    assert seq.block_table[1::2] == [NULL_BLOCK, *seq.block_table[3::2]]
+    hashes = seq.block_hashes(4, BLOCK_SIZE)
+    rig.tables.seal(seq.block_table, hashes, 0)
+    names = [[of_group(block_hash, group) for block_hash in hashes] for group in range(2)]
+    assert [rig.blocks.find(name) for name in names[0]] == seq.block_table[::2]
+    assert [rig.blocks.find(name) for name in names[1]] == [None, *seq.block_table[3::2]]
+
+
 def test_nobody_else_gets_what_a_prompt_has_claimed() -> None:
     rig = Rig(num_blocks=13 + MOST + 2)
     seq = sequence(50)

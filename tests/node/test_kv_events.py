@@ -194,7 +194,7 @@ def test_a_core_is_followed_whether_routers_listen_or_not() -> None:
         if event is not None:
             core.handle(event, 0.0)
         (block,) = blocks.allocate(1).blocks
-        blocks.seal(block, bytes([len(heard)]) * 32)
+        blocks.seal([block], [bytes([len(heard)]) * 32])
         core.compute(0.0)
         told = len(heard)
         core.end_turn()

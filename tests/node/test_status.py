@@ -177,7 +177,7 @@ def fill(node: Running) -> None:
     blocks = role.blocks.allocate(2).blocks
     role.blocks.pin_read(blocks[:1])
     role.blocks.now = 20.0
-    role.blocks.seal(blocks[1], b"\xab" * 32)
+    role.blocks.seal([blocks[1]], [b"\xab" * 32])
     role.blocks.release(blocks[1:])
     held = Holding("sequence", "parked", AttemptId(1, "r", 2), (0, 1), 100.0, blocks[:1], lease=7, peer="d")
     role.holdings = [held, dataclasses.replace(held, use=KvUse.READS)]
