@@ -106,7 +106,8 @@ class Sharding:
 
     def follow(self, model: nn.Module, stored: Mapping[str, Shape], quantization: Quantization) -> None:
         """Where quantization has replaced a weight by other parameters, cut these as the weight was cut. stored: the
-        shapes of the files' tensors. Raises UnsupportedModel for a tensor that cannot be cut at the same place."""
+        shapes of the files' tensors, by their names in the model. Raises UnsupportedModel for a tensor that cannot be
+        cut at the same place."""
         names = {module: name for name, module in model.named_modules()}
         experts = set(self.experts.values())
         for (module, weight), former in self._parts.items():
