@@ -284,6 +284,8 @@ def probe(model: PreTrainedModel, max_model_len: int | None = None) -> Probe:
             f"{type(model).__name__}: {len(set(layers))} modules called paged attention {len(layers)} times, "
             f"for {num_held} layers"
         )
+    if any(getattr(module, "is_causal", True) is False for module in layers):
+        raise UnsupportedModel(f"{type(model).__name__}: its tokens attend to later ones")
     kv = tuple(kept for _, kept in site.calls)
     context: float = max_model_len or getattr(config, "max_position_embeddings", None) or math.inf
     _require_windows(model, kv, site.masks, context)
@@ -321,6 +323,8 @@ def _require_windows(
     """Refuse a model whose masks have other windows than its attention modules say, of which only we take notice. A
     window as long as the context is none."""
     for index, (layer, mask) in enumerate(zip(kv, masks, strict=True)):
+        if mask is not None and mask.numel() > 1:
+            raise UnsupportedModel(f"{type(model).__name__}: layer {index} has a mask of its own")
         masked = layer.sliding_window if mask is None else int(mask)
         said = layer.sliding_window
         if min(masked or math.inf, max_model_len) != min(said or math.inf, max_model_len):
