@@ -18,6 +18,7 @@ from transformers import (
     ExaoneMoeConfig,
     GptOssConfig,
     Olmo2Config,
+    PhimoeConfig,
     PreTrainedModel,
     Qwen2MoeConfig,
     SolarOpenConfig,
@@ -305,6 +306,7 @@ WIDTHS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 INCOMPLETE = {
     "afmoe": AfmoeConfig(**tiny_models.SHAPE, **WIDTHS, num_experts=4, num_shared_experts=1, num_dense_layers=1),
     "cohere2_moe": Cohere2MoeConfig(**tiny_models.SHAPE, **WIDTHS, num_experts=4, num_shared_experts=2),
+    "phimoe": PhimoeConfig(**tiny_models.SHAPE, num_local_experts=4, lm_head_bias=True),
     "exaone_moe": ExaoneMoeConfig(**tiny_models.SHAPE, **WIDTHS, num_experts=4, num_shared_experts=1),
     "solar_open": SolarOpenConfig(**tiny_models.SHAPE, **WIDTHS, n_routed_experts=4, n_shared_experts=1),
 }

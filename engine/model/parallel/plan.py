@@ -31,6 +31,7 @@ _SHARED_EXPERTS = _mlp("mlp.shared_experts")
 _OWN: Mapping[str, Mapping[str, str]] = {
     "gpt_oss": {**_ATTENTION, "model.layers.*.self_attn.sinks": HEADS},
     "granitemoe": _ATTENTION,
+    "phimoe": _ATTENTION,
     "qwen2_moe": _mlp("mlp.shared_expert"),
     **dict.fromkeys(("cohere2_moe", "exaone_moe", "solar_open"), _SHARED_EXPERTS),
     "afmoe": {**_ATTENTION, "model.layers.*.self_attn.gate_proj": "colwise", **_mlp("mlp"), **_SHARED_EXPERTS},
