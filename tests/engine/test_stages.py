@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
     CohereConfig,
+    Gemma4TextConfig,
     GPT2Config,
     GPTNeoXConfig,
     GraniteConfig,
@@ -316,6 +317,23 @@ def test_a_plan_in_another_form_is_refused(plan: list[str]) -> None:
     model.config.base_model_pp_plan = dict.fromkeys(plan, ([], []))
     with pytest.raises(UnsupportedModel, match=re.escape("of an embedding, decoder layers and a norm")):
         keep_stage(model, Stage(0, 2))
+
+
+def test_a_stage_that_needs_more_than_hidden_states_is_refused(tmp_path: Path) -> None:
+    """Gemma 4, whose layers may get something of the embedding each."""
+    config = Gemma4TextConfig(
+        **{**SHAPE, "num_hidden_layers": 2},
+        hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=160,
+        num_kv_shared_layers=0,
+        global_head_dim=16,
+        num_global_key_value_heads=2,
+    )
+    checkpoint = Checkpoint.open(tiny_models.save(config, tmp_path))
+    first, second = (loader.load_model(checkpoint, part=RankPart(stage=Stage(number, 2))) for number in range(2))
+    probe(first)
+    with pytest.raises(UnsupportedModel, match="Gemma4ForCausalLM: its later pipeline stages need more than hidden"):
+        probe(second)
 
 
 @pytest.mark.parametrize(("windows", "dims", "fits"), [((4, None), (8, 8), True), ((4, None), (8, 16), False)])

@@ -37,7 +37,7 @@ _OWN: Mapping[str, Mapping[str, str]] = {
     "afmoe": {**_ATTENTION, "model.layers.*.self_attn.gate_proj": "colwise", **_mlp("mlp"), **_SHARED_EXPERTS},
 }
 """By `model_type`: what transformers' plans lack."""
-_STAGED = ("granitemoe", "olmoe")
+_STAGED = ("granitemoe", "nemotron", "olmoe", "phimoe")
 _STAGES: Mapping[str, Any] = {
     "embed_tokens": (["input_ids"], ["inputs_embeds"]),
     "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
