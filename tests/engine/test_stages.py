@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
     CohereConfig,
+    Gemma3nTextConfig,
     Gemma4TextConfig,
     GPT2Config,
     GPTNeoXConfig,
@@ -334,6 +335,22 @@ def test_a_stage_that_needs_more_than_hidden_states_is_refused(tmp_path: Path) -
     probe(first)
     with pytest.raises(UnsupportedModel, match="Gemma4ForCausalLM: its later pipeline stages need more than hidden"):
         probe(second)
+
+
+def test_a_stage_whose_layers_take_the_kv_of_an_earlier_stage_is_refused_by_name(tmp_path: Path) -> None:
+    """Gemma 3n."""
+    config = Gemma3nTextConfig(
+        **{**SHAPE, "num_hidden_layers": 4},
+        hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=160,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        activation_sparsity_pattern=[0.0] * 4,
+        laurel_rank=8,
+    )
+    checkpoint = Checkpoint.open(tiny_models.save(config, tmp_path))
+    with pytest.raises(UnsupportedModel, match="Gemma3nForCausalLM does not run on a flattened batch"):
+        probe(loader.load_model(checkpoint, part=RankPart(stage=Stage(1, 2))))
 
 
 @pytest.mark.parametrize(("windows", "dims", "fits"), [((4, None), (8, 8), True), ((4, None), (8, 16), False)])
