@@ -20,7 +20,9 @@ from transformers import (
     GPT2Config,
     GPTNeoXConfig,
     GraniteConfig,
+    NemotronConfig,
     PhiConfig,
+    PhimoeConfig,
     PreTrainedModel,
     Qwen3MoeConfig,
 )
@@ -57,7 +59,9 @@ CONFIGS: dict[str, Any] = {
     "cohere": CohereConfig(**SHAPE, logit_scale=0.5, tie_word_embeddings=True),
     "granite": GraniteConfig(**SHAPE, embedding_multiplier=3.0, logits_scaling=2.0),
     "gpt_neox": GPTNeoXConfig(**{name: size for name, size in SHAPE.items() if name != "num_key_value_heads"}),
+    "nemotron": NemotronConfig(**{**SHAPE, "head_dim": 8}),
     "phi": PhiConfig(**SHAPE),
+    "phimoe": PhimoeConfig(**SHAPE, num_local_experts=4),
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32),
     **{
         name: type(config)(**{**config.to_dict(), "num_hidden_layers": 5})
@@ -67,7 +71,8 @@ CONFIGS: dict[str, Any] = {
 }
 """What is special: other names of parts (Phi; GPT-NeoX, whose files have another one for the head), factors before the
 first layer or after the last (Gemma 2, Granite, Cohere), windows and kinds of layers by number (Qwen2, Gemma 2,
-gpt-oss), experts (gpt-oss, and Qwen3-MoE, which has a tensor for each), a plan of our own (OLMoE, Granite-MoE)."""
+gpt-oss), experts (gpt-oss, and Qwen3-MoE, which has a tensor for each), a plan of our own (OLMoE, Granite-MoE,
+Nemotron, Phi-3.5-MoE)."""
 CI = {("llama", 2, 2), ("gemma2", 3, 1), ("qwen2", 2, 1), ("gpt_oss", 2, 1), ("granite", 2, 1), ("qwen3_moe", 2, 2)}
 CI |= {("olmoe", 2, 1), ("gpt_neox", 2, 1)}
 CASES = [
