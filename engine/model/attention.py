@@ -26,12 +26,16 @@ from engine.model import rope
 from engine.model.errors import UnsupportedModel
 from engine.model.kv_pool import KvPool, require_served
 from engine.model.layer_marks import SeesLayers
-from engine.model.parallel.stages import num_held_layers
+from engine.model.parallel.stages import num_held_layers, received_by
+from engine.model.tolerance import close, rounding
 
 IMPLEMENTATION = "baton_paged"
 _PROBED = "baton_probed"
 _SITE = "baton_attention_site"
 _ROTARY = "baton_fused_rotary"
+_FEW = 4
+"""Tokens of a probe."""
+_NEEDS_MORE = "its later pipeline stages need more than hidden states"
 
 
 @dataclass(slots=True)
@@ -269,14 +273,10 @@ def probe(model: PreTrainedModel, max_model_len: int | None = None) -> Probe:
     _refuse_by_config(config)
     _fix_rope(model, config, max_model_len)
     site = _ProbeSite(model.dtype)
-    for module in model.modules():
-        bind(module, site)
-    try:
-        with _windows_in_masks(model.config):
-            _forward_few_tokens(model)
-    finally:
-        for module in model.modules():
-            bind(module, None)
+    with _handled_by(site, model):
+        _forward_few_tokens(model)
+    with _handled_by(_ProbeSite(model.dtype), model):
+        _require_only_hidden_states(model)
     layers = [module for module, _ in site.calls]
     num_held = num_held_layers(model)
     if len(layers) != num_held or len(set(layers)) != len(layers):
@@ -284,6 +284,8 @@ def probe(model: PreTrainedModel, max_model_len: int | None = None) -> Probe:
             f"{type(model).__name__}: {len(set(layers))} modules called paged attention {len(layers)} times, "
             f"for {num_held} layers"
         )
+    if any(getattr(module, "is_causal", True) is False for module in layers):
+        raise UnsupportedModel(f"{type(model).__name__}: its tokens attend to later ones")
     kv = tuple(kept for _, kept in site.calls)
     context: float = max_model_len or getattr(config, "max_position_embeddings", None) or math.inf
     _require_windows(model, kv, site.masks, context)
@@ -291,16 +293,51 @@ def probe(model: PreTrainedModel, max_model_len: int | None = None) -> Probe:
     return Probe(layers, kv)
 
 
-def _forward_few_tokens(model: PreTrainedModel) -> None:
-    device = model.device
-    ids = torch.arange(4, device=device)[None] % model.config.get_text_config().vocab_size
-    keep = torch.tensor([1, 3], device=device)
+@contextlib.contextmanager
+def _handled_by(site: AttentionSite, model: PreTrainedModel) -> Iterator[None]:
+    """Within, the site handles all attention calls, and masks tell their windows."""
+    for module in model.modules():
+        bind(module, site)
     try:
-        logits = model(input_ids=ids, position_ids=ids, use_cache=False, logits_to_keep=keep).logits
-    except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+        with _windows_in_masks(model.config):
+            yield
+    finally:
+        for module in model.modules():
+            bind(module, None)
+
+
+def _forward_few_tokens(model: PreTrainedModel, first: int = 0) -> Tensor:
+    """The logits, or a stage's hidden states, [1, 2, width]. first: the first token's id."""
+    device = model.device
+    positions = torch.arange(_FEW, device=device)[None]
+    ids, keep = (positions + first) % model.config.get_text_config().vocab_size, torch.tensor([1, 3], device=device)
+    try:
+        logits: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=keep).logits
+    except (LookupError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
         raise UnsupportedModel(f"{type(model).__name__} does not run on a flattened batch: {error}") from error
     if logits.shape[:2] != (1, 2):
         raise UnsupportedModel(f"{type(model).__name__} does not honour logits_to_keep: logits {tuple(logits.shape)}")
+    return logits
+
+
+def _require_only_hidden_states(model: PreTrainedModel) -> None:
+    """Refuse a pipeline stage that computes anything from tokens beside what it receives: it has a stand-in for the
+    embedding."""
+    if (received := received_by(model)) is None:
+        return
+    shape = 1, _FEW, model.config.get_text_config().hidden_size
+    hidden = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(model.device, model.dtype)
+    try:
+        received.hidden = hidden.clone()
+        one = _forward_few_tokens(model)
+        received.hidden = hidden
+        other = _forward_few_tokens(model, _FEW)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{type(model).__name__}: {_NEEDS_MORE}: {error}") from error
+    finally:
+        received.hidden = None
+    if not close(one, other, rounding(model.dtype)):
+        raise UnsupportedModel(f"{type(model).__name__}: {_NEEDS_MORE}")
 
 
 @contextlib.contextmanager
@@ -321,6 +358,8 @@ def _require_windows(
     """Refuse a model whose masks have other windows than its attention modules say, of which only we take notice. A
     window as long as the context is none."""
     for index, (layer, mask) in enumerate(zip(kv, masks, strict=True)):
+        if mask is not None and mask.numel() > 1:
+            raise UnsupportedModel(f"{type(model).__name__}: layer {index} has a mask of its own")
         masked = layer.sliding_window if mask is None else int(mask)
         said = layer.sliding_window
         if min(masked or math.inf, max_model_len) != min(said or math.inf, max_model_len):

@@ -12,7 +12,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import GptOssConfig, Olmo2Config, PreTrainedModel, Qwen2MoeConfig
+from transformers import (
+    AfmoeConfig,
+    Cohere2MoeConfig,
+    ExaoneMoeConfig,
+    GptOssConfig,
+    Olmo2Config,
+    PhimoeConfig,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+    SolarOpenConfig,
+)
 
 from baton_kernels.experts import reference
 from engine.model.errors import UnsupportedModel
@@ -290,6 +300,27 @@ def test_shared_experts_with_a_gate_of_their_own(tmp_path: Path) -> None:
     )
     fill_biases(folder)
     check_same(folder, 4, fused=True, whole_experts=True)
+
+
+WIDTHS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+INCOMPLETE = {
+    "afmoe": AfmoeConfig(**tiny_models.SHAPE, **WIDTHS, num_experts=4, num_shared_experts=1, num_dense_layers=1),
+    "cohere2_moe": Cohere2MoeConfig(**tiny_models.SHAPE, **WIDTHS, num_experts=4, num_shared_experts=2),
+    "phimoe": PhimoeConfig(**tiny_models.SHAPE, num_local_experts=4, lm_head_bias=True),
+    "exaone_moe": ExaoneMoeConfig(**tiny_models.SHAPE, **WIDTHS, num_experts=4, num_shared_experts=1),
+    "solar_open": SolarOpenConfig(**tiny_models.SHAPE, **WIDTHS, n_routed_experts=4, n_shared_experts=1),
+}
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(family, marks=[] if family == "afmoe" else pytest.mark.full) for family in INCOMPLETE],
+)
+def test_what_plans_omit(family: str, tmp_path: Path) -> None:
+    """Shared experts; and of AFMoE attention, with a gate of its own."""
+    folder = tiny_models.save(INCOMPLETE[family], tmp_path)
+    fill_biases(folder)
+    check_same(folder, 2, fused=False)
 
 
 def test_norms_over_all_heads_of_a_dense_model(tmp_path: Path) -> None:

@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import FalconConfig, Llama4TextConfig, LlamaConfig, MambaConfig, Qwen2MoeConfig
+from transformers import (
+    BertConfig,
+    DogeConfig,
+    FalconConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    MambaConfig,
+    Qwen2MoeConfig,
+)
 
 from baton.layout import KvLayout, KvSlice, LayerKv
 from baton.messages import AttemptId
@@ -124,8 +132,10 @@ SMALL = {key: tiny_models.SHAPE[key] for key in ("vocab_size", "hidden_size", "n
             ),
             "dynamic",
         ),
+        (BertConfig(**SMALL, num_attention_heads=4, intermediate_size=96), "its tokens attend to later ones"),
+        (DogeConfig(**tiny_models.SHAPE), "layer 0 has a mask of its own"),
     ],
-    ids=["recurrent state", "legacy attention", "chunked attention", "RoPE by batch"],
+    ids=["recurrent state", "legacy attention", "chunked attention", "RoPE by batch", "encoder", "masks by tokens"],
 )
 def test_models_that_would_be_wrong_are_refused(config, why: str, tmp_path: Path) -> None:
     folder = tiny_models.save(config, tmp_path)

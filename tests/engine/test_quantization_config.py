@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Gemma3Config
 
 from engine.model.errors import UnsupportedModel
 from engine.model.load.checkpoint import Checkpoint
@@ -115,11 +114,8 @@ def test_layers_without_scales_are_not_quantized_whatever_is_ignored(tmp_path: P
 @pytest.mark.parametrize("form", ["awq", "fp8", "compressed-fp8-tensor"])
 def test_layers_of_a_language_model_that_files_call_otherwise(form: str, tmp_path: Path) -> None:
     """Gemma 3, with its configuration where some checkpoints have it."""
-    sizes = {**tiny_models.SHAPE, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 1}
-    text = {name: size for name, size in sizes.items() if not name.endswith("token_id")}
-    vision = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
-    vision |= {"vision_use_head": False}
-    source = tiny_models.save(Gemma3Config(text_config=text, vision_config=vision), tmp_path / "source")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 1}
+    source = tiny_models.save(tiny_models.within_a_larger_model(sizes), tmp_path / "source")
     write(source, tmp_path / "q", form)
     write(source, tmp_path / "plain", form, dequantized=True)
     config = json.loads((tmp_path / "q" / "config.json").read_text())

@@ -16,8 +16,9 @@ from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.parallel.part import RankPart
 from tests.engine import tiny_models
-from tests.engine.rank_threads import in_threads
-from tests.engine.test_sharding import check_parts, check_same
+from tests.engine.rank_threads import Load, in_threads
+from tests.engine.test_model_families import SIZES
+from tests.engine.test_sharding import check_parts, check_same, logits_and_kv
 from tools.quantize import write
 
 torch.set_num_threads(1)
@@ -66,6 +67,16 @@ def test_blocks_on_several_ranks_are_refused(form: str, sizes: dict[str, int], r
     write(source, tmp_path / "q", form)
     with in_threads(2, lambda _: None) as group, pytest.raises(UnsupportedModel, match=reason):
         loader.load_model(Checkpoint.open(tmp_path / "q"), part=RankPart(group))
+
+
+@pytest.mark.parametrize("form", ["awq", pytest.param("compressed-int8", marks=pytest.mark.full)])
+def test_layers_that_files_call_otherwise(form: str, tmp_path: Path) -> None:
+    """Of a language model inside another, on the ranks of two stages."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 128, "num_attention_heads": 2}
+    write(tiny_models.save(tiny_models.within_a_larger_model(sizes), tmp_path / "source"), tmp_path / "q", form)
+    one, _ = logits_and_kv(1, Load(tmp_path / "q", SIZES, fused=False))
+    several, _ = logits_and_kv(4, Load(tmp_path / "q", SIZES, fused=False, num_stages=2))
+    torch.testing.assert_close(several, one, atol=1e-5, rtol=1e-5)
 
 
 FOUR_BITS = ["compressed-w4a16", "compressed-w4a16-asym", "compressed-w4a16-channel", "awq", "gptq", "gptq-asym"]

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch._C._distributed_c10d import HashStore
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig, PhiConfig, PreTrainedModel
 
 from baton.layout import KvSlice
 from baton.messages import AttemptId
@@ -116,6 +116,15 @@ def test_a_vocabulary_that_cannot_be_divided_evenly(ties: bool, tmp_path: Path) 
     folder = tiny_models.save(LlamaConfig(**shape, attention_bias=True, mlp_bias=True), tmp_path)
     fill_biases(folder)
     check_same(folder, 4, fused=not ties)
+
+
+@pytest.mark.parametrize("ties", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_a_head_with_a_bias(ties: bool, tmp_path: Path) -> None:
+    """Also for a vocabulary that cannot be divided evenly."""
+    config = PhiConfig(**{**tiny_models.SHAPE, "vocab_size": 161, "tie_word_embeddings": ties})
+    folder = tiny_models.save(config, tmp_path)
+    fill_biases(folder)
+    check_same(folder, 4, fused=False)
 
 
 def test_a_rank_without_a_token_has_zeros(tmp_path: Path) -> None:

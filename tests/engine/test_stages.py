@@ -13,7 +13,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import CohereConfig, GPT2Config, GraniteConfig, PhiConfig, PreTrainedModel, Qwen3MoeConfig
+from transformers import (
+    CohereConfig,
+    Gemma3nTextConfig,
+    Gemma4TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    GraniteConfig,
+    NemotronConfig,
+    PhiConfig,
+    PhimoeConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+)
 
 from baton.layout import LayerKv
 from engine.checkpoint import EMBEDDED
@@ -46,19 +58,23 @@ CONFIGS: dict[str, Any] = {
     },
     "cohere": CohereConfig(**SHAPE, logit_scale=0.5, tie_word_embeddings=True),
     "granite": GraniteConfig(**SHAPE, embedding_multiplier=3.0, logits_scaling=2.0),
+    "gpt_neox": GPTNeoXConfig(**{name: size for name, size in SHAPE.items() if name != "num_key_value_heads"}),
+    "nemotron": NemotronConfig(**{**SHAPE, "head_dim": 8}),
     "phi": PhiConfig(**SHAPE),
+    "phimoe": PhimoeConfig(**SHAPE, num_local_experts=4),
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32),
     **{
         name: type(config)(**{**config.to_dict(), "num_hidden_layers": 5})
         for name, config in tiny_models.MIXTURES.items()
-        if name in ("olmoe", "granitemoe")
+        if name in ("olmoe", "granite_moe")
     },
 }
-"""What is special: other names of parts (Phi), factors before the first layer or after the last (Gemma 2, Granite,
-Cohere), windows and kinds of layers by number (Qwen2, Gemma 2, gpt-oss), experts (gpt-oss, and Qwen3-MoE, which has a
-tensor for each), a plan of our own (OLMoE, Granite-MoE)."""
+"""What is special: other names of parts (Phi; GPT-NeoX, whose files have another one for the head), factors before the
+first layer or after the last (Gemma 2, Granite, Cohere), windows and kinds of layers by number (Qwen2, Gemma 2,
+gpt-oss), experts (gpt-oss, and Qwen3-MoE, which has a tensor for each), a plan of our own (OLMoE, Granite-MoE,
+Nemotron, Phi-3.5-MoE)."""
 CI = {("llama", 2, 2), ("gemma2", 3, 1), ("qwen2", 2, 1), ("gpt_oss", 2, 1), ("granite", 2, 1), ("qwen3_moe", 2, 2)}
-CI |= {("olmoe", 2, 1)}
+CI |= {("olmoe", 2, 1), ("gpt_neox", 2, 1)}
 CASES = [
     pytest.param(family, stages, tp, marks=[] if (family, stages, tp) in CI else pytest.mark.full)
     for family in CONFIGS
@@ -307,6 +323,39 @@ def test_a_plan_in_another_form_is_refused(plan: list[str]) -> None:
     model.config.base_model_pp_plan = dict.fromkeys(plan, ([], []))
     with pytest.raises(UnsupportedModel, match=re.escape("of an embedding, decoder layers and a norm")):
         keep_stage(model, Stage(0, 2))
+
+
+def test_a_stage_that_needs_more_than_hidden_states_is_refused(tmp_path: Path) -> None:
+    """Gemma 4, whose layers may get something of the embedding each."""
+    config = Gemma4TextConfig(
+        **{**SHAPE, "num_hidden_layers": 2},
+        hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=160,
+        num_kv_shared_layers=0,
+        global_head_dim=16,
+        num_global_key_value_heads=2,
+    )
+    checkpoint = Checkpoint.open(tiny_models.save(config, tmp_path))
+    first, second = (loader.load_model(checkpoint, part=RankPart(stage=Stage(number, 2))) for number in range(2))
+    probe(first)
+    with pytest.raises(UnsupportedModel, match="Gemma4ForCausalLM: its later pipeline stages need more than hidden"):
+        probe(second)
+
+
+def test_a_stage_whose_layers_take_the_kv_of_an_earlier_stage_is_refused_by_name(tmp_path: Path) -> None:
+    """Gemma 3n."""
+    config = Gemma3nTextConfig(
+        **{**SHAPE, "num_hidden_layers": 4},
+        hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=160,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        activation_sparsity_pattern=[0.0] * 4,
+        laurel_rank=8,
+    )
+    checkpoint = Checkpoint.open(tiny_models.save(config, tmp_path))
+    with pytest.raises(UnsupportedModel, match="Gemma3nForCausalLM does not run on a flattened batch"):
+        probe(loader.load_model(checkpoint, part=RankPart(stage=Stage(1, 2))))
 
 
 @pytest.mark.parametrize(("windows", "dims", "fits"), [((4, None), (8, 8), True), ((4, None), (8, 16), False)])

@@ -10,6 +10,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3Config,
     Glm4MoeConfig,
     GptOssConfig,
     GraniteMoeConfig,
@@ -76,6 +77,13 @@ def save(config: Any, folder: Path, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     return folder
+
+
+def within_a_larger_model(sizes: dict[str, Any]) -> Gemma3Config:
+    """A language model of these sizes inside of Gemma 3, whose files call layers otherwise than the model does."""
+    text = {name: size for name, size in {**SHAPE, **sizes}.items() if not name.endswith("token_id")}
+    vision = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    return Gemma3Config(text_config=text, vision_config={**vision, "vision_use_head": False})
 
 
 SERVED_SHAPE = SHAPE | {"vocab_size": 4096, "eos_token_id": 4095}

@@ -16,7 +16,7 @@ from engine.model.attention import IMPLEMENTATION
 from engine.model.errors import UnsupportedModel
 from engine.model.linear_method import Quantization, Unquantized, create_weights, process_weights_after_loading
 from engine.model.load.checkpoint import Checkpoint
-from engine.model.load.placing import NotDirect, with_model_names
+from engine.model.load.placing import NotDirect, Placing, with_model_names
 from engine.model.load.progress import Loaded, progress_logged
 from engine.model.load.safetensors_index import StoredTensor
 from engine.model.load.skeleton import build_skeleton, fill_with_dummies, in_parts, move_empty
@@ -137,9 +137,9 @@ def _load_directly(
     stored = {name: tensor for name, tensor in stored_weights(checkpoint).items() if unquantized or not is_unused(name)}
     dtype = dtype or config.dtype or stored_dtype(stored)
     model, sharding, weights = _skeleton(config, dtype, quantization, part)
-    stored = weights.of(stored)
+    stored = weights.of(stored, Placing(model).name_of)
     if sharding is not None:
-        shapes = {name: tensor.shape for name, tensor in stored.items()}
+        shapes = {name: tensor.shape for name, tensor in with_model_names(stored, model).items()}
         sharding.follow(model, shapes, quantization)
     cut_of = sharding.cut_of if sharding is not None else lambda _: None
     matched = match(model, stored, cut_of)

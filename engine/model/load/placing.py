@@ -87,6 +87,13 @@ class Placing:
             return weight._replace(name=f"{weight.name}_{kind}")
         return self._of(stored)
 
+    def name_of(self, stored: str) -> str:
+        """The name in the model of what that stored tensor fills; its own if transformers converts it."""
+        try:
+            return self.of(stored).name
+        except NotDirect:
+            return stored
+
     def _of(self, stored: str) -> Place:
         name = stored
         for renaming in self._renamings:

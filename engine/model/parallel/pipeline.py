@@ -57,7 +57,8 @@ class Pipeline:
 
     def receive_logits(self, num_rows: int, vocab_size: int) -> Tensor:
         """On rank 0, wait for the last stage's logits: [num_rows, vocab_size], fp32."""
-        logits = torch.empty((num_rows, vocab_size) if num_rows else (1,), device=self.everyone.device)
+        shape = (num_rows, vocab_size) if num_rows else (1,)
+        logits = torch.empty(shape, dtype=torch.float32, device=self.everyone.device)
         self.everyone.receive(logits, self.everyone.size - self._stage_size)
         return logits if num_rows else logits.new_empty(0, vocab_size)
 
@@ -66,7 +67,7 @@ class Pipeline:
         if not self.stage.is_first:
             self.receive_hidden(1, 1, torch.float32)
         if not self.stage.is_last:
-            self.send_hidden(torch.zeros(1, 1, device=self.everyone.device))
+            self.send_hidden(torch.zeros(1, 1, dtype=torch.float32, device=self.everyone.device))
 
     def _send(self, x: Tensor, to: int) -> None:
         while len(self._on_the_way) >= self.stage.size:  # the oldest are of a retired step, or are scored logits
@@ -115,7 +116,7 @@ class ProfilingPipeline(Pipeline):
         return torch.randn(num_tokens, hidden_size, dtype=dtype, device=self.everyone.device)
 
     def receive_logits(self, num_rows: int, vocab_size: int) -> Tensor:
-        return torch.randn(num_rows, vocab_size, device=self.everyone.device)
+        return torch.randn(num_rows, vocab_size, dtype=torch.float32, device=self.everyone.device)
 
     def _send(self, x: Tensor, to: int) -> None:
         self._kept.append(x)

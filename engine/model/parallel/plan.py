@@ -18,17 +18,26 @@ _ATTENTION = {
     **{f"model.layers.*.self_attn.{part}_proj": "colwise" for part in "qkv"},
     "model.layers.*.self_attn.o_proj": "rowwise",
 }
-_SHARED_EXPERT = {
-    **{f"model.layers.*.mlp.shared_expert.{part}_proj": "colwise" for part in ("gate", "up")},
-    "model.layers.*.mlp.shared_expert.down_proj": "rowwise",
-}
+
+
+def _mlp(name: str) -> Mapping[str, str]:
+    return {
+        **{f"model.layers.*.{name}.{part}_proj": "colwise" for part in ("gate", "up")},
+        f"model.layers.*.{name}.down_proj": "rowwise",
+    }
+
+
+_SHARED_EXPERTS = _mlp("mlp.shared_experts")
 _OWN: Mapping[str, Mapping[str, str]] = {
     "gpt_oss": {**_ATTENTION, "model.layers.*.self_attn.sinks": HEADS},
     "granitemoe": _ATTENTION,
-    "qwen2_moe": _SHARED_EXPERT,
+    "phimoe": _ATTENTION,
+    "qwen2_moe": _mlp("mlp.shared_expert"),
+    **dict.fromkeys(("cohere2_moe", "exaone_moe", "solar_open"), _SHARED_EXPERTS),
+    "afmoe": {**_ATTENTION, "model.layers.*.self_attn.gate_proj": "colwise", **_mlp("mlp"), **_SHARED_EXPERTS},
 }
 """By `model_type`: what transformers' plans lack."""
-_STAGED = ("granitemoe", "olmoe")
+_STAGED = ("granitemoe", "nemotron", "olmoe", "phimoe")
 _STAGES: Mapping[str, Any] = {
     "embed_tokens": (["input_ids"], ["inputs_embeds"]),
     "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),

@@ -106,7 +106,8 @@ class Sharding:
 
     def follow(self, model: nn.Module, stored: Mapping[str, Shape], quantization: Quantization) -> None:
         """Where quantization has replaced a weight by other parameters, cut these as the weight was cut. stored: the
-        shapes of the files' tensors. Raises UnsupportedModel for a tensor that cannot be cut at the same place."""
+        shapes of the files' tensors, by their names in the model. Raises UnsupportedModel for a tensor that cannot be
+        cut at the same place."""
         names = {module: name for name, module in model.named_modules()}
         experts = set(self.experts.values())
         for (module, weight), former in self._parts.items():
@@ -146,13 +147,12 @@ def shard(
     sharding = Sharding(place, block_place or place, kv, whole_experts, num_redundant_experts)
     style_of = styles(model)
     embedding, head = _vocabulary(model)
-    if embedding is not None and head is not None and head.weight is embedding.weight:
-        head.weight = _cut_vocabulary(sharding, embedding, config.vocab_size)
-        head.out_features = embedding.num_embeddings
-    else:
-        for module in (embedding, head):
-            if module is not None:
-                _cut_vocabulary(sharding, module, config.vocab_size)
+    ties = getattr(embedding, "weight", None) is getattr(head, "weight", None)
+    for module in (embedding, head):
+        if module is not None:
+            _cut_vocabulary(sharding, module, config.vocab_size)
+    if ties and embedding is not None and head is not None:
+        head.weight = embedding.weight
     _cut_experts(sharding, model, expert_block)
     done = {embedding, head, *sharding.experts.values()}
     num_attentions = 0
@@ -203,7 +203,7 @@ def _vocabulary(model: PreTrainedModel) -> tuple[nn.Embedding | None, nn.Linear 
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     known = isinstance(embedding, (nn.Embedding, MissingModule)) and type(head) in (nn.Linear, MissingModule)
-    if not known or getattr(head, "bias", None) is not None:
+    if not known:
         raise UnsupportedModel(f"{type(model).__name__}: its vocabulary is no embedding and linear layer")
     return (*(None if isinstance(module, MissingModule) else module for module in (embedding, head)),)  # type: ignore[return-value]
 
@@ -242,23 +242,23 @@ def _require_wide(name: str, norm: nn.Module, width: int) -> None:
         raise UnsupportedModel(f"{name}: a norm of {shapes} after its {width} features cannot be divided among ranks")
 
 
-def _cut_vocabulary(sharding: Sharding, module: nn.Embedding | nn.Linear, vocab_size: int) -> nn.Parameter:
-    """Cut the weight, and return the rank's part. Rows of zeros beyond the vocabulary make the parts of all ranks equal
-    in size."""
+def _cut_vocabulary(sharding: Sharding, module: nn.Embedding | nn.Linear, vocab_size: int) -> None:
+    """Cut the weight, and the bias of a head. Rows of zeros beyond the vocabulary make the parts of all ranks equal in
+    size."""
     first, end = _even(vocab_size, sharding.place)
     if isinstance(module, nn.Embedding):
         module.num_embeddings, module.padding_idx = end - first, None
     else:
         module.out_features = end - first
-    return _shrink(sharding, module, "weight", Cut(0, first, end, tuple(module.weight.shape)))
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        _shrink(sharding, module, name, Cut(0, first, end, tuple(parameter.shape)))
 
 
-def _shrink(sharding: Sharding, module: nn.Module, name: str, cut: Cut) -> nn.Parameter:
+def _shrink(sharding: Sharding, module: nn.Module, name: str, cut: Cut) -> None:
     whole = getattr(module, name)
     parameter = nn.Parameter(torch.empty(cut.shape, dtype=whole.dtype), requires_grad=False)
     parameter._is_hf_initialized = True  # type: ignore[attr-defined] # transformers' initializers skip it
     sharding.add(module, name, parameter, cut)
-    return parameter
 
 
 def _by_rows(module: nn.Module, cut: Cut) -> int:

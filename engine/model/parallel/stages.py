@@ -12,7 +12,7 @@ transformers models.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -100,11 +100,15 @@ class StageWeights:
     absent: list[str] = field(default_factory=list)
     renamed: dict[str, str] = field(default_factory=dict)
 
-    def of(self, stored: Mapping[str, T]) -> dict[str, T]:
-        """The tensors of the files that the stage holds, by their names in the model."""
-        copied = {new: stored[old] for old, new in self.renamed.items() if old in stored and new not in stored}
-        absent = tuple(f"{name}." for name in self.absent)
-        return {name: tensor for name, tensor in {**stored, **copied}.items() if not name.startswith(absent)}
+    def of(self, stored: Mapping[str, T], name_of: Callable[[str], str]) -> dict[str, T]:
+        """The tensors that the stage holds, of those in the files. name_of: maps a name in the files to the name in the
+        model, and names in the model to themselves."""
+        if not self.absent:
+            return dict(stored)
+        names, absent = {name: name_of(name) for name in stored}, tuple(f"{name}." for name in self.absent)
+        copied = {self.renamed[own]: stored[name] for name, own in names.items() if own in self.renamed}
+        names |= {own: own for own in copied}
+        return {name: tensor for name, tensor in {**copied, **stored}.items() if not names[name].startswith(absent)}
 
 
 def keep_stage(model: PreTrainedModel, stage: Stage) -> StageWeights:
@@ -142,7 +146,7 @@ def _planned(model: PreTrainedModel, num_layers: int) -> tuple[nn.ModuleList, nn
     """The decoder layers, and the norm after them, according to the plan."""
     config = model.config.get_text_config()
     plan: Mapping[str, Any] = getattr(config, "base_model_pp_plan", None) or own_stages(config.model_type)
-    parts = [getattr(model.base_model, name, None) for name in plan]
+    parts = [getattr(model.get_decoder(), name, None) for name in plan]
     named = f"{type(model).__name__} has no pipeline-parallel plan"
     if not plan:
         raise UnsupportedModel(named)
