@@ -44,7 +44,7 @@ class AnswerReading:
     _has_reader: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self._reasoning = self._new_reasoning()
+        self._reasoning = self._new_reasoning() if self.parsers.reasoning is not None else None
 
     @property
     def is_needed(self) -> bool:

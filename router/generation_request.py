@@ -41,7 +41,8 @@ class GenerationRequest:
     """A generation as the client wants it. Nobody changes it.
 
     Each of `prompts` (text or token ids) gets `n` answers. `sampling`: what the client says of SamplingParams, by name.
-    The rest takes the model's generation defaults, or follows from the context. `prompt_only`: the answers are dropped.
+    The rest takes the model's generation defaults, or follows from the context. `default_max_tokens`: what a request
+    without `max_tokens` gets at most. `prompt_only`: the answers are dropped.
     """
 
     request_id: str
@@ -60,6 +61,7 @@ class GenerationRequest:
     timeout_s: float | None = None
     cache_salt: str = ""
     priority: int = 0
+    default_max_tokens: int | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest, naming the parameter."""
@@ -134,7 +136,7 @@ def num_kept_tokens(wanted: GenerationRequest, model: ServedModel) -> int | None
     """How many tokens are left of a longer prompt; None: all. Raises InvalidRequest for more than the context has."""
     kept = wanted.truncate_prompt_tokens
     if kept == _ALL_THAT_FIT:
-        return max(1, model.max_model_len - (wanted.sampling.get("max_tokens") or 1))
+        return max(1, model.max_model_len - (wanted.sampling.get("max_tokens") or wanted.default_max_tokens or 1))
     if kept is not None and kept > model.max_model_len:
         text = f"truncate_prompt_tokens must be at most {model.max_model_len}, the model's context, not {kept}"
         raise InvalidRequest(text, "truncate_prompt_tokens")
@@ -217,7 +219,7 @@ def sampling_params(
         given["top_k"] = 0
     seed = given.get("seed")
     given["seed"] = random.getrandbits(_DRAWN_SEED_BITS) if seed is None else seed % SEED_SPACE
-    given["max_tokens"] = _max_tokens(given.get("max_tokens"), model, num_prompt_tokens)
+    given["max_tokens"] = _max_tokens(given.get("max_tokens"), wanted.default_max_tokens, model, num_prompt_tokens)
     params = SamplingParams(**given)
     _check_may_begin(params, model)
     return params
@@ -238,10 +240,10 @@ def _check_may_begin(params: SamplingParams, model: ServedModel) -> None:
         raise InvalidRequest(text, "min_tokens")
 
 
-def _max_tokens(asked: int | None, model: ServedModel, num_prompt_tokens: int) -> int:
+def _max_tokens(asked: int | None, default: int | None, model: ServedModel, num_prompt_tokens: int) -> int:
     room = model.max_model_len - num_prompt_tokens
     if asked is None:
-        return min(room, model.defaults.max_new_tokens or room)
+        return min(room, default or room, model.defaults.max_new_tokens or room)
     if asked > room:
         raise ContextTooLong(
             f"'max_tokens' or 'max_completion_tokens' is too large: {asked}. This model's maximum context "

@@ -95,6 +95,8 @@ FIELDS: Mapping[str, str] = {
     "response_format": "`text`, `json_object`, `json_schema` or `structural_tag`",
     "structured_outputs": "`json`, `regex`, `choice`, `grammar` or `structural_tag`",
     "logprobs": "logprobs of the answer's tokens, and of so many likely ones",
+    "CompletionRequest.max_tokens": "most tokens of an answer; null: the model's, else what fits into the context; "
+    "unset: `16`",
     "ChatRequest.logprobs": "logprobs of the answer's tokens",
     "prompt_logprobs": "logprobs of the prompt's tokens, and of so many likely ones",
     "top_logprobs": "logprobs of so many likely tokens; needs `logprobs`",

@@ -83,7 +83,9 @@ def _is_ids(value: list[Any]) -> bool:
 
 def _message_text(value: Any) -> Any:
     """Read a string, a list of text parts, or null."""
-    return "" if value is None else read_text(value, _TEXT_PARTS)
+    if value is None or isinstance(value, str):
+        return value or ""
+    return read_text(value, _TEXT_PARTS)
 
 
 def _biases(value: Any) -> Any:

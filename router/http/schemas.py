@@ -71,6 +71,10 @@ class ChatMessage(BaseModel):
         return len(self.content) + MESSAGE_SIZE + calls + len(self.thought or "")
 
 
+COMPLETION_TOKENS = 16
+"""How long completions are at most if the request does not say, as at OpenAI and with vLLM. null: what fits."""
+
+
 class StreamOptions(BaseModel):
     model_config = CONFIG
     include_usage: bool | None = None
@@ -282,6 +286,7 @@ class CompletionRequest(GenerationFields):
                 max_tokens=1 if self.prompt_only else self.max_tokens,
             ),
             prompt_only=self.prompt_only,
+            default_max_tokens=None if "max_tokens" in self.model_fields_set else COMPLETION_TOKENS,
             **self.shared(),
         )
 

@@ -69,7 +69,7 @@ class ChatShape:
 
     def chunk(self, delta: Delta) -> dict[str, Any] | None:
         content = {"content": delta.text} if self._reading is None else delta_of(self._read(self._reading, delta))
-        prompt = {} if self._begun else self._prompt()
+        prompt = {} if self._begun or self._prompt_ids is None else self._prompt()
         if delta.index not in self._begun:
             self._begun.add(delta.index)
             content = self._echoed({"role": "assistant", "content": None, **content})

@@ -82,7 +82,7 @@ async def test_without_usage_the_last_chunk_carries_the_timings(client):
 async def test_defaults_come_from_the_model_and_the_context(client, nodes):
     await client.post("/v1/completions", json={"prompt": [5, 6, 7], "top_p": 0.5})
     sampling = nodes.prefills[0].sampling
-    assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0.7, 0.5, 128 - 3)
+    assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0.7, 0.5, 16)
     await client.post("/v1/completions", json={"prompt": [5, 6, 7], "seed": -1})
     assert nodes.prefills[1].sampling.seed == 2**64 - 1
     assert nodes.prefills[0].sampling.seed != nodes.prefills[1].sampling.seed
@@ -264,6 +264,18 @@ async def test_length(client):
     body = (await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})).json()
     assert body["choices"][0]["finish_reason"] == "length"
     assert body["usage"]["completion_tokens"] == 1
+
+
+async def test_length_of_answers_to_those_who_do_not_say(client, nodes):
+    """Of completions as at OpenAI and with vLLM, 16 tokens; else what the context leaves."""
+    for prompt, asked, most in (("hi", {}, 16), ([5] * 120, {}, 8), ("hi", {"max_tokens": None}, 125)):
+        await client.post("/v1/completions", json={"prompt": prompt, **asked})
+        assert nodes.prefills[-1].sampling.max_tokens == most
+    await client.post("/v1/completions", json={"prompt": [5] * 200, "truncate_prompt_tokens": -1})
+    assert len(nodes.prefills[-1].prompt_tokens) == 128 - 16
+    await client.post("/v1/chat/completions", json=CHAT)
+    last = nodes.prefills[-1]
+    assert last.sampling.max_tokens == 128 - len(last.prompt_tokens)
 
 
 async def test_chat_logprobs(client):
