@@ -71,6 +71,8 @@ class GenerateRoutes:
     ) -> tuple[Generation, AnswerReading | None]:
         """Start a chat that was checked, with the state of its HTTP request. Also says how its answers are read; None:
         as they are. Raises BatonError."""
+        if body.tools:
+            body = body.with_allowed_tools()
         parallel = body.parallel_tool_calls is not False
         plan = call_plan(self._parsers, body.tools, body.tool_choice, parallel)
         size = size_of_prompt(body)

@@ -26,7 +26,7 @@ from router.http.fields import (
 )
 from router.http.logits_processors import ProcessorList, plain_processors
 from router.http.template_fields import TemplateFields
-from router.http.tools import ToolCalls, ToolChoice, ToolList, check_tools
+from router.http.tools import ToolCalls, ToolChoice, ToolList, allowed_tools, check_tools
 from router.http.unsupported import refuse_unsupported
 from router.limits import MAX_MESSAGES, MAX_N, MAX_PROMPT_LOGPROBS, MAX_STREAMED_PROMPT_LOGPROBS
 from router.scope import REQUEST_ID
@@ -228,6 +228,13 @@ class ChatRequest(GenerationFields, TemplateFields):
             return ""
         final = self.messages[-1]
         return final.content if self.continue_final_message or final.role == "assistant" else ""
+
+    def with_allowed_tools(self) -> ChatRequest:
+        """The checked request without tools that its `tool_choice` leaves out."""
+        if self.tools is None or not isinstance(self.tool_choice, dict):
+            return self
+        tools, choice = allowed_tools(self.tools, self.tool_choice)
+        return self.model_copy(update={"tools": tools, "tool_choice": choice})
 
     @property
     def begun(self) -> str | None:

@@ -114,11 +114,27 @@ _NAMED = {
     },
     "required": ["type", "function"],
 }
+_ALLOWED_TOOLS = "allowed_tools"
+_ALLOWED = {
+    "type": "object",
+    "properties": {
+        "type": {"const": _ALLOWED_TOOLS},
+        _ALLOWED_TOOLS: {
+            "type": "object",
+            "properties": {
+                "mode": {"enum": ["auto", "required"]},
+                "tools": {"type": "array", "items": _NAMED, "minItems": 1},
+            },
+            "required": ["mode", "tools"],
+        },
+    },
+    "required": ["type", _ALLOWED_TOOLS],
+}
 ToolChoice = Annotated[
     str | dict[str, Any],
     WithJsonSchema(
         {
-            "anyOf": [{"enum": ["none", "auto", "required"]}, _NAMED],
+            "anyOf": [{"enum": ["none", "auto", "required"]}, _NAMED, _ALLOWED],
             "description": "unset: auto if there are tools",
         }
     ),
@@ -128,7 +144,8 @@ ToolChoice = Annotated[
 def check_tools(tools: Sequence[Tool] | None, choice: str | dict[str, Any] | None) -> None:
     """Raises InvalidRequest for a choice that is not possible, and for tools that cannot be told apart."""
     if isinstance(choice, dict):
-        _check_named(tools, choice)
+        check = _check_allowed if choice.get("type") == _ALLOWED_TOOLS else _check_named
+        check(tools, choice)
     elif choice not in (None, "none", "auto", "required"):
         known = "'none', 'auto', 'required' or a function"
         raise InvalidRequest(f"`tool_choice` must be {known}, not {choice[:64]!r}.", "tool_choice")
@@ -152,6 +169,25 @@ def _check_named(tools: Sequence[Tool] | None, choice: dict[str, Any]) -> None:
         raise InvalidRequest(f"`tool_choice` as an object must be {form}.", "tool_choice")
     if name not in [tool.function.name for tool in tools or ()]:
         raise InvalidRequest(f"`tool_choice` names `{name[:64]}`, which `tools` lacks.", "tool_choice")
+
+
+def _check_allowed(tools: Sequence[Tool] | None, choice: dict[str, Any]) -> None:
+    allowed = choice.get(_ALLOWED_TOOLS)
+    mode, named = (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, dict) else (None, None)
+    if mode not in ("auto", "required") or not isinstance(named, list) or not named:
+        form = '{"mode": "auto" or "required", "tools": [one or more]}'
+        raise InvalidRequest(f"`allowed_tools` in `tool_choice` must be {form}.", "tool_choice")
+    for one in named:
+        _check_named(tools, one if isinstance(one, dict) else {})
+
+
+def allowed_tools(tools: Sequence[Tool], choice: dict[str, Any]) -> tuple[Sequence[Tool], str | dict[str, Any]]:
+    """The tools that a checked choice of the type `allowed_tools` leaves, and its mode: the model sees no others. With
+    the choice of one function, both as they are."""
+    if choice["type"] != _ALLOWED_TOOLS:
+        return tools, choice
+    names = {one["function"]["name"] for one in choice[_ALLOWED_TOOLS]["tools"]}
+    return [tool for tool in tools if tool.function.name in names], choice[_ALLOWED_TOOLS]["mode"]
 
 
 def call_plan(

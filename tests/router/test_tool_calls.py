@@ -226,6 +226,23 @@ async def test_a_required_call_is_enforced_and_read(client, nodes):
     assert [call["function"]["arguments"] for call in choice["message"]["tool_calls"]] == [ARGUMENTS] * 2
 
 
+def allowed(mode: str, *tools: Any) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools)}}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_of_the_tools_only_those_that_are_allowed_may_be_called(client, nodes, mode):
+    other = {"type": "function", "function": {"name": "other"}}
+    nodes.script = says(CALL)
+    choice = await choice_of(client, tools=[other, WEATHER], tool_choice=allowed(mode, NAMED))
+    assert choice["finish_reason"] == "tool_calls"
+    structured = nodes.prefills[-1].sampling.structured_outputs
+    assert matches(structured, CALL)
+    assert matches(structured, "I will look.") is (mode == "auto")
+    assert not matches(structured, CALL.replace("get_weather", "other"))
+    assert '"other"' not in prompt_of(nodes)
+
+
 async def test_a_named_call_stops_as_openai_says(client, nodes):
     other = {"type": "function", "function": {"name": "other"}}
     nodes.script = says(CALL)
@@ -385,6 +402,11 @@ def read(**fields: Any) -> ChatRequest:
         ({"tool_choice": tool("f")}, "tool_choice", "names `f`, which `tools` lacks"),
         ({"tools": [tool("f")], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "must be {"),
         ({"tools": [tool("f")], "tool_choice": {**tool("f"), "type": "custom"}}, "tool_choice", "must be {"),
+        ({"tools": [tool("f")], "tool_choice": allowed("auto", tool("g"))}, "tool_choice", "names `g`, which"),
+        ({"tools": [tool("f")], "tool_choice": allowed("none", tool("f"))}, "tool_choice", '"auto" or "required"'),
+        ({"tools": [tool("f")], "tool_choice": allowed("auto", "f")}, "tool_choice", "must be {"),
+        ({"tools": [tool("f")], "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "must be {"),
+        ({"tools": [tool("f")], "tool_choice": allowed("required")}, "tool_choice", "one or more"),
         ({"messages": [called("[1]")]}, "messages", "JSON object, not '[1]'"),
         ({"messages": [called("a")]}, "messages", "arguments of a call of `f`"),
         ({"messages": [{"role": "function", "content": ""}]}, "messages", "the role `tool`"),

@@ -164,10 +164,11 @@ class ResponsesRequest(GenerationFields):
         choice = self.tool_choice
         if not isinstance(choice, dict):
             return choice
-        if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
-            kind = str(choice.get("type"))[:64]
-            raise InvalidRequest(f"`tool_choice` of type '{kind}' is not supported here: 'function' is.", "tool_choice")
-        return {"type": "function", "function": {"name": choice["name"]}}
+        if choice.get("type") == "allowed_tools":
+            named = choice.get("tools")
+            tools = [_named_function(one) for one in named] if isinstance(named, list) else None
+            return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
+        return _named_function(choice)
 
     def _check_parts(self) -> None:
         """What is within objects, where unknown fields would pass."""
@@ -201,3 +202,12 @@ class ResponsesRequest(GenerationFields):
             if len(name) > _MAX_METADATA_NAME or len(text) > _MAX_METADATA_TEXT:
                 most = f"{_MAX_METADATA_NAME} characters, a value {_MAX_METADATA_TEXT}"
                 raise InvalidRequest(f"A name in `metadata` has at most {most}.", "metadata")
+
+
+def _named_function(choice: Any) -> dict[str, Any]:
+    """A choice of one function, as chats have it. Raises InvalidRequest."""
+    kind, name = (choice.get("type"), choice.get("name")) if isinstance(choice, dict) else (None, None)
+    if kind != "function" or not isinstance(name, str):
+        shown = repr(str(kind)[:64])
+        raise InvalidRequest(f"`tool_choice` of type {shown} is not supported here: 'function' is.", "tool_choice")
+    return {"type": "function", "function": {"name": name}}

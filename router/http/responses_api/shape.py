@@ -144,7 +144,16 @@ def _echoed_format(wanted: Format | None) -> dict[str, Any]:
 
 
 def _echoed_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any]:
-    return {"type": choice["type"], "name": choice["name"]} if isinstance(choice, dict) else choice or "auto"
+    if not isinstance(choice, dict):
+        return choice or "auto"
+    if choice["type"] == "allowed_tools":
+        tools = [_echoed_function(one) for one in choice["tools"]]
+        return {"type": choice["type"], "mode": choice["mode"], "tools": tools}
+    return _echoed_function(choice)
+
+
+def _echoed_function(choice: dict[str, Any]) -> dict[str, Any]:
+    return {"type": choice["type"], "name": choice["name"]}
 
 
 def _taken(generation: Generation) -> dict[str, Any]:

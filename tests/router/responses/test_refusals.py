@@ -46,6 +46,8 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{**TOOL, "defer_loading": True}]}, "tools", "`defer_loading` in `tools`"),
     ({"tools": [TOOL, TOOL]}, "tools", "2 functions called `get_weather`"),
     ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice", "type 'web_search'"),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice", "one or more"),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "tools": ["f"]}}, "tool_choice", "type 'None'"),
     ({"text": {"verbosity": "high"}}, "text", "verbosity"),
     ({"text": {"format": {"type": "xml"}}}, "text", "text.format.type"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text", "`schema`"),

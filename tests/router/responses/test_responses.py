@@ -158,10 +158,13 @@ async def test_openais_client_reads_streams(official, nodes):
 async def test_a_call_may_be_required(official, nodes):
     nodes.script = says(CALL)
     other = {"type": "function", "name": "other", "parameters": None}
-    for choice in ("required", {"type": "function", "name": "get_weather"}):
+    named = {"type": "function", "name": "get_weather"}
+    for choice in ("required", named, {"type": "allowed_tools", "mode": "required", "tools": [named]}):
         response = await official.responses.create(model="tiny", input="hi", tools=[TOOL, other], tool_choice=choice)
         [call] = response.output
         assert (call.type, call.name, call.arguments) == ("function_call", "get_weather", ARGUMENTS)
+        echoed = response.tool_choice
+        assert (echoed if isinstance(echoed, str) else echoed.model_dump()) == choice
         assert not matches(nodes.prefills[-1].sampling.structured_outputs, "I will look.")
 
 
@@ -277,6 +280,11 @@ async def test_numbers_that_json_cannot_say_are_not_repeated(client, nodes):
         (tools.replace('"large"', "1e999"), 400),
         (tools.replace('["large"]', "-1e999"), 400),
         (tools + ', "tool_choice": {"type": "function", "name": "f", "x": 1e999}', 200),
+        (
+            tools + ', "tool_choice": {"type": "allowed_tools", "mode": "auto", "x": 1e999, '
+            '"tools": [{"type": "function", "name": "f", "x": 1e999}]}',
+            200,
+        ),
         ('"text": {"format": {"type": "text", "schema": {"a": 1e999}, "x": 1e999}}', 200),
     ):
         nodes.script = says('<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>')
