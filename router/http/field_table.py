@@ -69,7 +69,7 @@ def _kind(field: Mapping[str, Any]) -> str:
         return " or ".join(kinds)
     if "const" in field or "enum" in field:
         value = field.get("const", next(iter(field.get("enum", ())), ""))
-        return "string" if isinstance(value, str) else "number"
+        return {str: "string", bool: "boolean"}.get(type(value), "number")
     kind = field.get("type", "any")
     if kind != "array":
         return str(kind)

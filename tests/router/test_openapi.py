@@ -90,6 +90,12 @@ def test_every_operation_and_field_is_described_in_words():
     assert missing == []
 
 
+@pytest.mark.parametrize(("value", "kind"), [("a", "string"), (3, "number"), (False, "boolean")])
+def test_a_field_with_one_value_has_that_values_type(value, kind):
+    [row] = rows_of({"properties": {"field": {"anyOf": [{"const": value}, {"type": "null"}]}}})
+    assert row.kind == kind
+
+
 @pytest.mark.filterwarnings("ignore:Duplicate Operation ID")  # of GET and HEAD
 async def test_every_route_is_in_it(router):
     app = router.server.app
