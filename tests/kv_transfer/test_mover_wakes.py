@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
+from kv_transfer.copies import NoCopies
 from kv_transfer.receiver import PartLanded, PartUnused
 from kv_transfer.transport import PeerDisconnected
-from tests.kv_transfer.mover_sides import NUM_SLOTS, Side, linked
+from tests.kv_transfer.mover_sides import NUM_SLOTS, PART_BLOCKS, Side, linked
 
 
 def test_the_engine_is_woken_for_a_part_only_if_it_could_go_on(hub_pair: tuple[Side, Side]) -> None:
@@ -88,6 +91,108 @@ def test_a_part_of_a_long_transfer_wakes_the_engine_once(
     [after] = copied
     after()
     assert receiver.woken.is_set()
+
+
+class LateCopies(NoCopies):
+    """Copies out of slots that end when the test has them end, one after another, as on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__(PART_BLOCKS)
+        self.running: list[int] = []
+        self._waiting: list[tuple[int, Callable[[], None]]] = []
+
+    def scatter(self, slot: int, *_: object) -> Callable[[], None]:
+        return partial(self.running.append, slot)
+
+    def is_done(self, slot: int) -> bool:
+        return slot not in self.running
+
+    def when_done(self, slot: int, after: Callable[[], None]) -> None:
+        self._waiting.append((slot, after))
+        self._tell()
+
+    def end_one(self) -> None:
+        self.running.pop(0)
+        self._tell()
+
+    def _tell(self) -> None:
+        over = [wait for wait in self._waiting if self.is_done(wait[0])]
+        self._waiting = [wait for wait in self._waiting if not self.is_done(wait[0])]
+        for _, after in over:
+            after()
+
+
+class Leases:
+    """A decode node's: an engine that only runs when it is woken, and shares slots as `Reservations` does."""
+
+    def __init__(self, sender: Side, receiver: Side, num_leases: int, num_parts: int) -> None:
+        self.sender, self.receiver, self.num_parts = sender, receiver, num_parts
+        self.posted, self.sent, self.landed = ([0] * num_leases for _ in range(3))
+        self._num_freed = -1
+
+    def turn(self) -> None:
+        self.receiver.woken.clear()
+        mover = self.receiver.mover
+        events = mover.poll()
+        for event in events:
+            self.landed[event.lease] += 1
+        num_freed = mover.num_freed_slots
+        if not events and num_freed == self._num_freed:
+            return
+        for lease in range(len(self.posted)):
+            while self.posted[lease] < self.num_parts and self._open(lease) < max(2, mover.num_free_slots):
+                part = self.posted[lease]
+                if not mover.expect(self.sender.name, lease, part, [1], is_last=part + 1 == self.num_parts):
+                    break
+                self.posted[lease] += 1
+        self._num_freed = num_freed
+
+    def send_one(self, rng: random.Random) -> bool:
+        """Send a part that the receiver expects. False: there is none, or no slot for it."""
+        self.sender.mover.poll()
+        ready = [lease for lease, sent in enumerate(self.sent) if sent < self.posted[lease]]
+        if not ready:
+            return False
+        lease = rng.choice(ready)
+        done: bool = self.sender.mover.send(self.receiver.name, lease, self.sent[lease], [1])
+        self.sent[lease] += done
+        return done
+
+    def _open(self, lease: int) -> int:
+        return self.posted[lease] - self.landed[lease]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_lease_waits_for_an_engine_that_nobody_wakes(hub_pair: tuple[Side, Side], seed: int) -> None:
+    rng = random.Random(seed)
+    sender, receiver = hub_pair
+    copies = receiver.mover._copies = LateCopies()
+    leases = Leases(sender, receiver, rng.randint(1, 3), rng.randint(1, 7))
+    hub = sender.transport.hub
+
+    def deliver() -> bool:
+        if not hub.pending:
+            return False
+        hub.deliver(rng.randrange(len(hub.pending)))
+        return True
+
+    def end_copy() -> bool:
+        if not copies.running:
+            return False
+        copies.end_one()
+        return True
+
+    def turn() -> bool:
+        if not receiver.woken.is_set():
+            return False
+        leases.turn()
+        return True
+
+    leases.turn()
+    actions: list[Callable[[], bool]] = [partial(leases.send_one, rng), deliver, end_copy, turn]
+    while any(action() for action in rng.sample(actions, len(actions))):
+        pass
+    assert leases.landed == [leases.num_parts] * len(leases.landed)
 
 
 @pytest.mark.parametrize("has_landed", [False, True])
