@@ -1,0 +1,86 @@
+"""A chat's tools and calls as they are read: what is refused, what they count as, and calls that broke off."""
+
+import json
+from typing import Any
+
+import pytest
+
+from baton.errors import InvalidRequest
+from router.http.body import validate
+from router.http.schemas import ChatRequest, size_of_prompt
+from tests.router.http_shapes import CHAT, allowed
+
+
+def tool(name: str, parameters: dict | None = None, description: str = "") -> dict:
+    return {"type": "function", "function": {"name": name, "parameters": parameters, "description": description}}
+
+
+def nested(depth: int) -> dict:
+    return {"a": nested(depth - 1)} if depth else {}
+
+
+def called(arguments: str) -> dict:
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+
+def read(**fields: Any) -> ChatRequest:
+    body = validate(json.dumps({**CHAT, **fields}).encode(), ChatRequest)
+    body.check()
+    for message in body.messages:
+        message.plain()
+    return body
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools", "tools.0.function: Field required"),
+        ({"tools": [{"type": "x", "function": {}}]}, "tools", "'function'"),
+        ({"tools": [tool("a b")]}, "tools", "not 'a b'"),
+        ({"tools": [tool("a\n")]}, "tools", "1 to 64 letters"),
+        ({"tools": [tool("a" * 65)]}, "tools", "1 to 64 letters"),
+        ({"tools": [tool("f"), tool("g"), tool("f")]}, "tools", "2 functions called `f`"),
+        ({"tools": [tool("f", nested(33))]}, "tools", "nested at most 31 deep"),
+        ({"tools": [tool("f", {"a": [0] * 20_000})]}, "tools", "16384 names and values"),
+        ({"tools": [tool(name, description="x" * 200_000) for name in "fg"]}, "tools", "of at most 262144"),
+        ({"tools": [tool(f"f{i}") for i in range(129)]}, "tools", "at most 128"),
+        ({"tool_choice": "any"}, "tool_choice", "'none', 'auto', 'required' or a function, not 'any'"),
+        ({"tool_choice": "required"}, "tool_choice", "'required' needs `tools`"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "'required' needs `tools`"),
+        ({"tools": [tool("f")], "tool_choice": tool("g")}, "tool_choice", "names `g`, which `tools` lacks"),
+        ({"tool_choice": tool("f")}, "tool_choice", "names `f`, which `tools` lacks"),
+        ({"tools": [tool("f")], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "must be {"),
+        ({"tools": [tool("f")], "tool_choice": {**tool("f"), "type": "custom"}}, "tool_choice", "must be {"),
+        ({"tools": [tool("f")], "tool_choice": allowed("auto", tool("g"))}, "tool_choice", "names `g`, which"),
+        ({"tools": [tool("f")], "tool_choice": allowed("none", tool("f"))}, "tool_choice", '"auto" or "required"'),
+        ({"tools": [tool("f")], "tool_choice": allowed("auto", "f")}, "tool_choice", "must be {"),
+        ({"tools": [tool("f")], "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "must be {"),
+        ({"tools": [tool("f")], "tool_choice": allowed("required")}, "tool_choice", "one or more"),
+        ({"messages": [called("[1]")]}, "messages", "JSON object, not '[1]'"),
+        ({"messages": [called("a")]}, "messages", "arguments of a call of `f`"),
+        ({"messages": [{"role": "function", "content": ""}]}, "messages", "the role `tool`"),
+        ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "messages", "`function_call`"),
+    ],
+)
+def test_mistakes_are_named(fields, param, says):
+    with pytest.raises(InvalidRequest) as refusal:
+        read(**fields)
+    assert refusal.value.param == param
+    assert says in refusal.value.message
+
+
+def test_tools_and_calls_count_as_text_of_the_prompt():
+    alone = size_of_prompt(read())
+    assert size_of_prompt(read(tools=[tool("f", description="x" * 5000)])) >= alone + 5000
+    assert size_of_prompt(read(tools=[tool("f", {"a": ["x" * 2000]})])) >= alone + 2000
+    assert size_of_prompt(read(messages=[called(json.dumps({"a": "x" * 3000}))])) >= 3000
+    assert size_of_prompt(read(messages=[{"role": "assistant", "reasoning": "x" * 100}])) >= 100
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [('{"a": "b', {"a": "b"}), ('{"a": 1, ', {"a": 1}), (" {", {}), ('{"a": truth', {}), ('{"a": 1, b: 2}', {})],
+)
+def test_a_chat_goes_on_after_a_call_whose_arguments_break_off(text, arguments):
+    [call] = read(messages=[called(text)]).messages[0].plain()["tool_calls"]
+    assert call["function"]["arguments"] == arguments
