@@ -81,6 +81,9 @@ class Engine:
         self._forks = Forks(config, self.blocks, self.scheduler, runner, self.sequences, tier)
         self.beam_search = BeamSearch(config, self.blocks, self.scheduler, self.sequences, self._forks)
         self._output = StepOutput(config, self.tables, self.sequences, self._forks)
+        self.launches_early = False
+        """Set by the caller while other work may keep this thread from a launch at any time: then steps are launched as
+        soon as there is room."""
         self.counters = StepCounters()
         """How the time of steps is spent."""
         self.num_preemptions = 0
@@ -116,11 +119,11 @@ class Engine:
     @property
     def launch_at(self) -> float | None:
         """When to launch the next step, by the engine's clock; requests that arrive before can join it. None: at once,
-        or not before the oldest has retired. At once also if sequences wait for room: later ones are behind them; and
-        over several stages, of which the first one is free."""
+        or not before the oldest has retired. At once also if sequences wait for room: later ones are behind them; over
+        several stages, of which the first one is free; and while `launches_early`."""
         if self.config.num_stages > 1:
             return None
-        if not self.has_room or not self.num_running or self._oldest_is_done:
+        if self.launches_early or not self.has_room or not self.num_running or self._oldest_is_done:
             return None
         if self.num_waiting > self.waiting.num_deferred:
             return None
@@ -208,6 +211,7 @@ class Engine:
         caller can report what was decided while it is computed.
         """
         self._decided = now
+        self.sequences.release_ended()
         if not self.has_room:
             return Plan()
         began = time.perf_counter()
@@ -229,6 +233,7 @@ class Engine:
         retires = len(self._in_flight) > (self._num_ahead if plan.chunks else 0) and (wait or self._oldest_is_done)
         if retires:
             self._retire(self._in_flight.popleft(), result)
+        self.sequences.release_ended()
         moved = retires or bool(plan.chunks or plan.preempted)  # others may have room without the preempted
         result.again = (self.has_work and self.has_room and moved) or (wait and bool(self._in_flight))
         result.again |= self._oldest_is_done
@@ -262,7 +267,9 @@ class Engine:
         self._in_flight.append(InFlight(plan.chunks, step, size, self._decided, launch_s, leaves_prompts))
 
     def retire(self) -> StepResult:
-        """Retire the oldest step in flight if it is done. Launches nothing and does not wait."""
+        """Retire the oldest step in flight if it is done. Launches nothing and does not wait. Blocks of ended sequences
+        are released by the next call of `schedule` or `compute`, so that the caller can pass on tokens first: of a long
+        sequence, that takes a millisecond."""
         result = StepResult()
         if self._oldest_is_done:
             self._retire(self._in_flight.popleft(), result)
@@ -290,8 +297,7 @@ class Engine:
         for group in dict.fromkeys(c.sequence.beams for c in retired.chunks if c.sequence.beams is not None):
             if group.members and group.is_complete:
                 self.beam_search.advance(group, result)
-        for _, table in retired.released:
-            self.blocks.release(table)
+        self.sequences.ended += retired.released
         goes_on = not self._in_flight and bool(self.num_running)
         device_s = took_s if self.only_launches else 0.0
         self.counters.retired(retired.size, result.num_tokens - num_before, device_s, ended, goes_on)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import chain
 
 from baton.block_hash import BlockHash
 from engine.block_manager import NULL_BLOCK, BlockManager
@@ -19,7 +20,7 @@ from engine.step import ModelRunner
 class LiveSequences:
     """Tracks each sequence from the time it is queued or started until its `release`. Its blocks are in its block
     table. If it ends while a launched step still writes into them, the engine's `in_flight` keeps them until that step
-    retires.
+    retires, then `ended` until `release_ended`.
     """
 
     def __init__(
@@ -38,6 +39,8 @@ class LiveSequences:
         self._runner = runner
         self._in_flight = in_flight
         self._live: dict[Sequence, None] = {}
+        self.ended: list[tuple[Sequence, list[int]]] = []
+        """Sequences that have ended, and the block tables that they held, for which no step is under way any more."""
         self.on_sealed: Callable[[Sequence, list[BlockHash], int], None] | None = None
         """Is called with a sequence, the hashes of its blocks so far, and the index of the first new one."""
 
@@ -80,6 +83,12 @@ class LiveSequences:
         else:
             self._blocks.release(table)
         seq.move_to(SequenceState.FINISHED)
+
+    def release_ended(self) -> None:
+        """Release the blocks of `ended`."""
+        ended, self.ended = self.ended, []
+        for _, table in ended:
+            self._blocks.release(table)
 
     def seal(self, seq: Sequence, table: list[int], first: int, end: int) -> None:
         """Seal columns [first, end) of the table, which are full of the sequence's KV."""
@@ -131,7 +140,7 @@ class LiveSequences:
     def holdings(self) -> list[Holding]:
         """The sequences that hold blocks, including ended ones whose blocks a launched step still uses."""
         held = [(seq, seq.block_table) for seq in self._live if seq.block_table]
-        held += [released for launched in self._in_flight for released in launched.released]
+        held += chain(self.ended, *(launched.released for launched in self._in_flight))
         return [
             Holding(
                 "sequence", seq.state.value, seq.attempt_id, tuple(seq.samples), seq.started_s or seq.arrived_s, table

@@ -38,6 +38,9 @@ QUANTILE = 0.9
 NUM_REMEMBERED = 3
 """The expected time is the shortest of this many steps. A step looks too short if its start was noticed late, and too
 long if its end was."""
+ALIKE = 0.9
+"""Remembered steps are compared with if their lower bounds are at least this share of the best one: a step with a long
+context, which was there for a moment, says little about those without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +171,9 @@ class Pace:
         """A lower bound of the oldest step's time, from the remembered steps. None: nothing is known."""
         if (size := self._in_flight[0]) is None:
             return None
-        known = self._known(size) or self._decodes
-        least_s = min((took_s * size.least_share(other) for other, took_s in known), default=None)
+        known = [(size.least_share(other), took_s) for other, took_s in self._known(size) or self._decodes]
+        most = max((share for share, _ in known), default=0.0)
+        least_s = min((took_s * share for share, took_s in known if share >= ALIKE * most), default=None)
         if least_s is None or not size.has_prompts:
             return least_s
         return max(least_s, self._predict_least(size) or 0.0)

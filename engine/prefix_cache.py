@@ -54,9 +54,8 @@ class PrefixCache:
             known = hash_of[block]
             if known is not None:
                 assert known == block_hash, f"block {block} has another hash"
-            elif block_hash not in block_of:
+            elif block_of.setdefault(block_hash, block) == block:
                 hash_of[block] = block_hash
-                block_of[block_hash] = block
                 if changes is not None:
                     changes[block_hash] = True
 

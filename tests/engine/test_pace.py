@@ -263,6 +263,16 @@ def test_a_device_whose_steps_are_known_never_waits(steps: list[tuple[int, float
         now = launched
 
 
+def test_a_step_with_a_long_context_tells_little_about_those_without_it() -> None:
+    """Compared with it, they could be shorter by far: the two before them say more."""
+    pace = Pace()
+    for begin, size in enumerate((TEN, TEN, StepSize(11, 100 * TEN.num_context_tokens))):
+        pace.launched(size, float(begin), float(begin), idle=False)
+        pace.retired(begin + 0.010)
+    pace.launched(TEN, 5.0, 5.0, idle=False)
+    assert pace.launch_at(PLAIN) == pytest.approx(5.0 + SHARE * 0.010 - SLACK_S)
+
+
 @given(st.lists(st.floats(0.001, 0.05), min_size=1, max_size=8))
 def test_the_shortest_of_the_last_steps_is_expected(took_s: list[float]) -> None:
     expected = max(0.0, SHARE * min(took_s[-NUM_REMEMBERED:]) - SLACK_S)
@@ -349,6 +359,31 @@ def test_the_engine_launches_at_once_behind_a_step_that_is_done_or_when_nothing_
     device.engine.sequences.release(device.sequence)
     assert device.engine.has_room
     assert device.engine.launch_at is None
+
+
+def test_an_engine_that_launches_early_waits_for_nobody() -> None:
+    device = Device()
+    for go_on in (device.launch, device.launch, device.retire, device.launch, device.retire):
+        go_on()
+    assert device.engine.launch_at is not None
+    device.engine.launches_early = True
+    assert device.engine.launch_at is None
+
+
+def test_blocks_of_an_ended_sequence_are_released_after_its_step_is_retired() -> None:
+    """Not before tokens are passed on, but before the next step is decided."""
+    device = Device()
+    device.launch()
+    device.launch()
+    free = device.engine.blocks.num_free
+    device.engine.sequences.release(device.sequence)
+    device.retire()
+    device.retire()
+    assert device.engine.blocks.num_free == free
+    device.engine.check_integrity()
+    device.engine.schedule(device.now)
+    assert device.engine.blocks.num_free == device.engine.blocks.num_total
+    device.engine.check_integrity()
 
 
 def test_an_engine_that_does_not_run_ahead_puts_nothing_off() -> None:
