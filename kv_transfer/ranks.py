@@ -154,6 +154,11 @@ class ReceiverRanks(_Ranks[KvReceiver]):
         mark = not_before[piece.target]
         return mover.expect(name, lease, part, blocks, piece.what, mark, is_last, piece.layers, piece.groups)
 
+    def polls_soon(self, soon: bool) -> None:
+        """See KvReceiver."""
+        for mover in self.ranks:
+            mover.polls_soon(soon)
+
     def withdraw(self, lease: int) -> None:
         """See KvReceiver."""
         for mover in self.ranks:

@@ -85,9 +85,9 @@ class KvReceiver(KvMover):
     transport has it connected.
 
     A part lands as soon as it arrives, on the transport's thread, to which this subscribes. The engine gets the event
-    afterwards and is woken only if it can make progress: waking another thread of the same interpreter takes some
-    0.1 ms, as long as a part. One lock guards what both threads use: a part has either landed before its lease is
-    withdrawn, or never lands.
+    afterwards and is woken only if it can make progress, and does not poll soon anyway: waking another thread of the
+    same interpreter takes some 0.1 ms, as long as a part. One lock guards what both threads use: a part has either
+    landed before its lease is withdrawn, or never lands.
 
     The network writes only into slots. `verify`: parts must have checksums. Checksums are compared before a block is
     touched, whether required or not; `num_damaged_pieces` counts the pieces whose checksum differed.
@@ -112,6 +112,7 @@ class KvReceiver(KvMover):
         # Leases with parts not yet expected, for lack of a slot or of a turn: whether parts of it have arrived.
         self._partial: dict[int, bool] = {}
         self._is_called = False  # the engine was woken and has not polled since
+        self._polls_soon = False  # see `polls_soon`
         self._events: list[ReceiverEvent] = []
         self._failure: Exception | None = None
         self._wake_engine = transport.wake
@@ -151,8 +152,8 @@ class KvReceiver(KvMover):
         are in the pool. groups: the blocks' KV groups, if there are several. False: no slot is free.
 
         is_last: now all parts of the lease are expected. From then on the engine is woken when the last missing part
-        lands; until then, for each part that lands while a slot is free, and else when its slot becomes free. One turn
-        of the engine for each part is enough: it competes with the transport's thread for the interpreter.
+        lands; until then, unless it `polls_soon`, for each part that lands while a slot is free, and else when its slot
+        becomes free. One turn for each part is enough: it competes with the transport's thread for the interpreter.
 
         The part is copied into the pool's `blocks`, in order: into `what` of each, or all that this rank holds. The
         copy waits for `not_before` and for no other work on the device. Only the receiver may write the blocks until
@@ -207,6 +208,15 @@ class KvReceiver(KvMover):
             self._await_copies()
             events, self._events, self._is_called = self._events, [], False
         return events
+
+    def polls_soon(self, soon: bool) -> None:
+        """Whether the engine will poll without being woken, since a step is under way. Until it says that it will not,
+        it is woken for a lease of which nothing is on its way any more, but not for each part: such turns would delay
+        the launches of steps."""
+        with self._lock:
+            self._polls_soon = soon
+            if not soon and self._events:
+                self._call_engine()  # it may not have been woken for these
 
     def warm_up(self) -> None:
         self._copies.warm_up(self._usual_rows(), gathers=False)
@@ -267,11 +277,11 @@ class KvReceiver(KvMover):
         self._unawaited = slot
         if is_partial := plan.lease in self._partial:
             self._partial[plan.lease] = True
-        has_free = self._staging.num_free > 0
-        if (is_partial and has_free) or all(other.lease != plan.lease for other in self._plans.values()):
+        has_free, waits = self._staging.num_free > 0, not self._polls_soon
+        if (is_partial and has_free and waits) or all(other.lease != plan.lease for other in self._plans.values()):
             self._call_engine()  # it can expect more parts, or has them all; it polls once the copy is launched
         plan.land()
-        if self._partial and not has_free:
+        if self._partial and not has_free and waits:
             self._copies.when_done(slot, self._wake_engine)  # the engine waits for a slot
         return PartLanded(*plan.name, plan.num_bytes, time.monotonic() - began)
 

@@ -93,6 +93,32 @@ def test_a_part_of_a_long_transfer_wakes_the_engine_once(
     assert receiver.woken.is_set()
 
 
+def test_an_engine_that_polls_soon_is_woken_for_what_is_complete_only(hub_pair: tuple[Side, Side]) -> None:
+    sender, receiver = hub_pair
+
+    def lands(lease: int, part: int) -> bool:
+        receiver.woken.clear()
+        assert sender.mover.send(receiver.name, lease, part, [part])
+        sender.transport.hub.deliver_all()
+        sender.mover.poll()
+        return receiver.woken.is_set()
+
+    for part in range(2):
+        assert receiver.mover.expect(sender.name, 1, part, [part])
+    assert receiver.mover.expect(sender.name, 2, 0, [3], is_last=True)
+    receiver.mover.polls_soon(True)
+    assert not lands(1, 0), "it will see that more parts may be expected"
+    assert lands(2, 0), "all of it is here"
+    assert [event.lease for event in receiver.mover.poll()] == [1, 2]
+    assert receiver.mover.expect(sender.name, 1, 2, [2])
+    assert not lands(1, 1)
+    receiver.mover.polls_soon(False)
+    assert receiver.woken.is_set(), "nothing else would"
+    receiver.mover.poll()
+    receiver.mover.polls_soon(True)
+    assert lands(1, 2), "nothing more can come until it expects more"
+
+
 class LateCopies(NoCopies):
     """Copies out of slots that end when the test has them end, one after another, as on a GPU."""
 
@@ -127,6 +153,7 @@ class Leases:
 
     def __init__(self, sender: Side, receiver: Side, num_leases: int, num_parts: int) -> None:
         self.sender, self.receiver, self.num_parts = sender, receiver, num_parts
+        self.steps_run = False
         self.posted, self.sent, self.landed = ([0] * num_leases for _ in range(3))
         self._num_freed = -1
 
@@ -188,9 +215,19 @@ def test_no_lease_waits_for_an_engine_that_nobody_wakes(hub_pair: tuple[Side, Si
         leases.turn()
         return True
 
+    def step() -> bool:
+        """A step begins, or one ends, which is a turn for the engine."""
+        if rng.random() < 0.8:
+            return False
+        if leases.steps_run:
+            leases.turn()
+        leases.steps_run = not leases.steps_run
+        receiver.mover.polls_soon(leases.steps_run)
+        return True
+
     leases.turn()
-    actions: list[Callable[[], bool]] = [partial(leases.send_one, rng), deliver, end_copy, turn]
-    while any(action() for action in rng.sample(actions, len(actions))):
+    actions: list[Callable[[], bool]] = [partial(leases.send_one, rng), deliver, end_copy, turn, step]
+    while any(action() for action in rng.sample(actions, len(actions))) or leases.steps_run:
         pass
     assert leases.landed == [leases.num_parts] * len(leases.landed)
 
