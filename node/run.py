@@ -42,6 +42,9 @@ from node.shell import Node, NodeParts, RoleSide
 
 log = logging.getLogger(__name__)
 
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread may keep the interpreter while others want it. With Python's 5 ms, tokens would wait while a node
+takes over a prompt of 32,000 tokens."""
 _PEERS_MARGIN_S = 2.0
 """For other data parallel nodes, which hear a moment later that they should drain."""
 
@@ -60,6 +63,7 @@ def run_node(settings: NodeSettings, role: NodeRole, side: RoleSide, import_part
     """
     configure_logging(settings.log_levels(), settings.name(role), log_format=settings.log_format)
     raise_open_files()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     _end_at_signals()
     try:
         code = _run(settings, side, import_parts)

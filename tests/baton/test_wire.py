@@ -80,6 +80,7 @@ def test_node_info_round_trip(info):
 def test_tokens_are_little_endian_uint32():
     assert wire.pack_tokens([1, 0x01020304]) == b"\x01\0\0\0\x04\x03\x02\x01"
     assert wire.unpack_tokens(b"\x01\0\0\0\x04\x03\x02\x01") == (1, 0x01020304)
+    assert wire.unpack_tokens(wire.pack_tokens(range(10_000))) == tuple(range(10_000))
 
 
 @pytest.mark.parametrize("tokens", [[-1], [2**32], [1.5]])

@@ -276,13 +276,13 @@ async def test_a_session_begins_with_all_blocks_and_goes_on_with_what_changes():
             for reader in (router, other):
                 index = empty_index()
                 pieces = await blocks_of(reader, index, 5000)
-                assert [(p.sequence, p.snapshot) for p in pieces] == [(number, number == 0) for number in range(5)]
+                assert [(p.sequence, p.snapshot) for p in pieces] == [(number, number == 0) for number in range(20)]
             node.say(BlocksChanged({BLOCKS[0]: False, BLOCKS[6000]: True}), BlocksChanged({BLOCKS[7000]: True}))
             for reader in (router, other):
                 [change] = await blocks_of(reader, index, 5001)
                 assert (set(change.stored), change.removed) == ({BLOCKS[6000], BLOCKS[7000]}, (BLOCKS[0],))
                 index = empty_index()
-                index.apply("i1", KvEvents(4, tuple(BLOCKS[:5000]), snapshot=True))
+                index.apply("i1", KvEvents(19, tuple(BLOCKS[:5000]), snapshot=True))
         async with session(node, epoch=3) as late:
             assert (await blocks_of(late, empty_index(), 5000))[0].snapshot
 
