@@ -15,6 +15,9 @@ from engine.sequence import Sequence
 from kv_transfer.copies import Mark
 from kv_transfer.parts import Piece
 
+LONG_BLOCKS = 512
+"""More blocks than these are many parts, whose threads compete with that of the engine for the interpreter."""
+
 
 class LeaseState(enum.Enum):
     """A lease from Grant to its end.
@@ -98,6 +101,10 @@ class Lease:
     def num_open(self) -> int:
         """Parts that the peer may send and that have not landed."""
         return self.credits - len(self.arrived)
+
+    @property
+    def is_long(self) -> bool:
+        return len(self.entries) > LONG_BLOCKS
 
     @property
     def is_move(self) -> bool:

@@ -8,6 +8,7 @@ failed. During a lease, blocks that parts go into are marked as loading: the rec
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Sequence as Seq
 from itertools import chain
 
@@ -71,6 +72,7 @@ class Reservations:
         self._lease_of: dict[AttemptId, Lease] = {}  # the same leases
         self._deadlines = Deadlines[AttemptId]()  # of Reserves and leases
         self._short: dict[int, Lease] = {}  # leases with parts for which no receive is posted
+        self._num_long = 0  # leases that are
         self._may_post = False  # a part has landed since slots were last shared out
         self._num_freed_slots = 0  # when slots were last shared out
         self._ready: list[Lease] = []  # committed and complete; some may have ended since
@@ -112,6 +114,11 @@ class Reservations:
     def num_waiting(self) -> int:
         return len(self._queue)
 
+    @property
+    def has_long(self) -> bool:
+        """Whether the KV of a long prompt is on its way."""
+        return self._num_long > 0
+
     def next_deadline(self) -> float | None:
         return self._deadlines.next()
 
@@ -146,20 +153,24 @@ class Reservations:
         self._waiting[reserve.attempt_id] = waiting
         self._deadlines.set(reserve.attempt_id, deadline)
 
-    def grant_waiting(self, now: float) -> None:
-        """Grant Reserves in the order in which they are due, after all preempted requests that come before them. Then
-        share out slots."""
+    def grant_waiting(self, now: float, most_blocks: float = math.inf) -> None:
+        """Grant Reserves in the order in which they are due, after all preempted requests that come before them, as
+        long as their tables have at most `most_blocks` in all."""
         while self._queue:
             first = self._waiting[next(iter(self._queue))]
-            if self._engine.waiting.has_preempted(first.due_s) or not self._grant(first, now):
+            num_blocks = self._shape.num_columns(first.reserve.num_tokens) * self._shape.width
+            if num_blocks > most_blocks or self._engine.waiting.has_preempted(first.due_s):
                 break
+            if not self._grant(first, now):
+                break
+            most_blocks -= num_blocks
             self._queue.remove(first.reserve.attempt_id)
             del self._waiting[first.reserve.attempt_id]
-        if self._short:
-            self._share_slots()
 
-    def _share_slots(self) -> None:
+    def share_slots(self) -> None:
         """Post receives for leases that are short of slots, if parts have landed or slots were freed since."""
+        if not self._short:
+            return
         # Not how many are free: as many others may have been taken. Read before, since some are freed meanwhile.
         num_freed = self._receiver.num_freed_slots
         if not self._may_post and num_freed == self._num_freed_slots:
@@ -223,6 +234,7 @@ class Reservations:
             marks=self._receiver.mark(),
         )
         self._leases[lease.serial] = self._lease_of[reserve.attempt_id] = self._short[lease.serial] = lease
+        self._num_long += lease.is_long
         self._blocks.begin_load(lease.written)
         self._engine.scheduler.reserve_seqs(reserve.num_samples)
         self._post_receives(lease)
@@ -307,9 +319,17 @@ class Reservations:
         if lease.state is LeaseState.COMMITTED and lease.complete:
             self._ready.append(lease)
 
-    def take_adoptable(self) -> list[Lease]:
-        """Committed leases with all their KV. The caller owns their blocks from now on."""
-        ready, self._ready = [lease for lease in self._ready if lease.serial in self._leases], []
+    def take_adoptable(self, most_blocks: float = math.inf) -> list[Lease]:
+        """Committed leases with all their KV, whose tables have at most `most_blocks` in all. The caller owns their
+        blocks from now on."""
+        ready, later = list[Lease](), list[Lease]()
+        for lease in self._ready:
+            if lease.serial not in self._leases:
+                continue
+            fits = len(lease.table) <= most_blocks
+            (ready if fits else later).append(lease)
+            most_blocks -= len(lease.table) if fits else 0
+        self._ready = later
         for lease in ready:
             self._blocks.finish_load(lease.written)
             self._forget(lease, None)
@@ -375,6 +395,7 @@ class Reservations:
         """Remove a lease for which nothing lands any more. Its peer may repeat the Commit until the deadline."""
         del self._leases[lease.serial], self._lease_of[lease.reserve.attempt_id]
         self._short.pop(lease.serial, None)
+        self._num_long -= lease.is_long
         self._deadlines.discard(lease.reserve.attempt_id)
         self._outcomes.keep(lease.serial, (lease.peer, outcome), lease.deadline + UNDER_WAY_S)
         self._engine.scheduler.unreserve_seqs(lease.reserve.num_samples)

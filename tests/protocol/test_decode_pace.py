@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
+import decode_node.core
+import decode_node.leases
+from baton.block_hash import chain
 from baton.errors import DeadlineExceeded
 from baton.handoff_messages import Commit, Grant, Reserve
 from baton.messages import Abort, Adopted, AttemptId, End, Prefill, Sample, Tokens, UpdateKind
@@ -77,8 +82,7 @@ class Decoding:
             self.node.model.advance()
 
     def reserve(self, deadline_s: float = 60.0) -> int:
-        sequence = next(iter(self.core.engine.sequences))
-        hashes = tuple(sequence.block_hashes(2, BLOCK_SIZE))
+        hashes = tuple(chain(PROMPT, BLOCK_SIZE))
         message = Reserve(NEW, self.node.incarnation, len(PROMPT), hashes, 1, deadline_s, 60)
         self.core.handle(FromPeer("p", message), self.now)
         self.turn()
@@ -115,6 +119,146 @@ def test_the_next_step_is_put_off_until_shortly_before_the_end(decoding: Decodin
     assert decoding.num_in_flight == 2
     later = decoding.core.next_deadline()
     assert later is None or later > decoding.now + 1
+
+
+def test_a_long_prompt_that_would_delay_the_next_launch_is_adopted_after_it(
+    decoding: Decoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease, began, due = decoding.reserve(), decoding.now, decoding.core.next_deadline()
+    assert due
+    monkeypatch.setattr(decode_node.core, "BLOCK_S", 0.5 * STEP_S / 3)  # it has three blocks
+    decoding.wait_until(began + 0.5 * STEP_S)
+    decoding.commit(lease)
+    assert decoding.core.engine.num_running == 1
+    assert not decoding.again, "it would turn round and round"
+    decoding.wait_until(due)
+    decoding.core.prepare(decoding.now)
+    assert decoding.core.engine.num_running == 1, "the launch waits"
+    decoding.turn()
+    assert decoding.num_in_flight == 2
+    assert decoding.core.engine.num_running == 2
+    assert decoding.told(Adopted) == []
+    decoding.wait_until(began + STEP_S)
+    decoding.finish_step()
+    decoding.turn()
+    decoding.wait_until(decoding.core.next_deadline() or decoding.now)
+    decoding.turn()
+    assert len(decoding.told(Adopted)) == 1
+
+
+def test_a_long_prompt_that_comes_early_is_adopted_at_once_but_after_tokens_are_told(
+    decoding: Decoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = decoding.reserve()
+    monkeypatch.setattr(decode_node.core, "BLOCK_S", 0.5 * STEP_S / 3)
+    decoding.core.handle(FromPeer("p", decoding.commit_of(lease)), decoding.now)
+    decoding.core.prepare(decoding.now)
+    assert decoding.core.engine.num_running == 1
+    assert decoding.core.compute(decoding.now), "when the next launch is due has changed"
+    assert decoding.core.engine.num_running == 2
+
+
+def test_a_long_prompt_is_granted_after_the_launch_and_after_the_second_one_even_if_that_is_late(
+    decoding: Decoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_node.core, "BLOCK_S", STEP_S)
+    message = Reserve(NEW, decoding.node.incarnation, len(PROMPT), tuple(chain(PROMPT, BLOCK_SIZE)), 1, 9.0, 60)
+    decoding.core.handle(FromPeer("p", message), decoding.now)
+    for _ in range(2):
+        assert not decoding.grants
+        due = decoding.core.next_deadline()
+        assert due
+        decoding.turn()
+        decoding.wait_until(due)
+        decoding.core.prepare(decoding.now)
+        decoding.finish_step()  # so that the launch is late, and one step is under way after it
+        decoding.core.compute(decoding.now)
+        assert decoding.num_in_flight == 1
+        decoding.turn()
+    assert len(decoding.grants) == 1
+
+
+def test_of_several_long_prompts_only_those_are_granted_for_which_there_is_time(
+    decoding: Decoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_node.core, "BLOCK_S", 0.3 * STEP_S)  # they have two blocks each
+    due = decoding.core.next_deadline()
+    assert due
+    for name in ("a", "b"):
+        message = Reserve(AttemptId(EPOCH, name, 0), decoding.node.incarnation, len(PROMPT), (), 1, 60.0, 60)
+        decoding.core.handle(FromPeer("p", message), decoding.now)
+    decoding.turn()
+    assert len(decoding.grants) == 1
+    decoding.wait_until(due)
+    decoding.turn()
+    assert len(decoding.grants) == 2
+
+
+def test_of_several_long_prompts_only_those_are_adopted_for_which_there_is_time(
+    decoding: Decoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashes, due = tuple(chain(PROMPT, BLOCK_SIZE)), decoding.core.next_deadline()
+    assert due
+    for name in ("a", "b"):
+        attempt_id = AttemptId(EPOCH, name, 0)
+        message = Reserve(attempt_id, decoding.node.incarnation, len(PROMPT), hashes, 1, 60.0, 60)
+        decoding.core.handle(FromPeer("p", message), decoding.now)
+    decoding.turn()
+    for grant in decoding.grants:
+        commit = dataclasses.replace(decoding.commit_of(grant.lease), attempt_id=grant.attempt_id)
+        decoding.core.handle(FromPeer("p", commit), decoding.now)
+    monkeypatch.setattr(decode_node.core, "BLOCK_S", 0.5 * STEP_S / 3)
+    decoding.turn()
+    assert decoding.core.engine.num_running == 2
+    decoding.wait_until(due)
+    decoding.turn()
+    assert decoding.core.engine.num_running == 3
+
+
+def test_slots_are_shared_out_after_the_launch(decoding: Decoding, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a launch is possible, even if it is not due yet; else at once."""
+    shared, due = list[int](), decoding.core.next_deadline()
+    monkeypatch.setattr(decoding.core._reservations, "share_slots", lambda: shared.append(decoding.num_in_flight))
+    assert due
+    decoding.turn()
+    assert shared == [1]
+    decoding.wait_until(due)
+    decoding.turn()
+    assert shared == [1, 2]
+    decoding.core.prepare(decoding.now)
+    assert shared == [1, 2, 2], "nothing can be launched"
+    decoding.core.compute(decoding.now)
+    assert len(shared) == 3
+
+
+def test_the_receiver_need_not_wake_an_engine_whose_step_will_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding, told = Decoding(), list[bool]()
+    monkeypatch.setattr(decoding.core.receiver, "polls_soon", told.append)
+    decoding.core.handle(FromRouter(EPOCH, Abort(OLD)), decoding.now)
+    while decoding.num_in_flight:
+        assert not told
+        decoding.finish_step()
+        decoding.turn()
+    assert told == [False]
+    decoding.commit(decoding.reserve())
+    assert told == [False, True]
+
+
+def test_steps_are_launched_early_while_a_long_prompt_is_on_its_way(
+    decoding: Decoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert decoding.core.next_deadline() == pytest.approx(decoding.now + SHARE * STEP_S - SLACK_S)
+    monkeypatch.setattr(decode_node.leases, "LONG_BLOCKS", 0)
+    message = Reserve(NEW, decoding.node.incarnation, 3 * BLOCK_SIZE, (), 1, 60.0, 60)
+    decoding.core.handle(FromPeer("p", message), decoding.now)
+    decoding.turn()
+    decoding.turn()
+    assert decoding.num_in_flight == 2
+    decoding.core.handle(FromRouter(EPOCH, Abort(NEW)), decoding.now)
+    decoding.wait_until(decoding.now + STEP_S)
+    decoding.finish_step()
+    decoding.turn()
+    assert decoding.num_in_flight == 1, "there is time again"
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.7])

@@ -268,7 +268,7 @@ def run(seed: int, faults: float, num_acts: int = 220, windows: tuple[int | None
 
 def test_moved_requests_are_whole_and_nothing_is_computed_twice() -> None:
     outcomes = Counter[str]()
-    for seed in range(3):
+    for seed in (0, 5, 6):  # in which several move
         world = run(seed, faults=0.0)
         outcomes.update(world.router.num_migrations())
         for client in world.clients.values():
