@@ -99,6 +99,7 @@ class KvSenderCore(ABC, Generic[S]):
                 self._credited(peer, lease, number)
             case Refuse(attempt_id, error):
                 if (sending := self._sendings.get(attempt_id)) and sending.goes_to(peer):
+                    sending.closed = sending.grant is not None
                     self._refused(sending, error)
                 for over in peer.drained.get(attempt_id, ()):
                     peer.drains[over].closed = True
@@ -234,7 +235,8 @@ class KvSenderCore(ABC, Generic[S]):
             return
         grant = sending.grant
         if grant and peer.leases.pop(grant.lease, None) and not sending.all_gathered:
-            self._drain(peer, grant.lease, Drain(grant.attempt_id, sending.next_part, sending.credits, grant.num_parts))
+            left = sending.next_part, sending.credits, grant.num_parts
+            self._drain(peer, grant.lease, Drain(grant.attempt_id, *left, sending.closed))
         if release and sending.reserved:
             self._outbox.to_decode(sending.target, Release(grant.lease if grant else 0, sending.attempt_id))
 

@@ -41,6 +41,7 @@ class KvSending:
     sent: float = 0.0  # when the last sent part had left
     accepted: bool = False  # the decode node accepted the Commit
     landed: bool = False  # the decode node has said that all parts are there
+    closed: bool = False  # the decode node has ended the lease: no credit follows
 
     def goes_to(self, peer: DecodePeer) -> bool:
         """Compared by incarnation: routers may know the peer by different addresses."""

@@ -152,6 +152,27 @@ def test_a_refused_commit_gives_the_request_back(told_before: bool) -> None:
     goes_on(node)
 
 
+def test_a_lease_that_ended_before_the_commit_came_is_not_refused_once_more() -> None:
+    """Its last part never got a credit, and nobody says again that none will come."""
+    node = Leaving(ahead=True)
+    node.migrate()
+    node.grant()
+    num_parts = node.num_granted
+    node = Leaving(ahead=True)
+    node.migrate()
+    node.grant(num_credits=num_parts - 1)
+    node.until_committed()
+    node.from_target(Refuse(WORK, REFUSED))
+    node.reply(REFUSED)
+    while not node.kinds(End):
+        node.step()
+    node.receive()
+    node.step()
+    assert node.output == node.wanted
+    assert node.node.idle
+    node.node.check_whole()
+
+
 @pytest.mark.parametrize("state", ["committed", "accepted"])
 def test_a_target_lost_after_the_commit_may_have_the_request(state: str) -> None:
     node = leaving(state)
