@@ -17,7 +17,7 @@ from baton.v1 import node_pb2
 from router import nodes as nodes_of_router
 from router.discovery.source import Member
 from tests.router.conftest import Router, says
-from tests.router.fake_node import LAYOUT, Answer, FakeCluster
+from tests.router.fake_node import LAYOUT, PATIENCE_S, Answer, FakeCluster
 from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -33,6 +33,13 @@ async def empty():
 async def answer(router: Router, **more: object) -> httpx.Response:
     async with httpx.AsyncClient(base_url=router.http, timeout=20) as client:
         return await client.post("/v1/chat/completions", json={**CHAT, **more})
+
+
+async def has_tokens(router: Router, least: int) -> None:
+    """Wait until the router has so many tokens of the newest request."""
+    async with httpx.AsyncClient(base_url=router.http, timeout=20) as client, asyncio.timeout(PATIENCE_S):
+        while (await client.get("/debug/requests?limit=1")).json()["requests"][0]["num_output_tokens"] < least:
+            pass
 
 
 def stand_still(seconds: float) -> None:
@@ -157,6 +164,7 @@ async def test_a_lost_decode_node_costs_no_token(empty, stream):
     await held.wait()
     victim = first if empty.prefills[0].decode.incarnation == first.info.incarnation else second
     await empty.until(lambda: victim.num_sent_tokens == 2)
+    await has_tokens(router, 2)  # else they may be lost with the node
     killed = time.monotonic()
     await victim.stop()
     response = await request
