@@ -11,6 +11,7 @@ from benchmarks.load import Load
 from tools import tiny_tasks
 
 NUM_COMPARED = 8
+MOST_RECALLED_TOKENS = 256
 NUM_RECALLED = 8
 MAX_FORGOTTEN = 1
 """Wrong answers tolerated among NUM_RECALLED: the model itself is right in more than 99 of 100."""
@@ -53,7 +54,8 @@ async def check_recall(load: Load, model: str, concurrency: int) -> dict[str, An
     rng = Random(11)
     low, high = RECALL_TOKENS
     samples = [tiny_tasks.recall(rng, "heldout", num_tokens=rng.randint(low, high)) for _ in range(NUM_RECALLED)]
-    bodies = [{"messages": sample.messages, "temperature": 0, "cache_salt": secrets.token_hex(8)} for sample in samples]
+    common = {"temperature": 0, "max_tokens": MOST_RECALLED_TOKENS}  # simulated nodes would fill the context
+    bodies = [{"messages": sample.messages, "cache_salt": secrets.token_hex(8), **common} for sample in samples]
     answers = await load.send("/v1/chat/completions", bodies, concurrency)
     right = sum(sample.check(answer.text) for sample, answer in zip(samples, answers, strict=True))
     if right < NUM_RECALLED - MAX_FORGOTTEN:
