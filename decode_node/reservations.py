@@ -72,7 +72,7 @@ class Reservations:
         self._lease_of: dict[AttemptId, Lease] = {}  # the same leases
         self._deadlines = Deadlines[AttemptId]()  # of Reserves and leases
         self._short: dict[int, Lease] = {}  # leases with parts for which no receive is posted
-        self._num_long = 0  # leases that are
+        self._num_long = 0  # how many leases are long, see `Lease.is_long`
         self._may_post = False  # a part has landed since slots were last shared out
         self._num_freed_slots = 0  # when slots were last shared out
         self._ready: list[Lease] = []  # committed and complete; some may have ended since

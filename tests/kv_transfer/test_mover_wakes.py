@@ -14,15 +14,18 @@ from kv_transfer.transport import PeerDisconnected
 from tests.kv_transfer.mover_sides import NUM_SLOTS, PART_BLOCKS, Side, linked
 
 
+def wakes_with(sender: Side, receiver: Side, lease: int, part: int) -> bool:
+    """Send the part, and have it land; whether that wakes the receiver's engine."""
+    receiver.woken.clear()
+    assert sender.mover.send(receiver.name, lease, part, [part])
+    sender.transport.hub.deliver_all()
+    sender.mover.poll()
+    return receiver.woken.is_set()
+
+
 def test_the_engine_is_woken_for_a_part_only_if_it_could_go_on(hub_pair: tuple[Side, Side]) -> None:
     sender, receiver = hub_pair
-
-    def wakes(lease: int, part: int) -> bool:
-        receiver.woken.clear()
-        assert sender.mover.send(receiver.name, lease, part, [part])
-        sender.transport.hub.deliver_all()
-        sender.mover.poll()
-        return receiver.woken.is_set()
+    wakes = partial(wakes_with, *hub_pair)
 
     def expect(lease: int, part: int, is_last: bool = False) -> bool:
         return bool(receiver.mover.expect(sender.name, lease, part, [part], is_last=is_last))
@@ -95,28 +98,21 @@ def test_a_part_of_a_long_transfer_wakes_the_engine_once(
 
 def test_an_engine_that_polls_soon_is_woken_for_what_is_complete_only(hub_pair: tuple[Side, Side]) -> None:
     sender, receiver = hub_pair
-
-    def lands(lease: int, part: int) -> bool:
-        receiver.woken.clear()
-        assert sender.mover.send(receiver.name, lease, part, [part])
-        sender.transport.hub.deliver_all()
-        sender.mover.poll()
-        return receiver.woken.is_set()
-
+    wakes = partial(wakes_with, *hub_pair)
     for part in range(2):
         assert receiver.mover.expect(sender.name, 1, part, [part])
     assert receiver.mover.expect(sender.name, 2, 0, [3], is_last=True)
     receiver.mover.polls_soon(True)
-    assert not lands(1, 0), "it will see that more parts may be expected"
-    assert lands(2, 0), "all of it is here"
+    assert not wakes(1, 0), "it will see that more parts may be expected"
+    assert wakes(2, 0), "all of it is here"
     assert [event.lease for event in receiver.mover.poll()] == [1, 2]
     assert receiver.mover.expect(sender.name, 1, 2, [2])
-    assert not lands(1, 1)
+    assert not wakes(1, 1)
     receiver.mover.polls_soon(False)
     assert receiver.woken.is_set(), "nothing else would"
     receiver.mover.poll()
     receiver.mover.polls_soon(True)
-    assert lands(1, 2), "nothing more can come until it expects more"
+    assert wakes(1, 2), "nothing more can come until it expects more"
 
 
 class LateCopies(NoCopies):
