@@ -121,7 +121,7 @@ class Migrations(KvSenderCore[Migration]):
         self._outbox.to_decode(migration.target, migration.commit(now, age_s))
         migration.state = MigrationState.COMMITTED
         self._reply_by.set(migration.attempt_id, now + REPLY_S)
-        if not self._parts.send(migration, 0):
+        if not self._parts.send(migration, 0, now):
             self._starved[migration.attempt_id] = None
         return None
 

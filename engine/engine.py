@@ -299,8 +299,8 @@ class Engine:
                 self.beam_search.advance(group, result)
         self.sequences.ended += retired.released
         goes_on = not self._in_flight and bool(self.num_running)
-        device_s = took_s if self.only_launches else 0.0
-        self.counters.retired(retired.size, result.num_tokens - num_before, device_s, ended, goes_on)
+        result.device_s = took_s if self.only_launches else 0.0
+        self.counters.retired(retired.size, result.num_tokens - num_before, result.device_s, ended, goes_on)
 
     # ---- checks ----
 

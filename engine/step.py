@@ -158,4 +158,5 @@ class StepResult:
     sampled: list[SampledToken] = field(default_factory=list)
     prompt_logprobs: list[tuple[Sequence, PromptLogprobs]] = field(default_factory=list)  # to report before `sampled`
     num_tokens: int = 0  # tokens that the retired step computed
+    device_s: float = 0.0  # how long a device computed it beside this thread; 0: that is unknown, or none did
     again: bool = False  # compute again at once; False: nothing to do before an event or the end of a step

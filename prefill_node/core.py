@@ -67,7 +67,7 @@ class PrefillCore(RoleCore):
         for token in result.sampled:
             self._outgoing.sampled(token)
         for sequence in result.advanced:
-            self._outgoing.advanced(sequence)
+            self._outgoing.advanced(sequence, result.device_s)
 
     def _move_on(self, now: float) -> None:
         self._outgoing.move_on(now)

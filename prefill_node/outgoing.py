@@ -23,6 +23,11 @@ from node.handoffs.sender_core import KvSenderCore
 from node.outbox import Outbox
 from prefill_node.handoff import Handoff, HandoffState, needs_decode_node
 
+SPREAD_SHARE = 0.5
+"""The parts of a chunk leave within this share of the time that the prompt's next chunk takes. If those of 8,192 tokens
+left at once, they would keep the decode node's memory, and the threads that take them in, busy for some milliseconds: a
+step that runs meanwhile would be late by a fifth."""
+
 
 class Outgoing(KvSenderCore[Handoff]):
     """Tracks prompts from intake on, also while they wait in the engine's queue. Releases their sequences in the
@@ -44,7 +49,8 @@ class Outgoing(KvSenderCore[Handoff]):
         self._deadlines.set(prefill.attempt_id, deadline)
 
     def next_deadline(self) -> float | None:
-        return self._deadlines.next()
+        whens = self._deadlines.next(), super().next_deadline()
+        return min((when for when in whens if when is not None), default=None)
 
     def holdings(self) -> list[Holding]:
         """The engine's holdings, each with its lease on the decode node, if there is one."""
@@ -93,10 +99,14 @@ class Outgoing(KvSenderCore[Handoff]):
         # The clock's time, not the turn's: on a CPU the step was computed within the turn.
         self._sendings[token.sequence.attempt_id].sampled(token, self._engine.clock())
 
-    def advanced(self, sequence: Sequence) -> None:
-        """A chunk of the prompt is computed."""
+    def advanced(self, sequence: Sequence, device_s: float) -> None:
+        """A chunk of the prompt is computed, in a step that the device computed in `device_s`. Its parts are spread
+        over a share of the time that the next chunk will take; those of the last chunk leave at once."""
         if handoff := self._sendings.get(sequence.attempt_id):
             handoff.num_chunks += 1
+            num_left = sequence.num_tokens - sequence.num_computed_tokens
+            share = min(1.0, num_left / self._engine.config.max_num_batched_tokens)
+            handoff.spread(self._engine.clock(), SPREAD_SHARE * share * device_s)
         self._touch(sequence.attempt_id)
 
     # ---- moving on ----

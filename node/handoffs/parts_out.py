@@ -60,15 +60,17 @@ class PartsOut:
         """Whether one more part can leave."""
         return self._sender.num_free_slots > 0
 
-    def send(self, sending: KvSending, num_layers: int) -> bool:
-        """Gather and push the parts that are computed and have a slot at both ends. num_layers: how many layers of the
-        model have the KV of the prompt's last chunk. False: no slot is free here for the next part."""
+    def send(self, sending: KvSending, num_layers: int, now: float) -> bool:
+        """Gather and push the parts that are computed, may leave by now, and have a slot at both ends. num_layers: how
+        many layers of the model have the KV of the prompt's last chunk. False: no slot is free here for the next
+        part."""
         if sending.grant is None or sending.target is None:
             return True
         blocks, grant, peer = self._engine.blocks, sending.grant, sending.target.incarnation
         checked = grant.checksums or self._sender.verify
+        shape = self._engine.tables.shape
         with self._sender.batched():
-            while part := sending.ready_part(self._engine.tables.shape, num_layers):
+            while not sending.is_put_off(now) and (part := sending.ready_part(shape, num_layers)):
                 named = sending.blocks_of(part)
                 pinned = [block for block in named if block != NULL_BLOCK]
                 blocks.pin_read(pinned)
@@ -76,7 +78,7 @@ class PartsOut:
                 blocks.unpin_read(pinned)
                 if not sent:
                     return False
-                sending.next_part += 1
+                sending.part_leaves(now, shape)
         return True
 
     def drain(self, peer: str, lease: int, drain: Drain) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
+from baton.deadlines import Deadlines
 from baton.errors import BatonError, PeerLost, TransferError
 from baton.handoff_messages import CommitReply, Credit, Grant, Landed, Refuse, Release, Reserve
 from baton.layout import KvLayout
@@ -36,6 +37,7 @@ class KvSenderCore(ABC, Generic[S]):
         self._sendings: dict[AttemptId, S] = {}
         self._touched: dict[AttemptId, None] = {}  # with news since they last moved on
         self._starved: dict[AttemptId, None] = {}  # with a part for which no slot was free
+        self._put_off = Deadlines[AttemptId]()  # those whose next part may leave later
         self._peers: dict[str, DecodePeer] = {}
         self._draining: dict[tuple[str, int], None] = {}  # peer, lease: drains likewise touched or starved
 
@@ -53,6 +55,10 @@ class KvSenderCore(ABC, Generic[S]):
     def attempts(self) -> list[AttemptId]:
         """All attempts here."""
         return [*self._sendings]
+
+    def next_deadline(self) -> float | None:
+        """When the next part may leave that is put off."""
+        return self._put_off.next()
 
     def is_lost(self, incarnation: str) -> bool:
         """Whether the decode node's transport is gone and its stream is about to be closed."""
@@ -74,7 +80,8 @@ class KvSenderCore(ABC, Generic[S]):
     def _check_nothing_is_missed(self, sending: S) -> None:
         """Everything that could send a part will be visited by `move_on`."""
         shape = self._engine.tables.shape
-        if sending.attempt_id not in self._touched.keys() | self._starved.keys():
+        visited = self._touched.keys() | self._starved.keys()
+        if sending.attempt_id not in visited and sending.attempt_id not in self._put_off:
             assert not sending.ready_part(shape, 0), f"{sending.attempt_id} could go on, and does not"
 
     # ---- reserve, grant ----
@@ -191,17 +198,19 @@ class KvSenderCore(ABC, Generic[S]):
     # ---- moving on ----
 
     def move_on(self, now: float) -> None:
-        """Do what an event or a step has made possible."""
+        """Do what an event, a step or the time has made possible."""
         layers = self._layers_computed()
-        for sequence in layers:
-            self._touch(sequence.attempt_id)
+        for attempt_id in (*(sequence.attempt_id for sequence in layers), *self._put_off.due(now)):
+            self._touch(attempt_id)
         moving = self._starved | self._touched if self._parts.has_slot else self._touched
         self._touched = {}
         for attempt_id in moving:
             if sending := self._sendings.get(attempt_id):
                 self._starved.pop(attempt_id, None)
-                if not self._parts.send(sending, layers.get(sending.sequence, 0)):
+                if not self._parts.send(sending, layers.get(sending.sequence, 0), now):
                     self._starved[attempt_id] = None
+                if sending.is_put_off(now):
+                    self._put_off.set(attempt_id, sending.next_part_at)
                 self._advance(sending, now)
         if self._draining:
             self._use_up_credits()
@@ -231,6 +240,7 @@ class KvSenderCore(ABC, Generic[S]):
         del self._sendings[sending.attempt_id]
         self._touched.pop(sending.attempt_id, None)
         self._starved.pop(sending.attempt_id, None)
+        self._put_off.discard(sending.attempt_id)
         if sending.target is None or (peer := self._peers.get(sending.target.incarnation)) is None:
             return
         grant = sending.grant

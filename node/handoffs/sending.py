@@ -34,6 +34,9 @@ class KvSending:
     entries: Seq[int] = ()
     credits: int = 0
     next_part: int = 0  # parts below it are on their way: gathered, or their gather is queued
+    next_part_at: float = 0.0  # when the next part may leave
+    spread_until: float = 0.0  # when all parts that are computed now should have left
+    num_computed: int = 0  # parts whose blocks were all computed when a part last left
     num_sent: int = 0  # parts that have left
     granted: float = 0.0  # when the grant was here
     first_ready: float = 0.0  # when the first part was in its slot
@@ -54,6 +57,25 @@ class KvSending:
     @property
     def all_sent(self) -> bool:
         return self.grant is not None and self.num_sent == len(self.parts)
+
+    def spread(self, now: float, seconds: float) -> None:
+        """Have the parts that are computed leave evenly over so many seconds from now on; 0: at once."""
+        self.spread_until = now + seconds
+        if not seconds:
+            self.next_part_at = now
+
+    def part_leaves(self, now: float, shape: TableShape) -> None:
+        """The next part is gathered. Of the others that are computed, the next one leaves after an equal share of the
+        time until `spread_until`. shape: of the block table."""
+        self.next_part += 1
+        while self.num_computed < len(self.parts) and self._is_computed(self.parts[self.num_computed], shape):
+            self.num_computed += 1
+        num_left = self.num_computed - self.next_part
+        self.next_part_at = now + max(0.0, self.spread_until - now) / num_left if num_left > 0 else now
+
+    def is_put_off(self, now: float) -> bool:
+        """Whether the next part may not leave yet."""
+        return now < self.next_part_at
 
     def part_sent(self, now: float, flight_s: float) -> None:
         """A part has left, `flight_s` after it was in its slot, or its stores into D's slot began."""

@@ -218,6 +218,12 @@ class Node:
         return sum(staging.num_slots - staging.num_free for staging in self.out_stagings)
 
     @property
+    def goes_on_at(self) -> float | None:
+        """When it launches a step, or has a part leave, that it has put off."""
+        part_at = self.core._outgoing._put_off.next() if isinstance(self.core, PrefillCore) else None
+        return part_at if part_at is not None else self.core.engine.launch_at
+
+    @property
     def idle(self) -> bool:
         return self.core.idle and self.core.device_busy_since is None
 

@@ -23,12 +23,13 @@ PROMPT = (*PREFIX, *range(50, 57))  # two blocks more, the last of them partly f
 
 
 class Prefilling:
-    """A prefill node whose device computes when it is told to, and whose decode node is this test."""
+    """A prefill node whose device computes when it is told to, and whose decode node is this test. ahead: the node
+    launches steps before earlier ones end."""
 
-    def __init__(self) -> None:
-        self.world = world = World(num_prefill=1, num_decode=1, num_slots=8)
+    def __init__(self, ahead: bool = False) -> None:
+        self.world = world = World(num_prefill=1 + ahead, num_decode=1, num_slots=8)
         world.now = 2.0
-        self.node, self.decode = world.nodes.values()
+        *_, self.node, self.decode = world.nodes.values()
         self.hub, self.peer = world.hub, self.decode.incarnation
         self.node.connect(self.peer, [self.decode.transport.info()])
         self.node.core.handle(SessionOpened(EPOCH), 0.0)

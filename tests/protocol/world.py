@@ -104,7 +104,7 @@ class World:
         """All steps of the ordinary course of things that are possible now."""
         acts: list[tuple[str, object]] = [("deliver", stream) for stream in self._streams.busy()]
         acts += [("turn", i) for i, node in self.nodes.items() if node.has_turn()]
-        acts += [("wait", i) for i, node in self.nodes.items() if node.core.engine.launch_at is not None]
+        acts += [("wait", i) for i, node in self.nodes.items() if node.goes_on_at is not None]
         acts += [("advance", i) for i, node in self.nodes.items() if node.model.is_busy]
         acts += [("transfer", i) for i in range(len(self.hub.pending))]
         return acts
@@ -133,7 +133,7 @@ class World:
             case ("advance", str() as incarnation):
                 self.nodes[incarnation].advance_device()
             case ("wait", str() as incarnation):
-                due = self.nodes[incarnation].core.engine.launch_at
+                due = self.nodes[incarnation].goes_on_at
                 self.advance(max(0.0, (due or 0.0) - self.now))
             case ("transfer", int() as index):
                 self.hub.deliver(index)
