@@ -58,10 +58,12 @@ class KvFeed:
         """Whether the prefix cache holds each hash now."""
         if not self._follows:
             return
-        for block_hash, is_held in changes.items():
-            gained, lost = (self._stored, self._removed) if is_held else (self._removed, self._stored)
-            gained[block_hash] = None
-            lost.pop(block_hash, None)
+        held = [block_hash for block_hash, is_held in changes.items() if is_held]
+        gone = [block_hash for block_hash, is_held in changes.items() if not is_held]
+        for gained, lost, hashes in ((self._stored, self._removed, held), (self._removed, self._stored, gone)):
+            gained.update(dict.fromkeys(hashes))
+            for block_hash in lost.keys() & hashes if lost else ():
+                del lost[block_hash]
         if len(self._stored) + len(self._removed) > self._num_snapshot + self._max_backlog:
             self._drop()
 

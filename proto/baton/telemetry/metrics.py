@@ -193,15 +193,24 @@ class NodeMetrics:
         self._num_preemptions = self._num_damaged = self._num_rebalances = 0
         self._steps = StepMetrics(registry, names, values)
         self._prompt_tokens = counter("node_prompt_tokens", "Prompt tokens received.")
-        self._generation_tokens = counter("node_generation_tokens", "Tokens generated.")
+        # These three count each token, on the thread that passes tokens on.
+        self._generation_tokens = CounterByModel(
+            "baton:node_generation_tokens", "Tokens generated.", registry
+        ).labels(model)
         self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
-        self._first_token_s = histogram(
-            "node_time_to_first_token_seconds", "Receipt of a prompt here to its first token.", _FIRST_TOKEN_S
-        )
-        self._inter_token_s = histogram(
-            "node_inter_token_latency_seconds", "Between neighbouring tokens of a sample.", _INTER_TOKEN_S
-        )
+        self._first_token_s = HistogramByModel(
+            "baton:node_time_to_first_token_seconds",
+            "Receipt of a prompt here to its first token.",
+            _FIRST_TOKEN_S,
+            registry,
+        ).labels(model)
+        self._inter_token_s = HistogramByModel(
+            "baton:node_inter_token_latency_seconds",
+            "Between neighbouring tokens of a sample.",
+            _INTER_TOKEN_S,
+            registry,
+        ).labels(model)
         self._queue_s = histogram("request_queue_time_seconds", "Waiting for the first chunk.")
         self._prefill_s = histogram("request_prefill_time_seconds", "First chunk scheduled to first token.")
         self._transfer_s = histogram("kv_transfer_seconds", "Commit to last byte scattered: what was not hidden.")
@@ -284,10 +293,11 @@ class NodeMetrics:
         ExpertMetrics(self._registry, *self._values, readings)
 
     def _time_tokens(self, attempt_id: AttemptId, sample: int) -> None:
-        now = self._clock()
-        if received := self._received.pop(attempt_id, None):
-            self._first_token_s.observe(now - received)
-        last = self._last_token.setdefault(attempt_id, {})
+        now, last = self._clock(), self._last_token.get(attempt_id)
+        if last is None:
+            last = self._last_token[attempt_id] = {}
+            if received := self._received.pop(attempt_id, None):
+                self._first_token_s.observe(now - received)
         if sample in last:
             self._inter_token_s.observe(now - last[sample])
         last[sample] = now
