@@ -158,8 +158,8 @@ def test_token_times_are_taken_on_the_node():
     metrics.sent(Update(AttemptId(2, "r", 0), Tokens(0, 0, (5,))))
     metrics.lost(1)
     metrics.sent(Update(AttemptId(2, "r", 0), End()))
-    assert not metrics._received
-    assert not metrics._last_token
+    assert not metrics._tokens._received
+    assert not metrics._tokens._last
 
 
 def test_router_metrics():

@@ -18,24 +18,16 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 
 import baton
 from baton.errors import BatonError, RequestCancelled
-from baton.messages import Adopted, AttemptId, End, HandedOff, Load, Prefill, Started, Tokens, Update
+from baton.messages import Adopted, End, HandedOff, Load, Prefill, Started, Tokens, Update
 from baton.telemetry.experts import ExpertMetrics, ExpertReadings
 from baton.telemetry.pools import PoolMetrics
 from baton.telemetry.steps import StepMetrics
 from baton.telemetry.tally import CounterByModel, HistogramByModel
 from baton.telemetry.timeline_metrics import TimelineMetrics
+from baton.telemetry.token_metrics import FIRST_TOKEN_S, INTER_TOKEN_S, TokenMetrics
 from baton.telemetry.vllm_names import vllm_metrics
 from baton.v1 import common_pb2
 
-# As in vLLM, with finer steps at the low end of the inter-token latency.
-_FIRST_TOKEN_S = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
-)
-_INTER_TOKEN_S = (
-    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
-)
 _RATIO = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 _REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
 _PHASE_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -121,10 +113,10 @@ class RouterMetrics:
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that started.")
         self.generation_tokens = counter("generation_tokens", "Tokens delivered to clients.")
         self.first_token_s = histogram(
-            "time_to_first_token_seconds", "Receipt of a request to its first token.", _FIRST_TOKEN_S
+            "time_to_first_token_seconds", "Receipt of a request to its first token.", FIRST_TOKEN_S
         )
         self.inter_token_s = histogram(
-            "inter_token_latency_seconds", "Between neighbouring tokens of a sample.", _INTER_TOKEN_S
+            "inter_token_latency_seconds", "Between neighbouring tokens of a sample.", INTER_TOKEN_S
         )
         self.request_s = histogram("e2e_request_latency_seconds", "Receipt of a request to its end.", _REQUEST_S)
         self.timelines = TimelineMetrics(registry)
@@ -174,9 +166,7 @@ class NodeMetrics:
 
         self._values = values
         self._registry = registry
-        self._clock = clock
-        self._received: dict[AttemptId, float] = {}  # until the first token
-        self._last_token: dict[AttemptId, dict[int, float]] = {}  # by sample
+        self._tokens = TokenMetrics(registry, model, clock)
         self._running = gauge("num_requests_running", "Requests in the running batch.")
         self._waiting = gauge("num_requests_waiting", "Requests in the queue.")
         self._usage = gauge("kv_cache_usage_perc", "Share of KV blocks in use, 1 is all.")
@@ -193,24 +183,8 @@ class NodeMetrics:
         self._num_preemptions = self._num_damaged = self._num_rebalances = 0
         self._steps = StepMetrics(registry, names, values)
         self._prompt_tokens = counter("node_prompt_tokens", "Prompt tokens received.")
-        # These three count each token, on the thread that passes tokens on.
-        self._generation_tokens = CounterByModel(
-            "baton:node_generation_tokens", "Tokens generated.", registry
-        ).labels(model)
         self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
-        self._first_token_s = HistogramByModel(
-            "baton:node_time_to_first_token_seconds",
-            "Receipt of a prompt here to its first token.",
-            _FIRST_TOKEN_S,
-            registry,
-        ).labels(model)
-        self._inter_token_s = HistogramByModel(
-            "baton:node_inter_token_latency_seconds",
-            "Between neighbouring tokens of a sample.",
-            _INTER_TOKEN_S,
-            registry,
-        ).labels(model)
         self._queue_s = histogram("request_queue_time_seconds", "Waiting for the first chunk.")
         self._prefill_s = histogram("request_prefill_time_seconds", "First chunk scheduled to first token.")
         self._transfer_s = histogram("kv_transfer_seconds", "Commit to last byte scattered: what was not hidden.")
@@ -221,15 +195,14 @@ class NodeMetrics:
         self._not_sent = counter("kv_transfer_cached_tokens", "Prompt tokens whose KV was here and did not travel.")
 
     def received(self, prefill: Prefill) -> None:
-        self._received[prefill.attempt_id] = self._clock()
+        self._tokens.received(prefill.attempt_id)
         self._prompt_tokens.inc(len(prefill.prompt_tokens))
         self._prefix_queries.inc(len(prefill.prompt_tokens))
 
     def sent(self, update: Update) -> None:
         match update.kind:
             case Tokens(sample, _, token_ids):
-                self._generation_tokens.inc(len(token_ids))
-                self._time_tokens(update.attempt_id, sample)
+                self._tokens.sent(update.attempt_id, sample, len(token_ids))
             case Started(num_cached_tokens, queue_s):
                 self._prefix_hits.inc(num_cached_tokens)
                 self._queue_s.observe(queue_s)
@@ -237,7 +210,7 @@ class NodeMetrics:
                 if prefill_s:  # none where a request moves on from a decode node
                     self._prefill_s.observe(prefill_s)
                 self._ends.labels(*self._values, "handed_off", "").inc()
-                self._forget(update.attempt_id)
+                self._tokens.forget(update.attempt_id)
             case Adopted(transfer_s, num_cached_tokens, transfer_bytes) as adopted:
                 self._not_sent.inc(num_cached_tokens)
                 self._handoff_s.observe(adopted.handoff_s)
@@ -245,13 +218,11 @@ class NodeMetrics:
                 self._transfer_bytes.inc(transfer_bytes)
             case End(error):
                 self._ends.labels(*self._values, *outcome_labels(error)).inc()
-                self._forget(update.attempt_id)
+                self._tokens.forget(update.attempt_id)
 
     def lost(self, epoch: int) -> None:
         """A router is gone and its requests with it: no End will follow for them."""
-        for attempt_id in {*self._received, *self._last_token}:
-            if attempt_id.router_epoch == epoch:
-                self._forget(attempt_id)
+        self._tokens.lost(epoch)
 
     def set_load(self, load: Load) -> None:
         self._running.set(load.num_running)
@@ -291,17 +262,3 @@ class NodeMetrics:
     def watch_experts(self, readings: ExpertReadings) -> None:
         """Of a mixture of experts; called as in `watch_slots`."""
         ExpertMetrics(self._registry, *self._values, readings)
-
-    def _time_tokens(self, attempt_id: AttemptId, sample: int) -> None:
-        now, last = self._clock(), self._last_token.get(attempt_id)
-        if last is None:
-            last = self._last_token[attempt_id] = {}
-            if received := self._received.pop(attempt_id, None):
-                self._first_token_s.observe(now - received)
-        if sample in last:
-            self._inter_token_s.observe(now - last[sample])
-        last[sample] = now
-
-    def _forget(self, attempt_id: AttemptId) -> None:
-        self._received.pop(attempt_id, None)
-        self._last_token.pop(attempt_id, None)
