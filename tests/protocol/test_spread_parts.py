@@ -45,9 +45,9 @@ class Spreading(Prefilling):
         """Parts that have left."""
         return self.core._outgoing._sendings[WORK].next_part
 
-    def chunk(self) -> None:
+    def chunk(self, seconds: float = CHUNK_S) -> None:
         """The device computes a chunk."""
-        self.world.now += CHUNK_S
+        self.world.now += seconds
         self.compute(NUM_LAYERS)
 
     def wait(self) -> float:
@@ -85,8 +85,10 @@ def test_parts_that_a_grant_finds_computed_leave_in_what_is_left_of_that_time() 
 def test_when_the_prompt_is_computed_all_parts_leave_at_once() -> None:
     node = Spreading(BUDGET)
     node.grant_all()
-    for _ in range(NUM_WHOLE + 1):
+    for _ in range(NUM_WHOLE):
         node.chunk()
+    assert node.num_left == 4
+    node.chunk(seconds=CHUNK_S / 10)  # sooner than expected
     assert node.num_left == node.num_parts
     assert any(isinstance(message, Commit) for message in node.said)
 
