@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Seq
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from baton.block_hash import BlockHash, next_hash, root_hash
@@ -48,7 +50,8 @@ _MOVES = {
 class Sequence:
     """The tokens of one sample (of several, until they fork) and how far their KV has been computed.
 
-    `tokens` is prompt + output, or the prompt alone if not given; only the engine appends to it. `samples` are the
+    `tokens` is prompt + output, of which `output` is what there is at the beginning; only the engine appends to it.
+    `samples` are the
     indexes of the request's answers that it stands for: several share one prefill, and fork at the first token.
     `hand_off`: park after the prompt, with its blocks held, instead of generating. `priority`: a lower one is admitted
     earlier and preempted later, see `baton.priority`. `arrived_s`: when it came to this node; it had waited elsewhere
@@ -64,9 +67,9 @@ class Sequence:
 
     attempt_id: AttemptId
     samples: list[int]
-    prompt_tokens: tuple[int, ...]
+    prompt_tokens: Seq[int]
     sampling: SamplingParams
-    tokens: list[int] = field(default_factory=list)
+    output: InitVar[Iterable[int]] = ()
     hand_off: bool = False
     cache_salt: str = ""
     arrived_s: float = 0.0
@@ -81,6 +84,7 @@ class Sequence:
     beams: BeamGroup[Sequence] | None = None
 
     # Written by the engine only; others may read them (Engine.adopt has the exception, block_table).
+    tokens: array[int] = field(init=False)  # of "I": a list of a long prompt's would be slow to make and to copy
     block_table: list[int] = field(default_factory=list)  # see `baton.table_shape`
     num_claimed_blocks: int = 0  # blocks that it will get with its next columns
     num_promised_columns: int = 0  # columns that it was admitted for; while it has fewer, each chunk brings its own
@@ -96,9 +100,9 @@ class Sequence:
     state: SequenceState = SequenceState.WAITING
     _hashes: list[BlockHash] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        if not self.tokens:
-            self.tokens = list(self.prompt_tokens)
+    def __post_init__(self, output: Iterable[int]) -> None:
+        self.tokens = array("I", self.prompt_tokens)
+        self.tokens.extend(output)
         if self.matcher is not None or self.processors is not None or self.beams is not None:
             self.runs_ahead = False
 
@@ -213,7 +217,7 @@ class Sequence:
             samples=[sample],
             prompt_tokens=self.prompt_tokens,
             sampling=self.sampling,
-            tokens=[*self.prompt_tokens, *output_tokens],
+            output=output_tokens,
             cache_salt=self.cache_salt,
             arrived_s=self.arrived_s,
             age_s=self.age_s,

@@ -35,7 +35,7 @@ def make_sequence(
         attempt_id=prefill.attempt_id,
         samples=[0] if beams else [s.index for s in prefill.samples],
         prompt_tokens=prefill.prompt_tokens,
-        tokens=[*prefill.prompt_tokens, *output],
+        output=output,
         sampling=BeamGroup.sampling_of(prefill.sampling) if beams else prefill.sampling,
         hand_off=hand_off,
         cache_salt=prefill.cache_salt,

@@ -144,12 +144,15 @@ def _pack_longer(chunks: Seq[Chunk], rows: list[int], first: int, arrays: list[I
     token_rows[tokens] = np.repeat(row[seqs], lengths)
     # A token's position is its index in the batch plus an offset, the same for all tokens of a chunk.
     positions[tokens] = np.arange(first, ends[-1]) + np.repeat(context[seqs] - ends, lengths)
-    host_tokens[tokens] = list(itertools.chain.from_iterable(map(_host_tokens, chunks)))
+    host_tokens[tokens] = np.concatenate([*map(_host_tokens, chunks)])
 
 
-def _host_tokens(chunk: Chunk) -> list[int]:
-    known = [*chunk.sequence.tokens[chunk.start : chunk.end], *chunk.draft_tokens]
-    return known if len(known) == chunk.length else [*known, _ON_DEVICE]
+def _host_tokens(chunk: Chunk) -> Int32Array:
+    tokens = np.full(chunk.length, _ON_DEVICE, np.int32)
+    known = chunk.sequence.tokens[chunk.start : chunk.end]
+    tokens[: len(known)] = known
+    tokens[len(known) : len(known) + len(chunk.draft_tokens)] = chunk.draft_tokens
+    return tokens
 
 
 def unpack(
@@ -184,7 +187,7 @@ def sample_batch(chunks: Seq[Chunk], rows: list[int]) -> SampleBatch:
     """The choices to make from the chunks' logits, which are in the order of the chunks: for each row of logits, one
     choice per sample of the sequence, with the position of the token to choose."""
     logits_rows, own, samples, positions = list[int](), list[int](), list[int](), list[int]()
-    tokens: list[list[int]] = []
+    tokens = list[Seq[int]]()
     matchers = list[tuple[int, TokenMatcher]]()
     to_process = list[ToProcess]()
     num_logits = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import array
 import math
 import zlib
+from collections.abc import Sequence as Seq
 
 from baton.messages import TokenLogprobs
 from baton.prompt_logprobs import PromptLogprobs
@@ -73,5 +74,5 @@ class MadeUpTokens:
         return PromptLogprobs(scored.start + 1, num_top, own_logprobs, ranks, top_ids.tobytes(), top.tobytes())
 
 
-def checksum(tokens: tuple[int, ...]) -> int:
+def checksum(tokens: Seq[int]) -> int:
     return zlib.crc32(array.array("q", tokens).tobytes())

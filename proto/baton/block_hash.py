@@ -6,8 +6,10 @@ the block is part of its hash, which makes a prefix cache sound (vLLM, `v1/core/
 
 from __future__ import annotations
 
+import array
 import hashlib
 import struct
+import sys
 from collections.abc import Sequence
 
 BlockHash = bytes
@@ -46,4 +48,6 @@ def chain(tokens: Sequence[int], block_size: int, cache_salt: str = "") -> list[
 
 
 def _pack(tokens: Sequence[int]) -> bytes:
+    if isinstance(tokens, array.array) and tokens.typecode == "I" and sys.byteorder == "little":
+        return tokens.tobytes()
     return struct.pack(f"<{len(tokens)}I", *tokens)

@@ -10,6 +10,7 @@ share with those of a session, as how they name a request, is in `baton.messages
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton import PROTOCOL_VERSION
@@ -84,13 +85,14 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Hand the request to the decode node. `samples` are the unfinished ones; their outputs are equally long, and the
-    last token has no KV yet. `age_s`: time since the prompt's last chunk was computed. Idempotent by lease."""
+    """Hand the request to the decode node. `prompt_tokens`: as in Prefill. `samples` are the unfinished ones; their
+    outputs are equally long, and the last token has no KV yet. `age_s`: time since the prompt's last chunk was
+    computed. Idempotent by lease."""
 
     lease: int
     attempt_id: AttemptId
     target_incarnation: str
-    prompt_tokens: tuple[int, ...]
+    prompt_tokens: Sequence[int]
     samples: tuple[Sample, ...]
     sampling: SamplingParams
     deadline_s: float

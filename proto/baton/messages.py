@@ -13,6 +13,7 @@ through these messages.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -91,14 +92,15 @@ class DecodeTarget(NamedTuple):
 class Prefill:
     """Compute the KV of the prompt and the output so far, sample each sample's next token, and hand off to `decode`.
 
-    Without `decode` the receiver generates all tokens itself. There is more than one sample only while none has output.
+    `prompt_tokens`: an array of 32-bit numbers where they were read from the wire. Without `decode` the receiver
+    generates all tokens itself. There is more than one sample only while none has output.
     `deadline_s` counts from receipt. `priority`: requests with a lower one are served earlier, see `baton.priority`.
     `age_s`: time since the request came to the router.
     """
 
     attempt_id: AttemptId
     target_incarnation: str
-    prompt_tokens: tuple[int, ...]
+    prompt_tokens: Sequence[int]
     samples: tuple[Sample, ...]
     sampling: SamplingParams
     deadline_s: float

@@ -26,6 +26,7 @@ text = st.text(printable, max_size=12)
 name = st.text(printable, min_size=1, max_size=12)
 tokens = st.lists(int31, max_size=40).map(tuple)
 some_tokens = st.lists(int31, min_size=1, max_size=40).map(tuple)
+prompt = some_tokens.map(lambda ids: array.array("I", ids))
 sample = st.integers(0, 1023)
 lease = st.integers(1, 2**39 - 1)
 num_parts = st.integers(0, 2**23)
@@ -87,7 +88,7 @@ prefill = st.builds(
     messages.Prefill,
     attempt_id,
     text,
-    some_tokens,
+    prompt,
     samples(0) | one_sample,
     sampling() | beam_search,
     seconds,
@@ -185,8 +186,8 @@ prefill_message = st.one_of(
         age_s=seconds,
         goes_on=st.booleans(),
     ),
-    st.builds(handoff.Commit, lease, attempt_id, text, some_tokens, samples(1), sampling(2), seconds, text, seconds),
-    st.builds(handoff.Commit, lease, attempt_id, text, some_tokens, samples(0), beam_search, seconds, text, seconds),
+    st.builds(handoff.Commit, lease, attempt_id, text, prompt, samples(1), sampling(2), seconds, text, seconds),
+    st.builds(handoff.Commit, lease, attempt_id, text, prompt, samples(0), beam_search, seconds, text, seconds),
     st.builds(handoff.Release, st.just(0) | lease, attempt_id),
 )
 

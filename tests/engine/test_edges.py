@@ -40,7 +40,7 @@ def test_who_lost_their_blocks_come_back_in_order_of_arrival() -> None:
 
 def test_a_sample_has_the_names_of_its_own_tokens() -> None:
     parent = sequence(4)
-    parent.tokens += [5, 6, 7, 8]
+    parent.tokens.extend([5, 6, 7, 8])
     parent.block_hashes(2, 4)
     child = parent.child(0, (9, 9, 9, 9), num_shared_blocks=1)
     assert child.block_hashes(2, 4) == chain(child.tokens, 4) != parent.block_hashes(2, 4)

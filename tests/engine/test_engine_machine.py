@@ -54,9 +54,7 @@ class EngineMachine(EngineHandoffs):
         self.now += 1
         attempt_id = AttemptId(1, str(len(self.requests)), 0)
         runs_ahead = not self.config.num_speculative_tokens or self.random.random() < 0.3
-        seq = Sequence(
-            attempt_id, samples, prompt, sampling, [*prompt, *given], hand_off, salt, self.now, runs_ahead=runs_ahead
-        )
+        seq = Sequence(attempt_id, samples, prompt, sampling, given, hand_off, salt, self.now, runs_ahead=runs_ahead)
         seq.num_prompt_logprobs = scored
         if forced and num_samples == 1:
             seq.matcher, seq.runs_ahead = Forcing(seq, self.random, given), False

@@ -48,7 +48,7 @@ def test_any_eos_ends_a_sample_unless_ignored(ignore_eos: bool, reason: FinishRe
 def test_the_context_ends_a_sample() -> None:
     engine, _ = make()
     seq = sequence(30, max_tokens=1000)
-    seq.tokens += range(31)
+    seq.tokens.extend(range(31))
     engine.add(seq)
     tokens = [token for result in run(engine) for token in result.sampled]
     assert seq.num_tokens == 64

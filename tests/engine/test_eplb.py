@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from array import array
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -213,7 +214,7 @@ def test_ranks_get_equally_busy(size: int, num_redundant: int, folders: dict[str
 def skewed_steps(runner: Any, num_steps: int) -> None:
     for _ in range(num_steps):
         (seq,) = sequences([96])
-        seq.tokens[:] = (3, 40) * 48
+        seq.tokens[:] = array("I", (3, 40) * 48)
         runner.launch([Chunk.of(seq, 0, 96)]).wait()
         runner.forget(seq)
 

@@ -16,7 +16,7 @@ def test_a_prompt_to_hand_off_is_parked_with_its_tokens_until_released() -> None
     assert second.advanced == [seq]
     assert seq.state is SequenceState.PARKED
     assert [(t.sequence, t.sample, t.index) for t in second.sampled] == [(seq, 0, 0), (seq, 1, 0), (seq, 2, 0)]
-    assert seq.tokens == list(seq.prompt_tokens)
+    assert list(seq.tokens) == list(seq.prompt_tokens)
     assert not engine.has_work
     engine.check_integrity()
     engine.sequences.release(seq)

@@ -177,7 +177,7 @@ def test_an_attempt_goes_on_where_another_ended(
     seqs = []
     for i, (prompt, answer) in enumerate(zip(prompts, expected, strict=True)):
         seq = ask(str(i), prompt)
-        seq.tokens += answer[: min(5, len(answer) - 1)]
+        seq.tokens.extend(answer[: min(5, len(answer) - 1)])
         seqs.append(seq)
     said = run(engine, seqs)
     assert [said[str(i), 0] for i in range(len(prompts))] == [answer[min(5, len(answer) - 1) :] for answer in expected]

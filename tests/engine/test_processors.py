@@ -75,7 +75,7 @@ def test_one_that_fails_gets_no_token_and_others_do(samples: int, hand_off: bool
 
 def test_each_sample_of_a_step_is_processed_after_its_own_tokens() -> None:
     plain, processed = sequence(3, first=10), sequence(2, first=20, samples=2, processors=CHAIN)
-    later = sequence(2, first=30, processors=CHAIN, tokens=[30, 31, 5, 6])
+    later = sequence(2, first=30, processors=CHAIN, output=[5, 6])
     chunks = [Chunk.of(later, 3, 1), Chunk.of(plain, 0, 3), Chunk.of(processed, 0, 2)]
     found = batch.sample_batch(chunks, [0, 1, 2]).to_process
     assert [(one.choice, one.prompt_tokens, one.output_tokens) for one in found] == [

@@ -186,7 +186,7 @@ def test_layers_of_a_prompt_to_hand_off_are_done_in_groups() -> None:
 def test_an_answer_follows_from_its_prompt_and_goes_on_the_same_elsewhere() -> None:
     whole = answer_of(sequence(1, 10, max_tokens=12))
     rest = sequence(1, 10, max_tokens=12)
-    rest.tokens += whole[:3]
+    rest.tokens.extend(whole[:3])
     assert answer_of(rest) == whole[3:]
     assert answer_of(sequence(2, 10, max_tokens=12)) != whole
     assert len(set(whole)) > 6

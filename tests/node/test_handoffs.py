@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import gc
 import threading
+from array import array
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import grpc
@@ -30,7 +31,7 @@ from prefill_node.server import PREFILL_SIDE
 from tests.node.scripted import LAYOUT, WAIT_S, NotingTransport, Running, running
 
 WORK = AttemptId(1, "r", 0)
-COMMIT = Commit(1, WORK, "d1", (1, 2), (Sample(0, (3,)),), SamplingParams(), 5.0)
+COMMIT = Commit(1, WORK, "d1", array("I", (1, 2)), (Sample(0, (3,)),), SamplingParams(), 5.0)
 GRANT = Grant(WORK, 1, 0, 1, 1)
 
 

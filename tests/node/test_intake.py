@@ -19,13 +19,13 @@ def prefill(*outputs: tuple[int, ...], max_tokens: int = 4) -> Prefill:
 def test_it_goes_on_behind_what_was_said() -> None:
     seq = make_sequence(prefill((7, 8)), hand_off=True, now=5.0)
     assert (seq.attempt_id, seq.samples, seq.prompt_tokens) == (AttemptId(1, "r", 2), [0], (1, 2, 3))
-    assert (seq.tokens, seq.output_tokens) == ([1, 2, 3, 7, 8], (7, 8))
+    assert (list(seq.tokens), seq.output_tokens) == ([1, 2, 3, 7, 8], (7, 8))
     assert (seq.hand_off, seq.cache_salt, seq.arrived_s) == (True, "salt", 5.0)
 
 
 def test_several_samples_share_a_prompt_while_none_has_output() -> None:
     seq = make_sequence(prefill((), ()), hand_off=False, now=0.0)
-    assert (seq.samples, seq.tokens) == ([0, 1], [1, 2, 3])
+    assert (seq.samples, list(seq.tokens)) == ([0, 1], [1, 2, 3])
 
 
 @pytest.mark.parametrize(

@@ -214,6 +214,7 @@ class FakeNode(node_pb2_grpc.NodeStatusServicer, node_pb2_grpc.PrefillNodeServic
         while (request := await context.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
             for message in map(wire.read_router_message, wire.split_router_message(request)):
                 if isinstance(message, Prefill):
+                    message = dataclasses.replace(message, prompt_tokens=tuple(message.prompt_tokens))
                     self._cluster.prefills.append(message)
                     self._cluster.tell()
                     self._attempts[message.attempt_id] = asyncio.create_task(self._answer(message))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx
@@ -27,8 +27,8 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
 ARGUMENTS = {"messages": CHAT["messages"], "add_generation_prompt": True, "tools": None}
 
 
-def text_of(prompt: tuple[int, ...]) -> str:
-    return tiny_tokenizer().decode(prompt, skip_special_tokens=False)
+def text_of(prompt: Sequence[int]) -> str:
+    return tiny_tokenizer().decode(list(prompt), skip_special_tokens=False)
 
 
 def contents(stream: str) -> str:

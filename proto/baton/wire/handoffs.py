@@ -219,7 +219,7 @@ def _write_commit(message: Commit) -> node_pb2.Commit:
 
 
 def _read_commit(wire: node_pb2.Commit, limits: Limits) -> Commit:
-    prompt = values.read_tokens(wire.prompt_tokens, limits, "prompt")
+    prompt = values.read_prompt(wire.prompt_tokens, limits)
     if not prompt:
         raise InvalidRequest("prompt: no tokens", "prompt")
     samples = values.read_samples(wire.samples, limits, most_shared=1)

@@ -122,7 +122,7 @@ def _write_target(target: DecodeTarget) -> node_pb2.DecodeTarget:
 
 
 def read_prefill(wire: node_pb2.Prefill, limits: Limits = ANY) -> Prefill:
-    prompt = values.read_tokens(wire.prompt_tokens, limits, "prompt")
+    prompt = values.read_prompt(wire.prompt_tokens, limits)
     if not prompt:
         raise InvalidRequest("prompt: no tokens", "prompt")
     return Prefill(

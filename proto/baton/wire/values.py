@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import functools
+import importlib
 import math
 import struct
 import sys
@@ -32,8 +33,8 @@ from baton.wire.limits import (
 TOKEN_BYTES = 4
 _NUM_ATTEMPT_IDS = 16_384
 """Remembered, since each token names its attempt; more than are live at once."""
-_TOKENS_AT_A_TIME = 4096
-"""Unpacked in a call, which no other thread can interrupt: 0.1 ms."""
+_MANY_TOKENS = 1024
+"""From so many on, numpy finds the largest: of 32,000 in 4 us instead of 400."""
 _SWAP = sys.byteorder == "big"
 _HASH = struct.Struct(f"{HASH_BYTES}s")
 
@@ -47,10 +48,8 @@ _FINISH_FROM_WIRE = {int(wire): reason for reason, wire in _FINISH_TO_WIRE.items
 def pack_tokens(tokens: Sequence[int], param: str = "token ids") -> bytes:
     """Encode token ids as little-endian uint32. Raises InvalidRequest for one that does not fit."""
     try:
-        if len(tokens) == 1:  # as for most requests of a step: this takes half the time
-            return tokens[0].to_bytes(TOKEN_BYTES, "little")
         packed = array.array("I", tokens)
-    except (AttributeError, OverflowError, TypeError):
+    except (OverflowError, TypeError):
         raise InvalidRequest(f"{param}: a token id is not an unsigned 32-bit number", param) from None
     if _SWAP:
         packed.byteswap()
@@ -61,26 +60,47 @@ def unpack_tokens(data: bytes, param: str = "token ids") -> tuple[int, ...]:
     """The reverse of `pack_tokens`. Raises InvalidRequest if bytes are left over."""
     if len(data) == TOKEN_BYTES:  # one token, as for most requests of a step: this takes a quarter of the time
         return (int.from_bytes(data, "little"),)
-    if len(data) % TOKEN_BYTES:
-        raise InvalidRequest(f"{param}: {len(data)} bytes are not a multiple of {TOKEN_BYTES}", param)
-    if not _SWAP:
-        view, tokens = memoryview(data).cast("I"), list[int]()
-        for start in range(0, len(view), _TOKENS_AT_A_TIME):
-            tokens += view[start : start + _TOKENS_AT_A_TIME]
-        return tuple(tokens)
-    packed = array.array("I", data)
-    packed.byteswap()
-    return tuple(packed)
+    return tuple(_unpack(data, param))
 
 
 def read_tokens(data: bytes, limits: Limits, param: str = "token ids") -> tuple[int, ...]:
     """Valid token ids of the model, at most as many as its context. Raises InvalidRequest before unpacking too many."""
+    return tuple(read_prompt(data, limits, param))
+
+
+def read_prompt(data: bytes, limits: Limits, param: str = "prompt") -> array.array[int]:
+    """`read_tokens` as an array, since a prompt may be long: a tuple of 32,000 ints takes a megabyte, and half a
+    millisecond in which no other thread runs."""
     if len(data) > TOKEN_BYTES * limits.max_model_len:
         raise InvalidRequest(f"{param}: {len(data) // TOKEN_BYTES} tokens are more than {limits.max_model_len}", param)
-    tokens = unpack_tokens(data, param)
-    if tokens and max(tokens) >= limits.vocab_size:
-        raise InvalidRequest(f"{param}: token ids must be in [0, {limits.vocab_size}), not {max(tokens)}", param)
+    tokens = _unpack(data, param)
+    if tokens and (largest := _largest(tokens)) >= limits.vocab_size:
+        raise InvalidRequest(f"{param}: token ids must be in [0, {limits.vocab_size}), not {largest}", param)
     return tokens
+
+
+def _unpack(data: bytes, param: str) -> array.array[int]:
+    if len(data) % TOKEN_BYTES:
+        raise InvalidRequest(f"{param}: {len(data)} bytes are not a multiple of {TOKEN_BYTES}", param)
+    tokens = array.array("I", data)
+    if _SWAP:
+        tokens.byteswap()
+    return tokens
+
+
+def _largest(tokens: array.array[int]) -> int:
+    if len(tokens) < _MANY_TOKENS or (numpy := _numpy()) is None:
+        return max(tokens)
+    return int(numpy.frombuffer(tokens, numpy.uint32).max())
+
+
+@functools.cache
+def _numpy() -> Any:
+    """numpy, which is installed where models are; elsewhere None."""
+    try:
+        return importlib.import_module("numpy")
+    except ImportError:
+        return None
 
 
 def read_below(value: int, end: int, param: str) -> int:
