@@ -249,7 +249,8 @@ class Reservations:
         while lease.credits < lease.num_parts and lease.num_open < max(MIN_OPEN_PARTS, receiver.num_free_slots):
             piece, is_last = lease.parts[lease.credits], lease.is_last_of_rank(lease.credits)
             where = piece, lease.blocks_of(piece), lease.marks
-            if not receiver.expect(lease.peer, lease.serial, lease.credits, *where, is_last):
+            # A long lease's parts arrive while its prompt is computed: none is waited for.
+            if not receiver.expect(lease.peer, lease.serial, lease.credits, *where, is_last, not lease.is_long):
                 break
             lease.credits += 1
         if lease.credits == lease.num_parts:

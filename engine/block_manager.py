@@ -157,7 +157,7 @@ class BlockManager:
             held = f"{self.num_free} free and {self.num_cached} cached, {self.num_claimed} of them claimed"
             raise CacheExhausted(f"{n} KV blocks asked for, {held}")
         blocks = [self._free.popleft() for _ in range(min(n, len(self._free)))]
-        evicted = [self._cache.evict() for _ in range(n - len(blocks))]
+        evicted = self._cache.evict(n - len(blocks))
         blocks += [block for block, _ in evicted]
         for block in blocks:
             self._ref[block] = 1

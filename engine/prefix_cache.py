@@ -2,11 +2,12 @@
 
 A block's hash covers all tokens up to its end (`baton.block_hash`), so equal hashes mean equal KV. No two blocks have
 the same hash. `engine.block_manager` counts the owners of a block and reports when the last one is gone. Every
-operation is O(1).
+operation is O(1) per block named.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -79,10 +80,20 @@ class PrefixCache:
         for block in blocks:
             del self._evictable[block]
 
-    def evict(self) -> Evicted:
-        """Take the least recently used evictable block and its hash; the block becomes the caller's."""
-        block, _ = self._evictable.popitem(last=False)
-        return Evicted(block, self.remove(block))
+    def evict(self, n: int) -> list[Evicted]:
+        """Take the `n` least recently used evictable blocks and their hashes; the blocks become the caller's."""
+        blocks = list(itertools.islice(self._evictable, n))
+        assert len(blocks) == n, f"{n} blocks to evict of {len(self._evictable)}"
+        hash_of, block_of, evicted = self._hash, self._block_of, list[Evicted]()
+        for block in blocks:
+            block_hash = hash_of[block]
+            assert block_hash is not None, f"block {block} has no hash"
+            hash_of[block] = None
+            del block_of[block_hash], self._evictable[block]
+            evicted.append(Evicted(block, block_hash))
+        if self._changes is not None:
+            self._changes.update(dict.fromkeys((block_hash for _, block_hash in evicted), False))
+        return evicted
 
     # ---- for those that follow the cache's content ----
 

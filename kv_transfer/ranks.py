@@ -147,12 +147,13 @@ class ReceiverRanks(_Ranks[KvReceiver]):
         blocks: Sequence[int],
         not_before: Sequence[Mark],
         is_last: bool,
+        uploads: bool = True,
     ) -> bool:
         """Expect a piece of these blocks as that part. is_last: the lease's last part for that rank. See KvReceiver."""
         name = rank_name(peer, piece.source)
         mover = self.ranks[piece.target]
         mark = not_before[piece.target]
-        return mover.expect(name, lease, part, blocks, piece.what, mark, is_last, piece.layers, piece.groups)
+        return mover.expect(name, lease, part, blocks, piece.what, mark, is_last, piece.layers, piece.groups, uploads)
 
     def polls_soon(self, soon: bool) -> None:
         """See KvReceiver."""

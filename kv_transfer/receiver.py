@@ -147,9 +147,11 @@ class KvReceiver(KvMover):
         is_last: bool = False,
         layers: tuple[LayerKv, ...] | None = None,
         groups: Sequence[int] = (),
+        uploads: bool = True,
     ) -> bool:
         """Post a receive for a part, before the peer may send it. layers: the model's as they are sent; None: as they
-        are in the pool. groups: the blocks' KV groups, if there are several. False: no slot is free.
+        are in the pool. groups: the blocks' KV groups, if there are several. uploads: see `SlotCopies.scatter`; not
+        done once parts of the lease are on their way. False: no slot is free.
 
         is_last: now all parts of the lease are expected. From then on the engine is woken when the last missing part
         lands; until then, unless it `polls_soon`, for each part that lands while a slot is free, and else when its slot
@@ -163,9 +165,7 @@ class KvReceiver(KvMover):
         header does not name exactly this lease, part, blocks, slice and layout, or a checksum is missing or wrong.
         Raises TransferError for a lease or part that does not fit in a tag.
         """
-        tag = tag_of(lease, part)
-        what = what or self.held
-        sent = self._sent(layers)
+        tag, what, sent = tag_of(lease, part), what or self.held, self._sent(layers)
         rows = self._rows_of(what, sent)
         ids = rows.of(blocks, groups)
         with self._lock:
@@ -178,11 +178,11 @@ class KvReceiver(KvMover):
                 return False
             if is_last:
                 del self._partial[lease]
-            land = self._copies.scatter(slot, ids, rows, not_before, not is_under_way)
+            land = self._copies.scatter(slot, ids, rows, not_before, uploads and not is_under_way)
             num_blocks, num_bytes = len(blocks), len(ids) * rows.sent_bytes
             pieces = (num_blocks, rows.most * rows.sent_bytes) if len(rows.runs) == 1 else (len(ids), rows.sent_bytes)
-            header = PartHeader(lease, part, num_blocks, what, *pieces, sent.digest)
-            self._plans[slot] = _Plan(peer, lease, part, num_blocks, what, num_bytes, land, header.pack(), sent.digest)
+            header = PartHeader(lease, part, num_blocks, what, *pieces, sent.digest).pack()
+            self._plans[slot] = _Plan(peer, lease, part, num_blocks, what, num_bytes, land, header, sent.digest)
             self._staging.lend(slot)
         self.transport.expect(peer, tag, slot, self._staging.slot_bytes)
         return True
