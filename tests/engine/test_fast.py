@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3 import modeling_qwen3
 
 from baton_kernels.gated_activation import Activation
-from baton_kernels.quantized_linear import with_scales_left
+from baton_kernels.unfinished import Scales, unfinished
 from benchmarks.logits_models import MAX_MODEL_LEN, make
 from engine.model import fast
 from engine.model.attention import IMPLEMENTATION, Probe, probe
@@ -217,9 +217,9 @@ def test_what_an_mlp_leaves_to_the_norm_after_it(family: str, monkeypatch: pytes
 
         def mlp(x: Tensor) -> Tensor:
             out = product(gated(x))
-            scales = torch.full((out.numel() // out.shape[-1], 1), 0.5), torch.rand(out.shape[-1]) + 0.5
+            scales = Scales(torch.full((out.numel() // out.shape[-1], 1), 0.5), torch.rand(out.shape[-1]) + 0.5)
             left.append(scales)
-            return with_scales_left(out / scales[0] / scales[1], scales)
+            return unfinished(out / scales.rows / scales.columns, scales)
 
         return mlp
 
