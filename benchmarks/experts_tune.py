@@ -24,6 +24,7 @@ from baton.settings import Settings, parse
 from baton_kernels.experts import in_blocks, rows_kernel
 from baton_kernels.experts.alignment_kernel import Blocks, align
 from baton_kernels.experts.kernel import down, gate_up
+from baton_kernels.experts.sum_kernel import summed
 from baton_kernels.experts.tiling import CLASSES, ROW, ROW_TOKENS, RowTiling, RowTilings, Tiling, Tilings
 from benchmarks.experts_layer import SHAPES, Layer, mean_s
 from benchmarks.tables import Table
@@ -87,7 +88,11 @@ class Case:
         of = self.layer.weights
         if isinstance(tilings, RowTilings):
             return self.us([partial(rows_kernel.experts, x, i, w, of, None, tilings) for x, (w, i) in calls])
-        return self.us([partial(in_blocks, x, i, w, of, None, tilings) for x, (w, i) in calls])
+
+        def layer(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+            return summed(in_blocks(x, ids, weights, of, None, tilings))
+
+        return self.us([partial(layer, x, i, w) for x, (w, i) in calls])
 
 
 def candidates(rows: int, matrices: int) -> list[Tiling]:

@@ -160,15 +160,20 @@ def attach_share(module: nn.Module, of: ExpertWeights, num_ranks: int) -> None:
 def forward_of(
     module: nn.Module, of: ExpertWeights, slot_mapping: Callable[[Tensor], Tensor | None] = lambda _: None
 ) -> Callable[..., Tensor]:
-    """A forward for the module that calls `experts`. It accepts the argument names of the module's class. slot_mapping:
-    gives `experts` that argument for x."""
+    """A forward for the module that calls `experts`. It accepts the argument names of the module's class, and
+    leaves_sum. slot_mapping: gives `experts` that argument for x."""
     names = argument_names(module)
 
-    def forward(*given: Tensor, **named: Tensor) -> Tensor:
+    def forward(*given: Tensor, leaves_sum: bool = False, **named: Tensor) -> Tensor:
         x, ids, weights = bound(names, given, named)
-        return experts(x, ids, weights, of, slot_mapping(x))
+        return experts(x, ids, weights, of, slot_mapping(x), leaves_sum=leaves_sum)
 
     return forward
+
+
+def can_leave_sum(module: nn.Module) -> bool:
+    """Whether the module's forward takes leaves_sum."""
+    return "leaves_sum" in inspect.signature(module.forward).parameters
 
 
 def own_forward(module: nn.Module) -> Callable[..., Tensor]:

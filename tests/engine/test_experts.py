@@ -15,6 +15,7 @@ from benchmarks.logits_models import MAX_MODEL_LEN, make
 from engine.model import fast
 from engine.model.attention import IMPLEMENTATION, attach, probe, row_slot_mapping_of
 from engine.model.experts import NAMES, _store_by_rows, expert_modules, forward_of, own_forward, weights_of, why_not
+from engine.model.fast import registry
 from engine.model.fast.forwards import logits_as_served
 from engine.model.fast.target import Target
 from engine.model.kv_pool import KvPool
@@ -139,6 +140,23 @@ def test_experts_in_8_bits_on_a_gpu(family: str) -> None:
             logits.append(logits_as_served(Target(one, probed.layers, MAX_MODEL_LEN), probed.kv))
     error = (logits[1] - logits[0]).norm(dim=-1) / logits[0].norm(dim=-1)
     assert 0.001 < float(error.median()) < 0.2
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["qwen3 moe", "gpt-oss"])
+def test_sums_in_norms_change_no_bit_on_a_gpu(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, logits = torch.device("cuda"), []
+    for in_norms in (True, False):
+        if not in_norms:
+            without = {name: piece for name, piece in registry.PIECES.items() if name != "expert_sum"}
+            monkeypatch.setattr(registry, "PIECES", without)
+        model = make(family, torch.bfloat16, device, IMPLEMENTATION)
+        probed = probe(model, MAX_MODEL_LEN)
+        report = fast.apply(model, probed, MAX_MODEL_LEN)
+        assert (report.taken_back, "expert_sum 2/2" in str(report)) == (None, in_norms)
+        logits.append(logits_as_served(Target(model, probed.layers, MAX_MODEL_LEN), probed.kv))
+    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("made_in", [True, False])

@@ -14,14 +14,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.qwen3 import modeling_qwen3
 
+from baton_kernels.experts import ExpertWeights, experts
 from baton_kernels.gated_activation import Activation
-from baton_kernels.quantized_linear import with_scales_left
+from baton_kernels.unfinished import ChosenParts, Scales, unfinished
 from benchmarks.logits_models import MAX_MODEL_LEN, make
 from engine.model import fast
 from engine.model.attention import IMPLEMENTATION, Probe, probe
+from engine.model.expert_counts import ExpertCounts
 from engine.model.fast import registry
 from engine.model.fast.decoder import Decoder, LayerParts
-from engine.model.fast.forwards import logits_as_served
+from engine.model.fast.forwards import NUM_TOKENS, logits_as_served
 from engine.model.fast.mlp import fuse_gate_up
 from engine.model.fast.norm import Norm, RmsNorm
 from engine.model.fast.residual import _finished_in_norms
@@ -217,9 +219,9 @@ def test_what_an_mlp_leaves_to_the_norm_after_it(family: str, monkeypatch: pytes
 
         def mlp(x: Tensor) -> Tensor:
             out = product(gated(x))
-            scales = torch.full((out.numel() // out.shape[-1], 1), 0.5), torch.rand(out.shape[-1]) + 0.5
+            scales = Scales(torch.full((out.numel() // out.shape[-1], 1), 0.5), torch.rand(out.shape[-1]) + 0.5)
             left.append(scales)
-            return with_scales_left(out / scales[0] / scales[1], scales)
+            return unfinished(out / scales.rows / scales.columns, scales)
 
         return mlp
 
@@ -398,3 +400,86 @@ def test_the_bias_of_a_choice_is_found_where_it_is_zero() -> None:
     assert report.pieces["routing"].fused == 1
     mutate(model)
     check_same_as_own(model, probed, "glm4 moe", mutate)
+
+
+SUMS_IN_NORMS = {"gpt-oss": 2, "qwen3 moe": 2, "mixtral": 2, "olmoe": 2, "glm4 moe": 0, "minimax m2": 0}
+"""How many blocks do no more than to add up their experts' results: none with shared experts, or a bias of its own."""
+
+
+@pytest.fixture
+def left_to_norms(monkeypatch: pytest.MonkeyPatch) -> list[ChosenParts]:
+    """Makes experts on a CPU leave their sums, too, each with a tensor of NaN. Returns what they have left."""
+    left: list[ChosenParts] = []
+
+    def leaving(
+        x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights, slots: None, *, leaves_sum: bool = False
+    ) -> Tensor:
+        if not leaves_sum:
+            return experts(x, ids, weights, of, slots)
+        parts = [experts(x, *one, of) for one in zip(ids.split(1, 1), weights.split(1, 1), strict=True)]
+        left.append(ChosenParts(torch.stack(parts, 1).flatten(0, 1), ids, slots, of.num_experts))
+        return unfinished(torch.full_like(x, float("nan")), left[-1])
+
+    monkeypatch.setattr("engine.model.experts.experts", leaving)
+    return left
+
+
+@pytest.mark.parametrize("family", SUMS_IN_NORMS)
+def test_the_sums_that_experts_leave_to_the_norm_after_them(family: str, left_to_norms: list[ChosenParts]) -> None:
+    """Every layer's, whether the block returns a tensor or a tuple."""
+    model, number = built(family), SUMS_IN_NORMS[family]
+    probed, report = fused(model)
+    assert (report.taken_back, report.pieces["expert_sum"].found) == (None, number)
+    assert report.pieces["expert_sum"].fused == number
+    left_to_norms.clear()
+    found = logits(model, probed)
+    assert len(left_to_norms) == 2 * number
+    assert found.isfinite().all()
+    check_same_as_own(model, probed, family)
+
+
+def test_no_sums_are_left_to_norms_that_do_not_get_the_very_tensor(left_to_norms: list[ChosenParts]) -> None:
+    model = built("qwen3 moe")
+    model.model.layers[0].register_forward_hook(lambda module, given, out: out.view(out.shape))
+    probed, report = fused(model)
+    assert (report.taken_back, report.pieces["residual_norm"].fused) == (None, 2)
+    left_to_norms.clear()
+    check_same_as_own(model, probed, "qwen3 moe")
+    assert not left_to_norms
+
+
+def test_no_sums_are_left_where_a_block_does_more_with_them(
+    monkeypatch: pytest.MonkeyPatch, left_to_norms: list[ChosenParts]
+) -> None:
+    block_class = type(mixture_layers(built("mixtral"))[0])
+    own = block_class.forward
+    monkeypatch.setattr(block_class, "forward", lambda self, x: own(self, x) * 1.5)
+    model = built("mixtral")
+    probed, report = fused(model)
+    assert {why for _, why in report.pieces["expert_sum"].refused} == {"does more than to add up its experts' results"}
+    left_to_norms.clear()
+    check_same_as_own(model, probed, "mixtral")
+    assert not left_to_norms
+
+
+def test_no_sums_are_left_where_a_forward_was_replaced(left_to_norms: list[ChosenParts]) -> None:
+    """As where ranks sum: even if it computes the same for now."""
+    model = built("mixtral")
+    for block in mixture_layers(model):
+        block.forward = block.forward
+    probed, report = fused(model)
+    assert not report.pieces["expert_sum"].found
+    left_to_norms.clear()
+    check_same_as_own(model, probed, "mixtral")
+    assert not left_to_norms
+
+
+def test_choices_are_counted_where_norms_do_the_sums(left_to_norms: list[ChosenParts]) -> None:
+    """Hooks of a module of experts run as ever."""
+    model = built("qwen3 moe")
+    probed, _ = fused(model)
+    counts = ExpertCounts.of(model, 1, probed.layers[0])
+    assert counts is not None
+    logits(model, probed)
+    assert left_to_norms
+    assert (counts.total().sum(1) == NUM_TOKENS * left_to_norms[0].top_k).all()

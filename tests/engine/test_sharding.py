@@ -90,6 +90,7 @@ def check_same(folder: Path, size: int, *, fused: bool, whole_experts: bool = Fa
     done = [{name: tally.fused for name, tally in report.pieces.items()} for report in alone.reports + divided.reports]
     for pieces, is_divided in zip(done, [False, *[True] * size], strict=False):
         assert (pieces.pop("sum_norm") > 0) == (is_divided and pieces["residual_norm"] > 0)
+        assert pieces.pop("expert_sum") == 0 or not is_divided  # its parts are of one rank
     assert not any(report.pieces["sum_norm"].refused for report in divided.reports)
     assert done == done[:1] * ((1 + size) * fused)
     error = (several - one).norm(dim=-1) / one.norm(dim=-1)

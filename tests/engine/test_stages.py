@@ -124,7 +124,9 @@ def check_as_fused(alone: Load, divided: Load, tp: int) -> None:
     sums = [report.pieces["sum_norm"] for report in divided.reports]
     assert all(bool(tally.fused) == (tp > 1) for tally in sums)
     assert {why for tally in sums for _, why in tally.refused} <= {"no norm follows in this stage"}
-    for name in whole.pieces.keys() - {"rotary_table", "sum_norm"}:  # each stage has its own table
+    assert tp == 1 or not any(report.pieces["expert_sum"].found for report in divided.reports)
+    # Each stage has its own table; what experts of one rank leave to norms, ranks sum.
+    for name in whole.pieces.keys() - {"rotary_table", "sum_norm", *(["expert_sum"] if tp > 1 else [])}:
         assert sum(report.pieces[name].fused for report in divided.reports) == tp * whole.pieces[name].fused, name
 
 

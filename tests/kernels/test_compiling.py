@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from baton_kernels.fp8_kv import elements_of, head_bytes
+from baton_kernels.unfinished import ChosenParts, Scales
 
 
 @pytest.mark.timeout(300)  # 40 s of one core, which others may want
@@ -27,7 +28,7 @@ def test_small_kernels_compile_for_hopper() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == 163
+    assert int(done.stdout) == 165
 
 
 def bf16(*shape: int) -> Tensor:
@@ -64,6 +65,9 @@ def launch_norms_and_gates() -> None:
         reduce_rms_norm(parts, bf16(8192), 1e-5, bf16(2, 8192), bf16(2, 8192), 0.0, False)
         reduce_rms_norm(parts, bf16(8192), 1e-5, bf16(2, 8192), None, 1.0, True)
         wait_for_flags(flags, flags)
+    for width, slots, own in ((2048, None, None), (4096, ints(2), quantized), (8192, ints(2), None)):
+        chosen = ChosenParts(bf16(16, width), ints(2, 8), slots, 128)
+        rms_norm(bf16(2, width), bf16(width), 1e-5, bf16(2, width), 0.0, False, own, chosen)
     for activation in ACTIVATIONS:
         gated_activation(bf16(2, 2 * 1100), activation)
 
@@ -179,7 +183,7 @@ def launch_quantized() -> None:
     quantize_rows(bf16(32, 2048), "silu", fp8)
     quantized = ints(2, 4096, dtype=torch.int8).view(fp8), torch.zeros(2, 1)
     rms_norm(bf16(2, 4096), bf16(4096), 1e-5, bf16(2, 4096), 0.0, False, quantized)
-    scales = torch.zeros(2, 1), torch.zeros(4096)
+    scales = Scales(torch.zeros(2, 1), torch.zeros(4096))
     rms_norm(bf16(2, 4096), bf16(4096), 1e-5, bf16(2, 4096), 0.0, False, quantized, scales)
 
 

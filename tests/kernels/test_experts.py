@@ -26,6 +26,7 @@ from baton_kernels.experts import (
     reference,
     route,
 )
+from baton_kernels.experts.arranged import arrange
 from baton_kernels.experts.four_bits import load_weight
 from baton_kernels.experts.tiling import (
     BY_TOKEN_TOKENS,
@@ -37,6 +38,8 @@ from baton_kernels.experts.tiling import (
     choose,
 )
 from baton_kernels.gated_activation import ACTIVATIONS
+from baton_kernels.rms_norm import rms_norm
+from baton_kernels.unfinished import finished, left_of
 from tests.kernels.expert_cases import PLACES, RELATIVE, choices
 from tests.kernels.poison import poisoned
 
@@ -183,6 +186,42 @@ def test_experts(num_tokens: int, clamped: bool, device: str, dtype: torch.dtype
     check(padded, expected * (slots > 0)[:, None].to(dtype))
 
 
+def check_left(of: ExpertWeights, num_tokens: int, dtype: torch.dtype, device: str, sums_by_itself: bool) -> None:
+    """The sums have the same bits; a result whose sums are left has none yet."""
+    torch.manual_seed(num_tokens)
+    x, (ids, weights) = torch.randn(num_tokens, 64).to(device, dtype), choices(num_tokens, 3, 6, device)
+    ids[-1, 1] = 6
+    for slots in (None, torch.arange(num_tokens, device=device) % 3):
+        with poisoned():
+            out = on_gpu(x, ids, weights.to(dtype), of, slots, leaves_sum=True)
+            expected = on_gpu(x, ids, weights.to(dtype), of, slots)
+        assert (left_of(out) is None) == sums_by_itself
+        assert sums_by_itself or out.isnan().all()
+        assert torch.equal(finished(out), expected)
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES[1:])
+def test_sums_that_are_left(device: str, dtype: torch.dtype) -> None:
+    of = weights_of(6, 64, 32, dtype, device)
+    check_left(of, ROW_TOKENS, dtype, device, sums_by_itself=True)
+    for num_tokens in (5,) if device == "cpu" else (5, 300):
+        check_left(of, num_tokens, dtype, device, sums_by_itself=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 5, 300])
+def test_sums_that_arranged_weights_leave(num_tokens: int) -> None:
+    of = arrange(in_four_bits(weights_of(6, 64, 32, torch.bfloat16, "cuda")))
+    check_left(of, num_tokens, torch.bfloat16, "cuda", sums_by_itself=False)
+
+
+def test_nothing_is_left_on_a_cpu() -> None:
+    of, x, (ids, weights) = weights_of(4, 32, 16, torch.float32, "cpu"), torch.randn(5, 32), choices(5, 2, 4, "cpu")
+    left = experts(x, ids, weights, of, leaves_sum=True)
+    assert left_of(left) is None
+    assert torch.equal(left, experts(x, ids, weights, of))
+
+
 MXFP4 = [
     pytest.param(num_tokens, clamped, *place.values, marks=place.marks if ci or place.marks else pytest.mark.full)
     for i, num_tokens in enumerate((ROW_TOKENS, 13, 20))
@@ -229,13 +268,14 @@ def test_gates(device: str, dtype: torch.dtype) -> None:
 def test_tiles_in_bands(device: str, dtype: torch.dtype) -> None:
     """Blocks of one expert in several bands, the last of which is not full."""
     from baton_kernels.experts import in_blocks
+    from baton_kernels.experts.sum_kernel import summed
 
     torch.manual_seed(0)
     of = weights_of(3, 96, 64, dtype, device)
     x, (ids, weights) = torch.randn(50, 96).to(device, dtype), choices(50, 2, 3, device)
     tilings = SMALL if device == "cpu" else Tilings(Tiling(16, 64, 32, 4, 3, 3), Tiling(16, 64, 32, 4, 3, 2))
     with poisoned():
-        out = in_blocks(x, ids, weights.to(dtype), of, None, tilings)
+        out = summed(in_blocks(x, ids, weights.to(dtype), of, None, tilings))
     check(out, reference.experts(x, ids, weights.to(dtype), of))
 
 
@@ -244,13 +284,14 @@ def test_tiles_in_bands(device: str, dtype: torch.dtype) -> None:
 def test_tiles_by_tma(clamped: bool, device: str, dtype: torch.dtype) -> None:
     """Tiles that reach beyond rows and columns: of an expert's weights, into the next one's."""
     from baton_kernels.experts import in_blocks
+    from baton_kernels.experts.sum_kernel import summed
 
     torch.manual_seed(0)
     of = weights_of(3, 80, 48, dtype, device, clamped)
     x, (ids, weights) = torch.randn(30, 80).to(device, dtype), choices(30, 2, 3, device)
     tiling = Tiling(16, 64, 32, 4, 3, group=2, tma=True)
     with poisoned():
-        out = in_blocks(x, ids, weights.to(dtype), of, None, Tilings(tiling, tiling))
+        out = summed(in_blocks(x, ids, weights.to(dtype), of, None, Tilings(tiling, tiling)))
     check(out, reference.experts(x, ids, weights.to(dtype), of))
 
 
@@ -290,7 +331,7 @@ def test_a_share_of_the_experts_gets_a_share_of_the_rows(monkeypatch: pytest.Mon
     for num_experts in (128, 32):
         stored = torch.zeros(num_experts, 64, 64, dtype=torch.bfloat16), torch.zeros(num_experts, 64, 32)
         of = ExpertWeights(*stored, num_experts_elsewhere=128 - num_experts)
-        on_gpu(x, ids, weights, of, None)
+        on_gpu(x, ids, weights, of, None, leaves_sum=True)
     assert chosen == [choose(256, 8, 128)] * 2
 
 
@@ -386,3 +427,31 @@ def test_replayed_as_called(num_tokens: int) -> None:
         graph.replay()
         assert torch.equal(out, layer())
         assert not out[slots == 0].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 8, 32, 128, 512])
+def test_replayed_with_the_norm_that_sums(num_tokens: int) -> None:
+    """In a graph, with other tokens in each replay: the same bits as of a norm after the kernel that only sums."""
+    torch.manual_seed(0)
+    of = weights_of(128, 2048, 768, torch.bfloat16, "cuda")
+    router = torch.randn(128, 2048, device="cuda", dtype=torch.bfloat16)
+    x, residual = torch.zeros(2, num_tokens, 2048, device="cuda", dtype=torch.bfloat16)
+    weight, slots = torch.rand_like(x[0]), torch.ones(num_tokens, dtype=torch.int64, device="cuda")
+
+    def layer(leaves_sum: bool) -> tuple[Tensor, Tensor]:
+        weights, ids = route(x @ router.T, Routing(8, normalized=True), None, torch.bfloat16)
+        added, total = experts(x, ids, weights, of, slots, leaves_sum=leaves_sum), residual.clone()
+        return rms_norm(added, weight, 1e-6, residual=total), total
+
+    layer(leaves_sum=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = layer(leaves_sum=True)
+    for number in range(20):
+        x.copy_(torch.randn_like(x))
+        residual.copy_(torch.randn_like(x))
+        slots.copy_(torch.arange(num_tokens, device="cuda") % (2 + number) + number % 2)
+        graph.replay()
+        for one, other in zip(found, layer(leaves_sum=False), strict=True):
+            assert torch.equal(one, other)

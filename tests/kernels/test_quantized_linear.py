@@ -17,13 +17,13 @@ from baton_kernels.quantized_linear import (
     pack_halves,
     packed_columns,
     reference,
-    scales_left,
     unpack_halves,
     unscaled_activated_linear,
 )
 from baton_kernels.quantized_linear.four_bits_kernel import choose as choose_arranged
 from baton_kernels.quantized_linear.tiling import ARRANGED_ROWS, MAX_ROWS, choose, choose_four_bits
 from baton_kernels.quantized_linear.weights import LARGEST
+from baton_kernels.unfinished import left_of
 from engine.config import EngineConfig
 from engine.model.warm_up import first_steps
 from tests.kernels.poison import poisoned
@@ -297,7 +297,7 @@ def test_a_product_whose_scales_a_norm_multiplies_by(num_rows: int) -> None:
     gate_up = torch.randn(1, num_rows, 2048, device="cuda", dtype=torch.bfloat16)
     residual, ones = torch.randn(1, num_rows, 512, device="cuda").bfloat16(), torch.ones(512, device="cuda").bfloat16()
     product = unscaled_activated_linear(gate_up, "silu", weight, torch.ones((), device="cuda"))
-    assert (scales_left(product) is None) == (num_rows > MAX_ROWS)
+    assert (left_of(product) is None) == (num_rows > MAX_ROWS)
     expected = activated_linear(gate_up, "silu", weight)
     found = [rms_norm(x, ones, 1e-5, residual=residual.clone()) for x in (product, expected)]
     torch.testing.assert_close(*found, atol=3e-2, rtol=3e-2)

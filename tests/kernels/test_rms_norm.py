@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton_kernels.quantized_linear import with_scales_left
+from baton_kernels.quantized_linear import QuantizedRows
 from baton_kernels.rms_norm import reference, rms_norm
+from baton_kernels.unfinished import ChosenParts, Scales, finished, left_of, unfinished, viewed
 from tests.kernels.poison import poisoned
 
 torch.set_num_threads(1)
@@ -110,8 +111,9 @@ def test_scales_that_a_product_left(device: str, dtype: torch.dtype, num_rows: i
     n = 96
     x = rows(1, num_rows, n, dtype=dtype, device=device)
     weight, after = (rows(*shape, dtype=dtype, device=device, seed=2) for shape in ((n,), x.shape))
-    scales = (rows(num_rows, 1, device=device, dtype=torch.float32, seed=3).abs() + 0.1, torch.rand(n).to(device) + 0.1)
-    total = x[0].float() * scales[0] * scales[1]
+    of_rows = rows(num_rows, 1, device=device, dtype=torch.float32, seed=3).abs() + 0.1
+    scales = Scales(of_rows, torch.rand(n).to(device) + 0.1)
+    total = x[0].float() * scales.rows * scales.columns
     if residual:
         total = (total + after[0].float()).to(dtype)
     expected = reference.rms_norm(total.to(dtype)[None], weight, 1e-5, None, *RULES["Olmo2"])
@@ -121,9 +123,69 @@ def test_scales_that_a_product_left(device: str, dtype: torch.dtype, num_rows: i
             from baton_kernels.rms_norm import kernel
 
             with poisoned():
-                out = kernel.rms_norm(x, weight, 1e-5, own, *RULES["Olmo2"], scales=scales)
+                out = kernel.rms_norm(x, weight, 1e-5, own, *RULES["Olmo2"], left=scales)
         else:
-            out = rms_norm(with_scales_left(x, scales), weight, 1e-5, residual=own, round_once=True)
+            out = rms_norm(unfinished(x, scales), weight, 1e-5, residual=own, round_once=True)
         torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
         if own is not None:
             torch.testing.assert_close(own[0], total, atol=2e-2, rtol=2e-2)
+
+
+def chosen_parts(
+    num_tokens: int, top_k: int, n: int, dtype: torch.dtype, device: str, slots: Tensor | None = None
+) -> ChosenParts:
+    """Parts that nobody wrote are NaN: those of no expert, of the first token the last and of the last all, and of
+    padding."""
+    parts, ids = rows(num_tokens, top_k, n, dtype=dtype, device=device), torch.arange(num_tokens * top_k).to(device) % 8
+    ids = ids.view(num_tokens, top_k)
+    ids[0, -1] = ids[-1] = 8
+    parts[ids == 8] = float("nan")
+    if slots is not None:
+        parts[slots == 0] = float("nan")
+    return ChosenParts(parts.view(num_tokens * top_k, n), ids, slots, 8)
+
+
+def quantized_tensors(num_rows: int, n: int, device: str) -> QuantizedRows:
+    return torch.zeros(num_rows, n, dtype=torch.int8, device=device), torch.zeros(num_rows, 1, device=device)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize(("num_tokens", "top_k", "n"), [(2, 8, 2048), (5, 3, 96), (18, 1, 80)])
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_parts_that_experts_left(
+    num_tokens: int, top_k: int, n: int, padding: bool, residual: bool, device: str, dtype: torch.dtype
+) -> None:
+    """The norm's sums have the bits of the kernel that only sums, whatever is done with them, also quantized. The
+    tensor that they are left with is not read."""
+    from baton_kernels.experts.sum_kernel import summed
+    from baton_kernels.rms_norm import kernel
+
+    slots = torch.arange(num_tokens, device=device) % 3 if padding else None
+    left = chosen_parts(num_tokens, top_k, n, dtype, device, slots)
+    weight, before = (rows(*shape, dtype=dtype, device=device, seed=2) for shape in ((n,), (num_tokens, n)))
+    unread = torch.full((num_tokens, n), float("nan"), dtype=dtype, device=device)
+    sums, found = summed(left), []
+    for x, own_left in ((sums, None), (unread, left)):
+        quantized, own = quantized_tensors(num_tokens, n, device), before.clone() if residual else None
+        for given in (None, quantized):
+            with poisoned():
+                out = kernel.rms_norm(x, weight, 1e-5, own, 0.0, False, given, own_left)
+            found.append([out, *quantized, *([] if own is None else [own.clone()])])
+    for alone, together in zip(found[:2], found[2:], strict=True):
+        assert all(torch.equal(*pair) for pair in zip(alone, together, strict=True))
+    assert not sums[-1].any()
+    assert torch.equal(finished(unfinished(unread, left)), sums)
+    expected = reference.rms_norm(sums, weight, 1e-5, before.clone() if residual else None, 0.0, False)
+    torch.testing.assert_close(found[2][0], expected)
+
+
+def test_a_view_of_what_is_unfinished() -> None:
+    x, left = torch.zeros(5, 96), chosen_parts(5, 3, 96, torch.float32, "cpu")
+    assert left_of(viewed(x, (1, 5, 96))) is None
+    assert left_of(viewed(unfinished(x, left), (1, 5, 96))) is left
+    assert left_of(x.view(1, 5, 96)) is None
+    sums = finished(viewed(x, (1, 5, 96)))
+    assert sums.shape == (1, 5, 96)
+    weight = rows(96, dtype=torch.float32, seed=1)
+    assert torch.equal(rms_norm(viewed(x, (1, 5, 96)), weight, 1e-5), rms_norm(sums, weight, 1e-5))

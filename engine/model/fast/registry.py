@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.model.attention import Probe
+from engine.model.fast.expert_sums import fuse_expert_sums
 from engine.model.fast.experts import fuse_experts, fuse_routing
 from engine.model.fast.forwards import logits_as_served
 from engine.model.fast.linears import fuse_linears, fuse_qkv
@@ -30,14 +31,16 @@ log = logging.getLogger(__name__)
 
 Piece = Callable[[Target, Tally], None]
 
-# Later pieces build on earlier ones: `linear` takes layers that no group has absorbed, head norms and residuals need
-# known norms, sums need a known residual, divided rows need norms that make all sums.
+# Later pieces build on earlier ones: `linear` takes layers that no group has absorbed, sums of experts need experts
+# that can leave them, head norms and residuals need known norms, sums over ranks need a known residual, divided rows
+# need norms that make all of these.
 PIECES: dict[str, Piece] = {
     "qkv": fuse_qkv,
     "gate_up": fuse_gate_up,
     "linear": fuse_linears,
     "experts": fuse_experts,
     "routing": fuse_routing,
+    "expert_sum": fuse_expert_sums,
     "rms_norm": fuse_norms,
     "rotary_table": fuse_tables,
     "qk_norm": fuse_head_norms,

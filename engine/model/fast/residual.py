@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from baton_kernels.quantized_linear import with_scales_left
+from baton_kernels.unfinished import Scales, unfinished
 from engine.model.fast.decoder import Decoder, Forward, LayerParts, Stream, layer_forward
 from engine.model.fast.forwards import UnpagedAttention, run_model
 from engine.model.fast.norm import Norm
@@ -56,14 +56,15 @@ def fuse_residuals(target: Target, tally: Tally) -> None:
 
 
 def _finished_in_norms(target: Target, decoder: Decoder) -> Decoder:
-    """The decoder with MLPs that leave scales to the norm after them, where there is one. The given decoder, if a
-    forward shows that some norm does not get the very tensor that carries the scales."""
+    """The decoder with MLPs that leave their last step to the norm after them, where there is one. The given decoder,
+    if a forward shows that some norm does not get the very tensor that carries what is left."""
     parts, trial = list(decoder.parts), list(decoder.parts)
     for index, (layer, own) in enumerate(zip(decoder.layers, decoder.parts, strict=True)):
         mlp = target.mlps_for_norms.get(layer.get_submodule("mlp"))
         is_followed = decoder.final_norm is not None or own.is_sandwich or index + 1 < len(parts)
-        if mlp is not None and is_followed and not own.mlp_in_tuple:
-            parts[index], trial[index] = replace(own, mlp=mlp), replace(own, mlp=_leaving_scales(own.mlp))
+        if mlp is not None and is_followed:
+            alone = replace(own, mlp=mlp, mlp_in_tuple=False)
+            parts[index], trial[index] = alone, replace(alone, mlp=_leaving_scales(own.mlp, own.mlp_in_tuple))
     if trial == decoder.parts:
         return decoder
     mark, logits = target.patches.mark(), list[Tensor]()
@@ -74,13 +75,14 @@ def _finished_in_norms(target: Target, decoder: Decoder) -> Decoder:
     return replace(decoder, parts=parts) if close(logits[1], logits[0]) else decoder
 
 
-def _leaving_scales(mlp: Forward) -> Forward:
-    """A stand-in for an MLP that leaves scales for any number of rows; its results are exact."""
+def _leaving_scales(mlp: Forward, in_tuple: bool) -> Forward:
+    """A stand-in for an MLP that leaves something to the norm: scales, for any number of rows; its results are
+    exact."""
 
     def forward(x: Tensor) -> Tensor:
-        out: Tensor = mlp(x)
+        out: Tensor = mlp(x)[0] if in_tuple else mlp(x)
         rows = torch.full((out.numel() // out.shape[-1], 1), 8.0, device=out.device)
-        return with_scales_left(out / 8, (rows, torch.ones(out.shape[-1], device=out.device)))
+        return unfinished(out / 8, Scales(rows, torch.ones(out.shape[-1], device=out.device)))
 
     return forward
 

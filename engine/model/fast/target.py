@@ -49,8 +49,9 @@ class Target:
 
     norms: for each module that is an RMS norm, what it computes. absorbed: linear layers whose product another module
     computes. products: the linear methods of the installed products, each with weights of its own. mlps_for_norms:
-    forwards of MLPs for use where only an RMS norm reads the results. fused_qkv: of attention modules. decoder: the
-    layers, if their residual is kept outside of them. summed: None if some sum is not made by a norm.
+    forwards of MLPs for use where only an RMS norm reads the results: it finishes them (`baton_kernels.unfinished`).
+    fused_qkv: of attention modules. decoder: the layers, if their residual is kept outside of them. summed: None if
+    some sum is not made by a norm.
     """
 
     model: PreTrainedModel

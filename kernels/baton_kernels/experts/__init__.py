@@ -2,7 +2,8 @@
 
 On a GPU nothing waits for the host, so that all of it can be part of a CUDA graph: choices are sorted by expert on the
 device, launches are sized for the worst case, and programs without work end at once. The weights of an expert that no
-token chose are not read. A token's experts are summed in a fixed order: the same shapes give the same bits each time.
+token chose are not read. A token's experts are summed in a fixed order, by the last kernel or by the norm that reads
+the result: the same shapes give the same bits each time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 from baton_kernels.experts import reference
 from baton_kernels.experts.tiling import BY_TOKEN_TOKENS, RowTilings, Tilings, choose, kernel_tokens
 from baton_kernels.experts.weights import GROUP, ExpertWeights, Gate, Routing, Scores, int_group
+from baton_kernels.unfinished import ChosenParts, unfinished
 
 __all__ = [
     "ROUTER_TOKENS",
@@ -101,46 +103,69 @@ def can_compute(of: ExpertWeights) -> bool:
     )
 
 
-def experts(x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights, slot_mapping: Tensor | None = None) -> Tensor:
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    of: ExpertWeights,
+    slot_mapping: Tensor | None = None,
+    *,
+    leaves_sum: bool = False,
+) -> Tensor:
     """Return the weighted sums of the experts' MLPs, [num_tokens, hidden_size], of x's dtype.
 
     x: [num_tokens, hidden_size], contiguous rows. ids: [num_tokens, top_k], int64; a token's experts must differ, and
     ids of `num_experts` or above mean no expert. weights: [num_tokens, top_k]. slot_mapping: [num_tokens], the slot of
     each token's KV. Tokens with slot 0, in the null block, are padding: their experts are not read, and their results
     are zeros. On a CPU it must be None. `can_compute` must hold.
+
+    leaves_sum: leave the sum to `rms_norm`, which must be the only reader of the result (`baton_kernels.unfinished`),
+    where a kernel of its own would compute it: on a GPU, for more than two tokens. The norm computes the same bits.
     """
     assert x.shape == (ids.shape[0], of.hidden_size)
     assert ids.shape == weights.shape
     if not x.is_cuda:
         assert slot_mapping is None
         return reference.experts(x, ids, weights, of)
-    return on_gpu(x, ids.contiguous(), weights.contiguous(), of, slot_mapping)
+    return on_gpu(x, ids.contiguous(), weights.contiguous(), of, slot_mapping, leaves_sum)
 
 
-def on_gpu(x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights, slot_mapping: Tensor | None) -> Tensor:
+def on_gpu(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    of: ExpertWeights,
+    slot_mapping: Tensor | None,
+    leaves_sum: bool = False,
+) -> Tensor:
     """`experts` by the kernels, whatever the device."""
+    from baton_kernels.experts.sum_kernel import summed
+
     num_tokens, top_k = ids.shape
     if not num_tokens:
         return torch.empty_like(x)
     if of.arranged:
         from baton_kernels.experts import arranged_products
 
-        return arranged_products.experts(x, ids, weights, of, slot_mapping)
-    tilings = choose(num_tokens, top_k, of.global_num_experts, of.weight_bytes, of.block > 0)
-    if isinstance(tilings, RowTilings):
-        from baton_kernels.experts import rows_kernel
+        chosen = arranged_products.parts_of_experts(x, ids, weights, of, slot_mapping)
+    else:
+        tilings = choose(num_tokens, top_k, of.global_num_experts, of.weight_bytes, of.block > 0)
+        if isinstance(tilings, RowTilings):
+            from baton_kernels.experts import rows_kernel
 
-        return rows_kernel.experts(x, ids, weights, of, slot_mapping, tilings)
-    return in_blocks(x, ids, weights, of, slot_mapping, tilings)
+            return rows_kernel.experts(x, ids, weights, of, slot_mapping, tilings)
+        chosen = in_blocks(x, ids, weights, of, slot_mapping, tilings)
+    if not leaves_sum:
+        return summed(chosen)
+    return unfinished(torch.empty((num_tokens, of.hidden_size), dtype=x.dtype, device=x.device), chosen)
 
 
 def in_blocks(
     x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights, slot_mapping: Tensor | None, tilings: Tilings
-) -> Tensor:
-    """`experts` by the general kernels with these tilings, whatever the device."""
+) -> ChosenParts:
+    """The parts of each token's sum by the general kernels with these tilings, whatever the device."""
     from baton_kernels.experts import kernel
     from baton_kernels.experts.alignment_kernel import align, blocks_by_token
-    from baton_kernels.experts.sum_kernel import summed
     from baton_kernels.quantized_linear.quantize_rows_kernel import quantize_rows
 
     num_tokens, top_k = ids.shape
@@ -154,4 +179,4 @@ def in_blocks(
     inner = kernel.gate_up(values, scale, of, blocks, ids.numel(), top_k, tilings.gate_up, x.dtype)
     values, scale = quantize_rows(inner, None, of.down.dtype) if rounds else (inner, None)
     parts = kernel.down(values, scale, of, blocks, weights, tilings.down, x.dtype)
-    return summed(parts, ids, slot_mapping, of.num_experts)
+    return ChosenParts(parts, ids, slot_mapping, of.num_experts)

@@ -14,11 +14,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from baton_kernels.experts.alignment_kernel import Blocks, align, blocks_by_token
 from baton_kernels.experts.arranged import STEP
 from baton_kernels.experts.arranged_kernel import arranged_kernel
-from baton_kernels.experts.sum_kernel import summed
 from baton_kernels.experts.tiling import BY_TOKEN_TOKENS, ROW_TOKENS, arranged_rows
 from baton_kernels.experts.weights import ExpertWeights
 from baton_kernels.pdl import launch_options
 from baton_kernels.quantized_linear.tile_programs import OUT, TileTiling
+from baton_kernels.unfinished import ChosenParts
 
 BAND = 8
 """How many blocks' tiles are computed side by side, if there are many: they share their reads in L2."""
@@ -56,8 +56,10 @@ def choose(rows: int) -> TileTiling:
     return TileTiling(rows, 2, stages=4, programs=1, registers=168, least_steps=0)
 
 
-def experts(x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights, slot_mapping: Tensor | None) -> Tensor:
-    """Returns [num_tokens, hidden_size]. x: bf16, contiguous rows; ids, weights: contiguous."""
+def parts_of_experts(
+    x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights, slot_mapping: Tensor | None
+) -> ChosenParts:
+    """The parts of each token's sum. x: bf16, contiguous rows; ids, weights: contiguous."""
     num_tokens, top_k = ids.shape
     rows = arranged_rows(num_tokens, top_k, of.global_num_experts)
     by_choice = num_tokens <= ROW_TOKENS
@@ -74,7 +76,7 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights, slot_map
     parts = torch.empty((ids.numel(), of.hidden_size), dtype=x.dtype, device=x.device)
     _launch(x, of.gate_up, of.gate_up_scale, of.gate_up_bias, weights, blocks, by_choice, inner, of, of.gate)
     _launch(inner, of.down, of.down_scale, of.down_bias, weights, blocks, by_choice, parts, of, None)
-    return summed(parts, ids, slot_mapping, of.num_experts)
+    return ChosenParts(parts, ids, slot_mapping, of.num_experts)
 
 
 def _gathered(x: Tensor, blocks: Blocks, num_choices: int, top_k: int) -> Tensor:

@@ -24,12 +24,12 @@ from baton_kernels.quantized_linear.weights import (
     packed_columns,
     unpack_halves,
 )
+from baton_kernels.unfinished import Scales, unfinished
 
 __all__ = [
     "FourBitWeight",
     "QuantizedRows",
     "QuantizedWeight",
-    "Scales",
     "activated_linear",
     "arrange",
     "can_arrange",
@@ -39,11 +39,9 @@ __all__ = [
     "pack_halves",
     "packed_columns",
     "quantized_rows",
-    "scales_left",
     "unpack_halves",
     "unscaled_activated_linear",
     "with_quantized_rows",
-    "with_scales_left",
 ]
 
 
@@ -63,23 +61,6 @@ def with_quantized_rows(x: Tensor, quantized: QuantizedRows) -> Tensor:
 def quantized_rows(x: Tensor) -> QuantizedRows | None:
     """The rows that `with_quantized_rows` has attached to x; None: there are none."""
     found: QuantizedRows | None = x.__dict__.get(_QUANTIZED)
-    return found
-
-
-Scales = tuple[Tensor, Tensor]
-"""Scales by which the rows and the columns of a product are still to be multiplied: [num_rows, 1] and [n], fp32."""
-_SCALES = "baton_scales"
-
-
-def with_scales_left(x: Tensor, scales: Scales) -> Tensor:
-    """Attach scales to x, and return x, for a reader that multiplies by them."""
-    setattr(x, _SCALES, scales)
-    return x
-
-
-def scales_left(x: Tensor) -> Scales | None:
-    """The scales that `with_scales_left` has attached to x; None: x is complete."""
-    found: Scales | None = x.__dict__.get(_SCALES)
     return found
 
 
@@ -141,7 +122,7 @@ def activated_linear(
 
 def unscaled_activated_linear(gate_up: Tensor, activation: Activation, weight: QuantizedWeight, one: Tensor) -> Tensor:
     """`activated_linear` for `rms_norm`, which must be the only reader of the result: the norm applies the scales of up
-    to 256 rows (`scales_left`). For Llama 3.1 8B's down with 256 rows, cuBLAS takes 37.4 us with a scale per row and
+    to 256 rows (`unfinished`). For Llama 3.1 8B's down with 256 rows, cuBLAS takes 37.4 us with a scale per row and
     27.5 without, and our kernel 29; with more rows, the norm loses what cuBLAS gains.
 
     gate_up: bf16; in fp16, a sum of unscaled products may be infinite. weight: fp8, with a scale per row. one: a 1 on
@@ -155,7 +136,7 @@ def unscaled_activated_linear(gate_up: Tensor, activation: Activation, weight: Q
 
     values, scale = quantize_rows(rows, activation, weight.values.dtype)
     product = torch._scaled_mm(values, weight.values.t(), one, one, out_dtype=gate_up.dtype, use_fast_accum=True)
-    return with_scales_left(product.view(*gate_up.shape[:-1], -1), (scale, weight.scale.view(-1)))
+    return unfinished(product.view(*gate_up.shape[:-1], -1), Scales(scale, weight.scale.view(-1)))
 
 
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:

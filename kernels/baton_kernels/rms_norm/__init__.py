@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from baton_kernels.quantized_linear import scales_left, with_quantized_rows
+from baton_kernels.quantized_linear import with_quantized_rows
 from baton_kernels.quantized_linear.tiling import WEIGHT_ONLY_ROWS
 from baton_kernels.rms_norm import reference
+from baton_kernels.unfinished import finished, left_of
 
 
 def rms_norm(
@@ -23,8 +24,8 @@ def rms_norm(
     """Return `x / sqrt(mean(x**2) + eps) * (weight + weight_offset)` over the last dimension, contiguous, of x's dtype.
 
     x: [..., n], the last dimension contiguous; contiguous as a whole, or a [num_tokens, n] or [num_tokens, num_heads,
-        n] view with any strides (leading dimensions of size 1 are ignored). A product whose scales were left to the
-        norm (`quantized_linear.scales_left`) is multiplied by them first.
+        n] view with any strides (leading dimensions of size 1 are ignored). What was left to the norm
+        (`baton_kernels.unfinished`) is done first.
     weight: [n], contiguous.
     residual: of x's shape and dtype, contiguous; becomes `residual + x`, rounded to the dtype, which is then
         normalised.
@@ -44,17 +45,14 @@ def rms_norm(
         assert residual.shape == x.shape
         assert residual.dtype == x.dtype
         assert residual.is_contiguous()
-    scales = scales_left(x)
     if x.is_cuda:
         from baton_kernels.rms_norm import kernel
 
-        num_rows = x.numel() // n
+        num_rows, left = x.numel() // n, left_of(x)
         if quantize is None or num_rows <= WEIGHT_ONLY_ROWS:
-            return kernel.rms_norm(x, weight, eps, residual, weight_offset, round_once, scales=scales)
+            return kernel.rms_norm(x, weight, eps, residual, weight_offset, round_once, left=left)
         values = torch.empty((num_rows, n), dtype=quantize, device=x.device)
         quantized = values, torch.empty((num_rows, 1), dtype=torch.float32, device=x.device)
-        out = kernel.rms_norm(x, weight, eps, residual, weight_offset, round_once, quantized, scales)
+        out = kernel.rms_norm(x, weight, eps, residual, weight_offset, round_once, quantized, left)
         return with_quantized_rows(out, quantized)
-    if scales is not None:
-        x = (x.view(-1, n).float() * scales[0] * scales[1]).to(x.dtype).view(x.shape)
-    return reference.rms_norm(x, weight, eps, residual, weight_offset, round_once)
+    return reference.rms_norm(finished(x), weight, eps, residual, weight_offset, round_once)
