@@ -159,7 +159,7 @@ def rms_norm(
         num_inner == 1,
         0 if quantized is None else LARGEST[quantized[0].dtype],
         quantized is not None and quantized[0].dtype == torch.int8,
-        num_warps=min(16, rows * padded // (512 if chosen is None else 256)),
+        num_warps=min(16, rows * padded // 512),
         maxnreg=None if chosen is None else PARTS_REGISTERS,
         **launch_options(x.device),
     )
