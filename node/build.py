@@ -61,8 +61,8 @@ _NOTICED_S = 1.0
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model ready to serve after `warm_up`. CUDA graphs are captured for decode steps of `graph_sizes`, for prompts
-    of up to `most_prompt_tokens` when alone. `pools`: that of each rank as [num_blocks, block_bytes], uint8, which its
-    RankModel owns, or on another host."""
+    of up to `most_prompt_tokens` when alone. `pools`: that of each rank: of this process as [num_blocks, block_bytes],
+    uint8, which its RankModel owns."""
 
     engine: Engine
     runner: TorchModelRunner
@@ -218,7 +218,7 @@ def _build(
     layout = layout_of(settings, checkpoint, part.kv, part.groups)
     pools: list[Tensor | RemotePool] = [runner.pool.as_bytes()]
     if ranks is not None:
-        pools += ranks.pools([layout.num_bytes(held) for held in layout.ranks[1:]])
+        pools += ranks.pools()
     return LoadedModel(
         engine=Engine(config, runner, keep_up=runner.keep_up),
         runner=runner,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -44,8 +44,7 @@ class KvPool:
     """All KV blocks of a node's rank, in one tensor that this object owns.
 
     layers: the KV of each layer that the rank holds; `require_served` must accept them. groups: the model's KV groups
-    (see `KvLayout`), as indices into `layers`; empty: one group. memory: allocates that many zero bytes, uint8, on the
-    device; None: the pool allocates new memory. Raises MemoryError, or torch's error.
+    (see `KvLayout`), as indices into `layers`; empty: one group. Raises MemoryError, or torch's error.
 
     tensor: [num_blocks, num_layers of a block, 2, num_kv_heads, block_size, head_dim]; for quantized layers
     [num_blocks, num_layers of a block, 2, num_kv_heads, bytes of a head's elements and scales], uint8. Block-major: a
@@ -60,7 +59,6 @@ class KvPool:
         num_blocks: int,
         block_size: int,
         device: torch.device,
-        memory: Callable[[int], Tensor] | None = None,
         groups: tuple[tuple[int, ...], ...] = (),
     ) -> None:
         self.layers = layers
@@ -78,12 +76,10 @@ class KvPool:
             dims, dtype = (*dims, head_bytes(block_size, one.head_dim_k)), torch.uint8
         else:
             dims = (*dims, block_size, one.head_dim_k)
-        if memory is None and device.type == "cpu":
-            memory = fresh_pages
-        if memory is None:
-            self.tensor = torch.zeros(dims, dtype=dtype, device=device)
+        if device.type == "cpu":
+            self.tensor = fresh_pages(math.prod(dims) * dtype.itemsize).view(dtype).view(dims)
         else:
-            self.tensor = memory(math.prod(dims) * dtype.itemsize).view(dtype).view(dims)
+            self.tensor = torch.zeros(dims, dtype=dtype, device=device)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one of the layers: views [num_blocks, num_kv_heads, block_size, head_dim]."""

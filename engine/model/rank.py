@@ -42,7 +42,7 @@ class RankModel:
 
     last_tokens: [max_num_seqs] int32, the last token of each row of the batch. The sampler writes rank 0's; the other
     ranks of the first stage get them with each step. pipeline, data: the rank's place, for which the model was loaded;
-    data parallel nodes must meet, then compute, together. memory: allocates the pool, see KvPool.
+    data parallel nodes must meet, then compute, together.
     """
 
     def __init__(
@@ -56,13 +56,12 @@ class RankModel:
         data: DataParallel = ONE_NODE,
         layer_groups: int = 1,
         extensions: tuple[BatchExtension, ...] = (),
-        memory: Callable[[int], Tensor] | None = None,
     ) -> None:
         self.model, self.pipeline, self._data = model, pipeline, data
         self.device: torch.device = model.device  # the model searches its parameters for it
         self.group = pipeline.peers
         self._config = config
-        self.pool = KvPool(probed.kv, config.num_blocks, config.block_size, self.device, memory, probed.groups)
+        self.pool = KvPool(probed.kv, config.num_blocks, config.block_size, self.device, probed.groups)
         self._steps = attach(probed.layers, self.pool, self.group.size)
         shape = config.table_shape
         assert shape.width == len(self._steps), f"tables of {shape.width} groups for {len(self._steps)}"

@@ -60,12 +60,12 @@ class LossReason(NamedTuple):
 
 class RankPipe(NamedTuple):
     """A forked rank's end of the pipe to the process that forked it. heartbeats: the counters of all these ranks; this
-    rank increments number `heartbeat_index`. pool: a memfd for its part of the KV pool."""
+    rank increments number `heartbeat_index`. of_pool: for what it reports of its KV pool, see `send_of_pool`."""
 
     heartbeat_index: int
     heartbeats: mmap.mmap
     link: socket.socket
-    pool: int
+    of_pool: socket.socket
 
     def start_heartbeat(self) -> None:
         """Start to increment this rank's counter, on a thread of its own."""
@@ -81,6 +81,12 @@ class RankPipe(NamedTuple):
     def send(self, **message: Any) -> None:
         """Raises OSError if the other process has ended."""
         self.link.send(json.dumps(message).encode())
+
+    def send_of_pool(self, **message: Any) -> None:
+        """Send an answer or an event of its pool. On any thread. Does nothing if the other process has ended, which
+        ends this one as well."""
+        with contextlib.suppress(OSError):
+            self.of_pool.send(json.dumps(message).encode())
 
     def receive(self) -> dict[str, Any]:
         """Wait for a message. Raises OSError if the other process has ended."""
@@ -98,14 +104,14 @@ class RankPipe(NamedTuple):
 
 @dataclass(slots=True)
 class RankFork:
-    """A forked rank, as seen by the process that forked it. pool: its memfd. num_silent: slices of BEAT_S in which this
-    process listened and the rank's counter did not change (see `baton.silence`)."""
+    """A forked rank, as seen by the process that forked it. of_pool: see RankPipe. num_silent: slices of BEAT_S in
+    which this process listened and the rank's counter did not change (see `baton.silence`)."""
 
     number: int
     pid: int
     pidfd: int
     link: socket.socket
-    pool: int
+    of_pool: socket.socket
     ready: bool = False
     beats: int = 0
     num_silent: int = 0
@@ -201,8 +207,8 @@ class RankForks:
                 signal.pidfd_send_signal(fork.pidfd, signal.SIGKILL)
             os.waitpid(fork.pid, 0)
             os.close(fork.pidfd)
-            os.close(fork.pool)
             fork.link.close()
+            fork.of_pool.close()
 
     def _watch(self, on_lost: OnLost) -> None:
         counts = memoryview(self._heartbeats).cast("q")
@@ -231,15 +237,15 @@ def fork(numbers: Iterable[int], run: Callable[[int, RankPipe], None], limits: L
 
 
 def _fork(index: int, number: int, heartbeats: mmap.mmap, run: Callable[[int, RankPipe], None]) -> RankFork:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    pool = os.memfd_create(f"kv-pool-{number}")
+    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
+    ours, theirs = zip(*pairs, strict=True)
     parent = os.getpid()
     pid = os.fork()
+    for end in theirs if pid else ours:
+        end.close()
     if pid:
-        theirs.close()
-        return RankFork(number, pid, os.pidfd_open(pid), ours, pool)
-    ours.close()
-    pipe = RankPipe(index, heartbeats, theirs, pool)
+        return RankFork(number, pid, os.pidfd_open(pid), *ours)
+    pipe = RankPipe(index, heartbeats, *theirs)
     try:
         for stop in stop_signals():
             signal.signal(stop, signal.SIG_IGN)  # the process that forked it ends it

@@ -10,7 +10,6 @@ ends the node, which names it; and when the node ends, it ends its hosts.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import select
 import threading
@@ -19,12 +18,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from baton.errors import TransferError
 from kv_transfer.remote import RemotePool
 from kv_transfer.transports.host import address_of
 from node.peers.links import PeerLink
 from node.ranks.forks import BEAT_S, HAS_ENDED, Limits, LossReason
 from node.ranks.joining import HOST, RANK, JoiningHosts
+from node.ranks.pool_wire import PoolWire
 from node.ranks.stream import RankStream
 from node.settings import NodeSettings
 
@@ -41,38 +40,16 @@ OnLost = Callable[[LossReason, bool], None]
 
 
 class _HostRank:
-    """A rank on another host. Implements `kv_transfer.remote.Wire`. `receive` is for one thread."""
+    """A rank on another host. `receive` is for one thread."""
 
     def __init__(self, number: int, stream: RankStream) -> None:
         self.number, self.stream = number, stream
-        self.pool = RemotePool(self)
+        self.wire = PoolWire(number, lambda message: stream.send_message(**message))
         self.ready: Future[None] = Future()
-        self._numbers = itertools.count()
-        self._requests: dict[int, Future[dict[str, Any]]] = {}
-        self._lock = threading.Lock()  # guards the next one, and `_requests`
-        self._is_lost = False
 
-    def send(self, **message: Any) -> None:
-        with contextlib.suppress(OSError):  # the watcher notices
-            self.stream.send_message(**message)
-
-    def request(self, timeout_s: float, **message: Any) -> dict[str, Any]:
-        number, answer = next(self._numbers), Future[dict[str, Any]]()
-        with self._lock:
-            if self._is_lost:
-                raise TransferError(f"rank {self.number} is lost")
-            self._requests[number] = answer
-        self.send(id=number, **message)
-        try:
-            found = answer.result(timeout_s)
-        except TimeoutError:
-            raise TransferError(f"rank {self.number} has not answered for {timeout_s:g} s") from None
-        finally:
-            with self._lock:
-                self._requests.pop(number, None)
-        if "error" in found:
-            raise TransferError(str(found["error"]))
-        return found
+    @property
+    def pool(self) -> RemotePool:
+        return self.wire.pool
 
     def receive(self) -> None:
         """Handle the messages that have arrived. Raises OSError if the rank has ended, anything else for malformed
@@ -81,24 +58,14 @@ class _HostRank:
             self._handle(frame.message())
 
     def _handle(self, message: dict[str, Any]) -> None:
-        if "answers" in message:
-            with self._lock:
-                answer = self._requests.get(message["answers"])
-            if answer is not None and not answer.done():
-                answer.set_result(message)
-        elif "ready" in message and not self.ready.done():
+        if "ready" in message and not self.ready.done():
             self.ready.set_result(None)
         else:
-            self.pool.handle(message)
+            self.wire.handle(message)
 
     def lost(self) -> None:
-        """Fail all that waits for an answer: there will be none."""
-        with self._lock:
-            self._is_lost = True
-            requests = list(self._requests.values())
-        for answer in requests:
-            if not answer.done():
-                answer.set_result({"error": f"rank {self.number} is lost"})
+        """Fail all that waits for the rank."""
+        self.wire.lost()
         if not self.ready.done():
             self.ready.set_exception(RuntimeError(f"rank {self.number} {HAS_ENDED}"))
 

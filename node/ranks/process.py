@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from baton.telemetry import configure_logging
-from kv_transfer.transports.host import LOOPBACK
 from node.garbage import collected_once
 from node.ranks.rank_links import RankLink, Serve
 from node.settings import NodeSettings
@@ -30,7 +29,7 @@ def run_rank(link: RankLink, settings: NodeSettings) -> None:
         rank, serve_pool = _load(link, settings)
     from engine.model.parallel.others import serve  # it imports torch: not before collections are off
 
-    link.ready(rank.pool.tensor, serve_pool)
+    link.ready(rank.device, serve_pool)
     serve(rank, link.receive)
 
 
@@ -64,13 +63,13 @@ def _load(link: RankLink, settings: NodeSettings) -> tuple[RankModel, Serve]:
         pipeline=pipeline,
         data=data,
         layer_groups=settings.layer_groups(device.type == "cuda"),
-        memory=link.memory(device),
     )
 
     def serve_pool(send: Callable[..., None], after_steps: AfterSteps, fail: Callable[[Exception], None]) -> PoolServer:
-        """Serve the pool to rank 0 on another host."""
+        """Serve the pool to rank 0."""
         layout = layout_of(settings, checkpoint, part.kv, part.groups)
-        make = partial(make_link, settings, device, link.host or LOOPBACK)  # --listen is an address of rank 0's host
+        host = link.host or settings.listen.host  # --listen is an address of rank 0's host
+        make = partial(make_link, settings, device, host)
         return PoolServer(rank.pool.as_bytes(), layout, make, send, after_steps, fail)
 
     return rank, serve_pool

@@ -1,13 +1,18 @@
 """The link from a rank's process to rank 0: with it the rank joins the group, receives steps, and offers its KV pool.
 
-`ForkedRankLink`: rank 0 is on this host and forked the rank: steps arrive in shared memory, and rank 0 maps the pool.
-`RemoteRankLink`: rank 0 is on another host: steps, and the requests that move KV, arrive over a `RankStream`.
+`ForkedRankLink`: rank 0 is on this host and forked the rank: steps and the requests that move KV arrive in shared
+memory. `RemoteRankLink`: rank 0 is on another host, and they arrive over a `RankStream`.
+
+The rank's process moves the KV of its pool itself: two processes that use one GPU take turns on it, of half a
+millisecond and more, so rank 0 must not copy there.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import queue
+import struct
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,7 +22,6 @@ from baton.address import HostPort
 from kv_transfer.transports.host import LOOPBACK
 from node.peers.rendezvous import RendezvousEndpoint, join_rendezvous, own_host
 from node.ranks.forks import RankPipe
-from node.ranks.memory import mapped
 from node.ranks.ring import RingReader, SharedRing
 from node.ranks.stream import Content, RankStream
 
@@ -25,11 +29,12 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
     from numpy.typing import NDArray
-    from torch import Tensor
 
     from engine.model.parallel.group import RankGroup
     from kv_transfer.pool_server import PoolServer
 
+POOL_REQUEST = -1
+"""The kind of a message in the ring that is not a step, but a request for a rank's KV pool."""
 JOIN_S = 120.0
 """Time for all ranks to import torch, which takes as long as the machine needs."""
 Serve = Callable[[Callable[..., None], Callable[[Callable[[], None]], None], Callable[[Exception], None]], "PoolServer"]
@@ -48,11 +53,8 @@ class RankLink(Protocol):
         data parallel nodes. device: the rank's. fingerprint: of the weights as they are served. Raises OSError or
         RuntimeError if the node has ended, StartupError if it serves other weights."""
 
-    def memory(self, device: torch.device) -> Callable[[int], Tensor] | None:
-        """Allocates zeros, uint8, in memory that rank 0 shares; None: any memory will do."""
-
-    def ready(self, pool: Tensor, serve: Serve) -> None:
-        """Report that this rank can take steps. pool: contiguous, in the rank's memory until this process ends."""
+    def ready(self, device: torch.device, serve: Serve) -> None:
+        """Report that this rank, whose pool is on that device, can take steps."""
 
     def receive(self) -> tuple[int, NDArray[np.int32]]:
         """Wait for the next message of rank 0: its `engine.model.parallel.others.Kind` and its values."""
@@ -73,24 +75,21 @@ class ForkedRankLink:
         store = store_at(HostPort(message["host"], message["port"]))
         return join_group(store, self.number, self._size, device, message["host"]), peers
 
-    def memory(self, device: torch.device) -> Callable[[int], Tensor] | None:
-        return self._shared_zeros if device.type == "cpu" else None  # rank 0 maps the memory of a GPU by its address
-
-    def _shared_zeros(self, num_bytes: int) -> Tensor:
-        os.ftruncate(self._pipe.pool, num_bytes)
-        return mapped(self._pipe.pool, num_bytes)
-
-    def ready(self, pool: Tensor, serve: Serve) -> None:
-        message: dict[str, Any] = {"pool_bytes": pool.nbytes}
-        if pool.is_cuda:
-            from kv_transfer.transports.carriers.cuda_memory import CudaMemory
-
-            region, offset = CudaMemory(pool.device).export(pool)
-            message |= {"region": region.hex(), "offset": offset}
-        self._pipe.send(**message)
+    def ready(self, device: torch.device, serve: Serve) -> None:
+        # Requests are handled between steps, on the thread that launches them: those before it are launched.
+        self._server = serve(self._pipe.send_of_pool, lambda do: do(), self._fail)
+        self._pipe.send(ready=True)
 
     def receive(self) -> tuple[int, NDArray[np.int32]]:
-        return self._ring.receive()
+        while (message := self._ring.receive())[0] == POOL_REQUEST:
+            number, request = unpack_request(message[1])
+            if number == self.number:
+                self._server.handle(request)
+        return message
+
+    def _fail(self, error: Exception) -> None:
+        self._pipe.failed(error)
+        os._exit(1)
 
 
 class RemoteRankLink:
@@ -110,12 +109,9 @@ class RemoteRankLink:
         self.host = own_host(at)
         return join_group(store_at(at), self.number, self._size, device, self.host), None
 
-    def memory(self, device: torch.device) -> Callable[[int], Tensor] | None:
-        return None
-
-    def ready(self, pool: Tensor, serve: Serve) -> None:
+    def ready(self, device: torch.device, serve: Serve) -> None:
         server = serve(self._stream.send_message, self._steps.put, self._fail)
-        threading.Thread(target=self._read, args=(server, pool.device), name="rank-stream", daemon=True).start()
+        threading.Thread(target=self._read, args=(server, device), name="rank-stream", daemon=True).start()
         self._pipe.send(ready=True)
         self._stream.send_message(ready=True)
 
@@ -154,6 +150,20 @@ class RemoteRankLink:
     def _fail(self, error: Exception) -> None:
         self._pipe.failed(error)
         os._exit(1)
+
+
+def pack_request(number: int, request: dict[str, Any]) -> NDArray[np.int32]:
+    """A request for the pool of rank `number`, as the ring carries it: the number, the bytes of the JSON object, and
+    the object, padded."""
+    import numpy as np
+
+    data = json.dumps(request, separators=(",", ":")).encode()
+    return np.frombuffer(struct.pack("=ii", number, len(data)) + data + bytes(-len(data) % 4), np.int32)
+
+
+def unpack_request(values: NDArray[np.int32]) -> tuple[int, dict[str, Any]]:
+    """The reverse of `pack_request`."""
+    return int(values[0]), json.loads(values[2:].tobytes()[: int(values[1])])
 
 
 def store_at(at: HostPort, **more: Any) -> Any:

@@ -10,21 +10,32 @@ load, rank 0 first has a moment to report the loss in the line that ends a faile
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import select
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from baton.address import HostPort
 from kv_transfer.remote import RemotePool
 from kv_transfer.transports.host import LOOPBACK, listen_on
 from node.errors import StartupError
-from node.ranks.forks import ENDED_LOADING, HAS_ENDED, Limits, LossReason, RankFork, RankForks, RankPipe, fork
+from node.ranks.forks import (
+    ENDED_LOADING,
+    HAS_ENDED,
+    MAX_MESSAGE,
+    Limits,
+    LossReason,
+    RankForks,
+    RankPipe,
+    fork,
+)
 from node.ranks.hosts import OtherHosts
-from node.ranks.memory import mapped, mapped_from_gpu
-from node.ranks.rank_links import ForkedRankLink, RankLink, join_group, store_at
+from node.ranks.pool_wire import PoolWire
+from node.ranks.rank_links import POOL_REQUEST, ForkedRankLink, RankLink, join_group, pack_request, store_at
 from node.ranks.ring import RingWriter, SharedRing
 from node.settings import NodeSettings
 
@@ -32,7 +43,6 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
     from numpy.typing import NDArray
-    from torch import Tensor
 
     from engine.model.parallel.group import RankGroup
     from engine.model.parallel.others import RemoteRanks
@@ -54,7 +64,7 @@ class HostRanks(Protocol):
     def start_loading(self, **rendezvous: Any) -> None:
         """Tell them to load. rendezvous: the addresses of TCPStores. Raises RuntimeError if one has ended."""
 
-    def pools(self) -> Sequence[Tensor | RemotePool]:
+    def pools(self) -> Sequence[RemotePool]:
         """Wait until all are ready. Returns their KV pools, in rank order. Raises RuntimeError."""
 
     def send(self, kind: int, array: NDArray[np.int32]) -> None:
@@ -78,6 +88,8 @@ class ForkedRanks:
     def __init__(self, forks: RankForks, ring: SharedRing) -> None:
         self.forks = forks
         self._writer = RingWriter(ring)
+        self._writing = threading.Lock()  # steps come from the engine's thread, requests from any
+        self._wires = [PoolWire(fork.number, partial(self._request, fork.number)) for fork in forks.all]
 
     @property
     def ready(self) -> bool:
@@ -90,24 +102,31 @@ class ForkedRanks:
             except OSError as error:
                 raise RuntimeError(f"rank {rank.number} {ENDED_LOADING}") from error
 
-    def pools(self) -> Sequence[Tensor | RemotePool]:
-        return [self._pool(rank) for rank in self.forks.all]
-
-    def _pool(self, rank: RankFork) -> Tensor:
-        select.select([rank.link], [], [])  # until it sends something or ends; `RankForks.watch` bounds this wait
-        message = rank.peek()
-        if not rank.take_ready(message):
-            raise RuntimeError(f"rank {rank.number} {ENDED_LOADING}")
-        assert message
-        if "region" in message:
-            return mapped_from_gpu(
-                rank.number, bytes.fromhex(message["region"]), message["offset"], message["pool_bytes"]
-            )
-        return mapped(rank.pool, message["pool_bytes"])
+    def pools(self) -> Sequence[RemotePool]:
+        for rank in self.forks.all:
+            select.select([rank.link], [], [])  # until it sends something or ends; `RankForks.watch` bounds this wait
+            if not rank.take_ready(rank.peek()):
+                raise RuntimeError(f"rank {rank.number} {ENDED_LOADING}")
+        threading.Thread(target=self._read, name="rank-pools", daemon=True).start()
+        return [wire.pool for wire in self._wires]
 
     def send(self, kind: int, array: NDArray[np.int32]) -> None:
         if self.forks.all:
-            self._writer.send(kind, array)
+            with self._writing:
+                self._writer.send(kind, array)
+
+    def _request(self, number: int, request: dict[str, Any]) -> None:
+        self.send(POOL_REQUEST, pack_request(number, request))
+
+    def _read(self) -> None:
+        """Handle what the ranks report of their pools, until all have ended."""
+        live = {fork.of_pool: wire for fork, wire in zip(self.forks.all, self._wires, strict=True)}
+        while live:
+            for ready in select.select(list(live), [], [])[0]:
+                if data := ready.recv(MAX_MESSAGE):
+                    live[ready].handle(json.loads(data))
+                else:
+                    live.pop(ready).lost()
 
     def loss_reason(self, timeout_s: float) -> LossReason | None:
         return self.forks.loss_reason(timeout_s)
@@ -158,12 +177,9 @@ class Ranks:
             ranks.start_loading(host=at.host, port=at.port, peers=peers and (peers.host, peers.port))
         return join_group(store, 0, self.size, device, host)
 
-    def pools(self, block_bytes: list[int]) -> list[Tensor | RemotePool]:
-        """Wait until all are ready. Returns their KV pools, each as [num_blocks, block_bytes], uint8, or as a
-        RemotePool on another host. Raises RuntimeError."""
-        pools = [pool for ranks in self._all for pool in ranks.pools()]
-        sized = zip(pools, block_bytes, strict=True)
-        return [pool if isinstance(pool, RemotePool) else pool.view(-1, size) for pool, size in sized]
+    def pools(self) -> list[RemotePool]:
+        """Wait until all are ready. Returns their KV pools, in rank order. Raises RuntimeError."""
+        return [pool for ranks in self._all for pool in ranks.pools()]
 
     def why(self, error: RuntimeError) -> StartupError:
         """The error of a failed start: which rank has ended while it loaded, and the error that it reported; else

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-NUM_SLOTS = 16
-SLOT_VALUES = 64 * 1024
+NUM_SLOTS = 128
+SLOT_VALUES = 8 * 1024
 FULL_TIMEOUT_S = 600.0
 """How long to wait for a reader that takes nothing. A process that died or hangs is noticed much earlier
 (`node.ranks.ranks`)."""

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from engine.model.parallel.others import Kind
-from kv_transfer.remote import RemotePool
 from node.errors import StartupError
 from node.ranks.forks import Limits
 from node.ranks.headless import run_headless
@@ -53,9 +52,7 @@ def run_rank(case: str, weights: str, link: RankLink) -> None:
     group.minimum(SIZE)  # all have met
     misfortune(mine, "load")
     group.minimum(link.number)  # as loading does
-    shared = link.memory(CPU)
-    memory = torch.zeros(8, dtype=torch.uint8) if shared is None else shared(8)
-    link.ready(memory, lambda send, *_: Echo(send))  # type: ignore[arg-type]
+    link.ready(CPU, lambda send, *_: Echo(send))  # type: ignore[arg-type]
     while True:
         kind, array = link.receive()
         misfortune(mine, "close" if kind == Kind.CLOSE else "step")
@@ -72,18 +69,16 @@ def serve(case: str, weights: str, ranks: Ranks) -> None:
         group = ranks.join(CPU, fingerprint=lambda: weights)
         group.minimum(SIZE)
         assert group.minimum(7) == 1
-        pools = ranks.pools([8] * (SIZE - 1))
+        pools: list[Any] = [*ranks.pools()]
     except RuntimeError as error:
         raise ranks.why(error) from error
-    assert [isinstance(pool, RemotePool) for pool in pools] == [False, True, True]
     stopped = threading.Event()
     ranks.serves(stopped.set)
     print("serves", flush=True)
-    there: list[Any] = pools[1:]
     for number in range(1, NUM_STEPS + 1):
         ranks.others._send(Kind.COMPUTE, np.arange(LARGE, dtype=np.int32) * number)
         assert float(group.all_reduce(torch.zeros(1))) == sum(range(SIZE))
-        for pool in there:
+        for pool in pools:
             assert pool._wire.request(5.0, do="echo")["did"] == "echo"
     if case.startswith(("waits", "host-hangs")):
         print("waits", flush=True)

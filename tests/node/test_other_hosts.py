@@ -182,7 +182,7 @@ def test_a_rank_that_has_ended_in_order_is_not_lost(
     with subprocess.Popen([command]) as process, socket.socket() as link:
         pidfd = os.pidfd_open(process.pid)
         select.select([pidfd], [], [])
-        rank = RankFork(3, process.pid, pidfd, link, -1, ready=True)
+        rank = RankFork(3, process.pid, pidfd, link, link, ready=True)
         with pytest.raises(SystemExit) if is_lost else contextlib.nullcontext():
             host._rank_lost(rank, LossReason("rank 3 has ended"))
         os.close(pidfd)

@@ -43,7 +43,7 @@ def test_a_request_after_steps_is_handled_once_the_rank_has_taken_them() -> None
             self._after_steps(lambda: done.append((message["do"], threading.current_thread())))
             received.set()
 
-    link.ready(torch.zeros(8, dtype=torch.uint8), Server)  # type: ignore[arg-type]
+    link.ready(torch.device("cpu"), Server)  # type: ignore[arg-type]
     ours.send_step(0, np.arange(1, dtype=np.int32))
     ours.send_step(1, np.arange(2, dtype=np.int32))
     ours.send_message(do="expect")

@@ -124,10 +124,7 @@ class Link:
         self.frozen = gc.get_freeze_count()  # the imports' objects
         return ONE_RANK, None
 
-    def memory(self, device: torch.device) -> None:
-        return None
-
-    def ready(self, pool: torch.Tensor, serve: object) -> None:
+    def ready(self, device: torch.device, serve: object) -> None:
         assert gc.isenabled()
         assert gc.get_freeze_count() > self.frozen > 10_000
 
