@@ -1,4 +1,4 @@
-"""Operates a rank's KV pool, slots and transport for a `RemotePool` on another host: the other end of its wire."""
+"""Operates a rank's KV pool, slots and transport for rank 0's `RemotePool`: the other end of its wire."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ events."""
 class PoolServer:
     """pool_bytes: [num_blocks, block_bytes], uint8, of that layout. make_link: raises TransferError. after_steps: calls
     its argument once all earlier steps are launched, on the thread that launches them. fail: called on any thread when
-    a transport fails, without which the rank is of no use. `handle` is for one thread, which launches no steps, but
-    uses the same CUDA stream."""
+    a transport fails, without which the rank is of no use. `handle` is for one thread, which launches the steps, or
+    none, but uses the same CUDA stream."""
 
     def __init__(
         self,

@@ -1,10 +1,11 @@
-"""The KV pool of a rank on another host: its slots and transport are there, the mover that decides about them is here.
+"""The KV pool of another rank: its slots and transport are in the rank's process, the mover that decides about them is
+here.
 
     KvSender or KvReceiver -> RemoteSlots, RemoteCopies, RemoteTransport ==wire==> PoolServer -> pool, slots, transport
 
 The mover is the same as for a local pool, and keeps the states of all slots. Its operations on memory are sent over the
 wire instead, in order with the steps of the same rank: so a gather or a scatter is done before a step that was sent
-after it. Only `open_link`, `warm_up`, `connect` and `close` wait for the other host.
+after it. Only `open_link`, `warm_up`, `connect` and `close` wait for the rank.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Wire(Protocol):
 
 
 class RemoteLink(NamedTuple):
-    """The `node.base.Link` of a pool on another host."""
+    """The `node.base.Link` of such a pool."""
 
     staging: RemoteSlots
     transport: RemoteTransport
@@ -59,7 +60,7 @@ class RemotePool:
         self._links: dict[int, RemoteLink] = {}
 
     def open_link(self, num_slots: int, slot_bytes: int, part_blocks: int, wake: Callable[[], None]) -> RemoteLink:
-        """Have slots and a transport made on the other host. Raises TransferError."""
+        """Have slots and a transport made in the rank's process. Raises TransferError."""
         number = next(self._numbers)
         sizes = {"num_slots": num_slots, "slot_bytes": slot_bytes, "part_blocks": part_blocks}
         address = bytes.fromhex(self._wire.request(_OPEN_S, do="open", link=number, **sizes)["address"])
@@ -83,7 +84,7 @@ class RemotePool:
 
 
 class RemoteSlots(Slots):
-    """The states of slots whose memory is on another host."""
+    """The states of slots whose memory is in another process."""
 
     def __init__(self, num_slots: int, slot_bytes: int, copies: RemoteCopies) -> None:
         super().__init__(num_slots, slot_bytes)
@@ -116,7 +117,7 @@ class RemoteCopies:
         return contextlib.nullcontext()
 
     def make_stream_wait(self, slot: int) -> None:
-        """Nothing to do: steps on the other host wait anyway."""
+        """Nothing to do: the rank's steps wait anyway."""
 
     def is_done(self, slot: int) -> bool:
         return True

@@ -1,7 +1,8 @@
-"""A rank on another host receives steps over its stream, and requests for its KV pool in order with them."""
+"""A rank receives requests for its KV pool in order with its steps: in the ring, or over a stream from another host."""
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -11,8 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from baton.errors import TransferError
 from engine.model.parallel.others import Kind
-from node.ranks.rank_links import RemoteRankLink
+from node.ranks.pool_wire import PoolWire
+from node.ranks.rank_links import POOL_REQUEST, ForkedRankLink, RemoteRankLink, pack_request
+from node.ranks.ring import RingWriter, SharedRing
 from node.ranks.stream import RankStream
 
 pytestmark = pytest.mark.timeout(20)
@@ -23,6 +27,8 @@ class Pipe:
 
     def send(self, **message: Any) -> None:
         """Nobody listens."""
+
+    send_of_pool = send
 
 
 def test_a_request_after_steps_is_handled_once_the_rank_has_taken_them() -> None:
@@ -57,3 +63,36 @@ def test_a_request_after_steps_is_handled_once_the_rank_has_taken_them() -> None
     ours.close()
     assert link.receive()[0] == Kind.CLOSE
     theirs.close()
+
+
+def test_the_ring_has_requests_in_order_with_steps_each_for_one_rank() -> None:
+    ring = SharedRing(2)
+    writer, done = RingWriter(ring), list[Any]()
+
+    class Server:
+        def __init__(self, send: object, after_steps: Callable[[Callable[[], None]], None], fail: object) -> None:
+            self._after_steps = after_steps
+
+        def handle(self, message: dict[str, Any]) -> None:
+            self._after_steps(lambda: done.append(message))
+
+    links = [ForkedRankLink(number, 3, Pipe(), ring, number - 1) for number in (1, 2)]  # type: ignore[arg-type]
+    for link in links:
+        link.ready(torch.device("cpu"), Server)  # type: ignore[arg-type]
+    writer.send(0, np.arange(1, dtype=np.int32))
+    writer.send(POOL_REQUEST, pack_request(2, {"do": "scatter", "ids": [5, 6]}))
+    writer.send(1, np.arange(2, dtype=np.int32))
+    for link, handled in zip(links, ([], [{"do": "scatter", "ids": [5, 6]}]), strict=True):
+        assert link.receive()[0] == 0
+        assert not done
+        assert link.receive()[0] == 1
+        assert done == handled
+    for eventfd in ring.eventfds:
+        os.close(eventfd)
+
+
+def test_a_request_to_a_rank_that_is_lost_fails_at_once() -> None:
+    wire = PoolWire(3, lambda message: wire.lost() if message["do"] == "first" else None)
+    for do in ("first", "second"):
+        with pytest.raises(TransferError, match="rank 3 is lost"):
+            wire.request(10.0, do=do)
