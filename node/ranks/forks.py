@@ -208,7 +208,6 @@ class RankForks:
             os.waitpid(fork.pid, 0)
             os.close(fork.pidfd)
             fork.link.close()
-            fork.of_pool.close()
 
     def _watch(self, on_lost: OnLost) -> None:
         counts = memoryview(self._heartbeats).cast("q")

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import select
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -89,7 +90,8 @@ class ForkedRanks:
         self.forks = forks
         self._writer = RingWriter(ring)
         self._writing = threading.Lock()  # steps come from the engine's thread, requests from any
-        self._wires = [PoolWire(fork.number, partial(self._request, fork.number)) for fork in forks.all]
+        self._wires = [PoolWire(rank.number, partial(self._request, rank.number)) for rank in forks.all]
+        self._reader = threading.Thread(target=self._read, name="rank-pools", daemon=True)
 
     @property
     def ready(self) -> bool:
@@ -107,7 +109,7 @@ class ForkedRanks:
             select.select([rank.link], [], [])  # until it sends something or ends; `RankForks.watch` bounds this wait
             if not rank.take_ready(rank.peek()):
                 raise RuntimeError(f"rank {rank.number} {ENDED_LOADING}")
-        threading.Thread(target=self._read, name="rank-pools", daemon=True).start()
+        self._reader.start()
         return [wire.pool for wire in self._wires]
 
     def send(self, kind: int, array: NDArray[np.int32]) -> None:
@@ -120,13 +122,19 @@ class ForkedRanks:
 
     def _read(self) -> None:
         """Handle what the ranks report of their pools, until all have ended."""
-        live = {fork.of_pool: wire for fork, wire in zip(self.forks.all, self._wires, strict=True)}
+        live = {rank.of_pool: (rank, wire) for rank, wire in zip(self.forks.all, self._wires, strict=True)}
         while live:
             for ready in select.select(list(live), [], [])[0]:
-                if data := ready.recv(MAX_MESSAGE):
-                    live[ready].handle(json.loads(data))
-                else:
-                    live.pop(ready).lost()
+                rank, wire = live[ready]
+                try:
+                    if data := ready.recv(MAX_MESSAGE):
+                        wire.handle(json.loads(data))
+                        continue
+                except Exception as error:  # the thread's boundary: the rank is of no use, and its end that of the node
+                    log.critical("rank %d: what it reports of its pool fails", rank.number, exc_info=error)
+                    signal.pidfd_send_signal(rank.pidfd, signal.SIGKILL)
+                wire.lost()
+                del live[ready]
 
     def loss_reason(self, timeout_s: float) -> LossReason | None:
         return self.forks.loss_reason(timeout_s)
@@ -136,6 +144,10 @@ class ForkedRanks:
 
     def end(self, timeout_s: float) -> None:
         self.forks.end(timeout_s)
+        if self._reader.is_alive():
+            self._reader.join()  # all ranks have ended, which it sees
+        for rank in self.forks.all:
+            rank.of_pool.close()
 
 
 class Ranks:
