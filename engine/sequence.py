@@ -51,8 +51,8 @@ class Sequence:
     """The tokens of one sample (of several, until they fork) and how far their KV has been computed.
 
     `tokens` is prompt + output, of which `output` is what there is at the beginning; only the engine appends to it.
-    `samples` are the
-    indexes of the request's answers that it stands for: several share one prefill, and fork at the first token.
+    `samples` are the indexes of the request's answers that it stands for: several share one prefill, and fork at the
+    first token.
     `hand_off`: park after the prompt, with its blocks held, instead of generating. `priority`: a lower one is admitted
     earlier and preempted later, see `baton.priority`. `arrived_s`: when it came to this node; it had waited elsewhere
     for `age_s` by then. `lane`: what it may have to wait for while it holds its blocks, see `engine.lanes`.

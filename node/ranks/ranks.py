@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_READER_S = 5.0
+"""How long to wait for the thread that handles what ranks report: a copy that it requests may find the ring full."""
 RunRank = Callable[[RankLink, NodeSettings], None]
 """The body of a rank's process: it loads its part of the model, reports, and serves until the node closes it."""
 
@@ -145,9 +147,10 @@ class ForkedRanks:
     def end(self, timeout_s: float) -> None:
         self.forks.end(timeout_s)
         if self._reader.is_alive():
-            self._reader.join()  # all ranks have ended, which it sees
-        for rank in self.forks.all:
-            rank.of_pool.close()
+            self._reader.join(_READER_S)  # all ranks have ended, which it sees
+        if not self._reader.is_alive():  # else it would use sockets that are closed
+            for rank in self.forks.all:
+                rank.of_pool.close()
 
 
 class Ranks:

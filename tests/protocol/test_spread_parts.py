@@ -50,6 +50,11 @@ class Spreading(Prefilling):
         self.world.now += seconds
         self.compute(NUM_LAYERS)
 
+    def whole_chunks(self) -> None:
+        """The device computes all chunks but the last."""
+        for _ in range(NUM_WHOLE):
+            self.chunk()
+
     def wait(self) -> float:
         """Wait for the node's deadline; returns how long that took."""
         began, deadline = self.world.now, self.core.next_deadline()
@@ -63,8 +68,7 @@ class Spreading(Prefilling):
 def test_parts_leave_evenly_within_a_share_of_the_next_chunks_time(last_chunk: int, share: float) -> None:
     node = Spreading(last_chunk)
     node.grant_all()
-    for _ in range(NUM_WHOLE):
-        node.chunk()
+    node.whole_chunks()
     assert node.num_left == 4
     assert node.wait() == pytest.approx(SPREAD_SHARE * share * CHUNK_S)
     assert node.num_left == 5
@@ -72,8 +76,7 @@ def test_parts_leave_evenly_within_a_share_of_the_next_chunks_time(last_chunk: i
 
 def test_parts_that_a_grant_finds_computed_leave_in_what_is_left_of_that_time() -> None:
     node = Spreading(BUDGET)
-    for _ in range(NUM_WHOLE):
-        node.chunk()
+    node.whole_chunks()
     node.world.now += 0.2 * SPREAD_SHARE * CHUNK_S
     node.grant_all()
     assert node.num_left == 1
@@ -85,8 +88,7 @@ def test_parts_that_a_grant_finds_computed_leave_in_what_is_left_of_that_time() 
 def test_when_the_prompt_is_computed_all_parts_leave_at_once() -> None:
     node = Spreading(BUDGET)
     node.grant_all()
-    for _ in range(NUM_WHOLE):
-        node.chunk()
+    node.whole_chunks()
     assert node.num_left == 4
     node.chunk(seconds=CHUNK_S / 10)  # sooner than expected
     assert node.num_left == node.num_parts
@@ -96,16 +98,14 @@ def test_when_the_prompt_is_computed_all_parts_leave_at_once() -> None:
 def test_parts_leave_at_once_where_nothing_runs_beside_the_device() -> None:
     node = Spreading(BUDGET, ahead=False)
     node.grant_all()
-    for _ in range(NUM_WHOLE):
-        node.chunk()
+    node.whole_chunks()
     assert node.num_left == 5
 
 
 def test_a_request_that_ends_is_not_waited_for() -> None:
     node = Spreading(BUDGET)
     node.grant_all()
-    for _ in range(NUM_WHOLE):
-        node.chunk()
+    node.whole_chunks()
     node.core.handle(FromRouter(EPOCH, Abort(WORK)), node.world.now)
     node.turn()
     assert [type(end.error) for end in node.ends] == [RequestCancelled]
