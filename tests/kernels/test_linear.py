@@ -164,6 +164,19 @@ def test_small_or_odd_weights_are_left_to_cublas() -> None:
     assert choose(4, 4096, 4096 + 8, False, 132) is None
 
 
+def test_routers_of_experts_are_split_for_a_decode_step() -> None:
+    chosen = {n for n in range(1, 200) if choose(n, 128, 2048, False, 132) is not None}
+    assert chosen == set(range(17, 65))
+    for num_rows in (17, 64):
+        tiling = choose(num_rows, 128, 2048, False, 132)
+        assert isinstance(tiling, Tiling)
+        assert tiling.rows >= num_rows
+        assert 2048 % (tiling.splits * tiling.depth) == 0
+        assert tiling.splits > 1
+    assert choose(32, 128, 2048 + 256, False, 132) is None
+    assert choose(32, 1, 2048, False, 132) is None
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("out_features", "in_features", "gated"), SHAPES[:4])
 @pytest.mark.parametrize("num_rows", [1, 2, 13, 32, 64, 100, 200, 2000])

@@ -222,6 +222,23 @@ def test_empty_places_beside_prompts_leave_the_shares_to_the_others() -> None:
         assert longest([3000, 900] + [0] * 30) == longest([3000, 900]) < 200
 
 
+@pytest.mark.parametrize(
+    ("num_seqs", "bound", "merged_at_once"), [(4, True, 4), (30, False, 4), (30, True, 2), (90, False, 2)]
+)
+def test_heads_are_merged_at_once_where_most_sequences_are_split(
+    num_seqs: int, bound: bool, merged_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "num_sms", lambda _: 60)
+    ones = [1] * num_seqs
+    batch = PagedBatch.build([[1]] * num_seqs, ones, ones, 16, torch.device("cpu"))
+    if bound:
+        batch.host_context_lens = []
+        batch.num_tokens += 8
+    plan = decode._plan(batch, torch.empty(1, 4, 16), torch.empty(3, 2, 16, 16), None)
+    assert plan.tuning.num_programs == 180
+    assert plan.merged_at_once == merged_at_once
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 def test_bounds_for_lengths(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a CUDA graph of short prompts: the host knows neither the lengths nor the contexts."""

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from baton_kernels.experts import ROUTER_TOKENS, ExpertWeights, Routing, kernel_tokens, route, route_rows
+from baton_kernels.experts import ROUTER_KERNEL_TOKENS, ExpertWeights, Routing, kernel_tokens, route, route_rows
 from baton_kernels.experts.reference import experts as reference
 from baton_kernels.experts.weights import int_group
 from engine.model.attention import row_slot_mapping_of
@@ -119,9 +119,11 @@ def _fuse_router(target: Target, module: Any) -> str | None:
             break
     else:
         return "differs"
-    for rows in (x, x.repeat(ROUTER_TOKENS, 1)):
-        _, chosen_weights, chosen = forward(rows, bias)[:: -1 if ids_first else 1]
-        if not _same_choice((chosen_weights[: len(x)], chosen[: len(x)]), (weights, ids)):
+    for num_tokens in ROUTER_KERNEL_TOKENS:
+        rows = x.repeat(-(-num_tokens // len(x)), 1)[:num_tokens]
+        _, *chosen = forward(rows, bias)[:: -1 if ids_first else 1]
+        n = min(len(x), num_tokens)
+        if not _same_choice((chosen[0][:n], chosen[1][:n]), (weights[:n], ids[:n])):
             return "differs"
     target.patches.set_forward(module, forward)
     return None

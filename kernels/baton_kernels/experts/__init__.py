@@ -9,12 +9,12 @@ the result: the same shapes give the same bits each time.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from baton_kernels.experts import reference
 from baton_kernels.experts.tiling import BY_TOKEN_TOKENS, RowTilings, Tilings, choose, kernel_tokens
 from baton_kernels.experts.weights import GROUP, ExpertWeights, Gate, Routing, Scores, int_group
+from baton_kernels.linear import linear
 from baton_kernels.unfinished import ChosenParts, unfinished
 
 __all__ = [
@@ -34,6 +34,8 @@ ALIGNED = 16
 """hidden_size and intermediate_size must be multiples of this for the kernels."""
 ROUTER_TOKENS = 16
 """Up to so many tokens, one kernel computes the router's product and the choice; there, each token reads the router."""
+ROUTER_KERNEL_TOKENS = (1, ROUTER_TOKENS + 1, 64)
+"""Numbers of tokens that together run every kernel for a router."""
 
 
 def route(
@@ -78,7 +80,7 @@ def route_rows(
     if in_fp32:
         x, router = x.float(), router.float()
         router_bias = None if router_bias is None else router_bias.float()
-    logits = F.linear(x, router, router_bias)
+    logits = linear(x, router, router_bias)
     return logits, *route(logits, routing, bias, dtype)
 
 
@@ -176,7 +178,8 @@ def in_blocks(
     blocks = (blocks_by_token if by_token else align)(ids, slot_mapping, of.num_experts, rows)
     rounds = of.eight_bits  # even for three tokens: multiplying in 16 bits costs twice what not quantizing x saves
     values, scale = quantize_rows(x, None, of.gate_up.dtype) if rounds else (x, None)
-    inner = kernel.gate_up(values, scale, of, blocks, ids.numel(), top_k, tilings.gate_up, x.dtype)
+    early = tilings.early and not rounds
+    inner = kernel.gate_up(values, scale, of, blocks, ids.numel(), top_k, tilings.gate_up, x.dtype, early)
     values, scale = quantize_rows(inner, None, of.down.dtype) if rounds else (inner, None)
     parts = kernel.down(values, scale, of, blocks, weights, tilings.down, x.dtype)
     return ChosenParts(parts, ids, slot_mapping, of.num_experts)

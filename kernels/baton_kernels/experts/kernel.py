@@ -58,9 +58,11 @@ def _choices_of(
     token = tl.arange(0, ROWS)
     slot = tl.arange(0, CHOICES)
     mask = (token < num_tokens)[:, None] & (slot < TOP_K)[None, :]
-    hit = (tl.load(ids_ptr + token[:, None] * TOP_K + slot[None, :], mask=mask, other=-1) == expert) & mask
+    ids_ptrs = ids_ptr + token[:, None] * TOP_K + slot[None, :]
+    hit = (tl.load(ids_ptrs, mask=mask, other=-1, cache_modifier=".cg") == expert) & mask
     if HAS_PADDING:
-        hit = hit & (tl.load(slot_mapping_ptr + token, mask=token < num_tokens, other=0) > 0)[:, None]
+        slots = tl.load(slot_mapping_ptr + token, mask=token < num_tokens, other=0, cache_modifier=".cg")
+        hit = hit & (slots > 0)[:, None]
     return token * TOP_K + tl.max(tl.where(hit, slot[None, :], 0), 1), tl.max(hit.to(tl.int32), 1) > 0
 
 
@@ -78,7 +80,9 @@ def _block(
     HAS_PADDING: tl.constexpr,
 ):
     """A block's expert; and, [ROWS] each, its choices, which of them are real, and its rows in the tensor between the
-    two products. A block that does not exist has no real choices."""
+    two products. A block that does not exist has no real choices.
+
+    The second product reads all this before its wait, and so not from L1, which may have lines of earlier layers."""
     if BY_TOKEN:
         expert = block
         choice, taken = _choices_of(
@@ -86,11 +90,12 @@ def _block(
         )
         place = choice
     else:
-        there = block < tl.load(count_ptr)
-        expert = tl.load(expert_of_ptr + block, mask=there, other=0)
+        # All three at once: entries of blocks that do not exist are read, but not used.
+        there = block < tl.load(count_ptr, cache_modifier=".cg")
+        expert = tl.where(there, tl.load(expert_of_ptr + block, cache_modifier=".cg"), 0)
         place = block * ROWS + tl.arange(0, ROWS)
-        choice = tl.load(order_ptr + place, mask=there, other=num_choices)
-        taken = choice < num_choices
+        choice = tl.load(order_ptr + place, cache_modifier=".cg")
+        taken = there & (choice < num_choices)
     return expert.to(tl.int64), choice, taken, place
 
 
@@ -150,6 +155,7 @@ def _gate_up_kernel(
     GATE: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """WIDTH: intermediate_size. out: [most * ROWS, WIDTH], in the order of the blocks; or of the choices, if nothing is
@@ -167,6 +173,8 @@ def _gate_up_kernel(
     block, tile = _place(most, tl.cdiv(WIDTH, OUT), group)
     if PDL:
         tl.extra.cuda.gdc_wait()
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
     expert, choice, taken, place = _block(
         order_ptr, expert_of_ptr, count_ptr, block, num_choices, TOP_K, CHOICES, ROWS, BY_TOKEN, HAS_PADDING
     )
@@ -214,7 +222,7 @@ def _gate_up_kernel(
             if not TMA:
                 weight_ptrs += DEPTH
             x_ptrs += DEPTH
-        if PDL:
+        if PDL and not EARLY:
             tl.extra.cuda.gdc_launch_dependents()
         if X_SCALED:
             x_scale = tl.load(x_scale_ptr + token)[None, :]
@@ -272,11 +280,12 @@ def _down_kernel(
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     EVEN: tl.constexpr = WIDTH % DEPTH == 0
     block, tile = _place(most, tl.cdiv(HIDDEN, OUT), group)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    # This needs no wait: what it reads was complete before any program of the first product let this kernel begin.
     expert, choice, taken, place = _block(
         order_ptr, expert_of_ptr, count_ptr, block, num_choices, TOP_K, CHOICES, ROWS, BY_TOKEN, HAS_PADDING
     )
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     if tl.max(taken.to(tl.int32), 0) > 0:
         feature = tile * OUT + tl.arange(0, OUT)
         mask = feature < HIDDEN
@@ -323,12 +332,13 @@ def _down_kernel(
 
 def gate_up(
     x: Tensor, x_scale: Tensor | None, of: ExpertWeights, blocks: Blocks, num_choices: int, top_k: int, tiling: Tiling,
-    dtype: torch.dtype,
+    dtype: torch.dtype, early: bool = False,
 ) -> Tensor:  # fmt: skip
     """The gated product: [blocks.num_rows, intermediate_size] of `dtype`, in the order of the blocks; rows of no choice
     are not written.
 
-    x: [num_tokens, hidden_size], contiguous rows. x_scale: [num_tokens, 1] if x is quantized; else None.
+    x: [num_tokens, hidden_size], contiguous rows. x_scale: [num_tokens, 1] if x is quantized; else None. early: the
+    next kernel's programs begin as soon as there is room for them, rather than after the products.
     """
     width = of.intermediate_size
     out = torch.empty((blocks.num_rows, width), dtype=dtype, device=x.device)
@@ -345,7 +355,7 @@ def gate_up(
         width, of.hidden_size, top_k, triton.next_power_of_2(top_k),
         tiling.rows, tiling.out, tiling.depth, tiling.num_stages, tiling.tma, not blocks.is_sorted, blocks.has_padding,
         of.interleaved, of.four_bits, int_group(of.gate_up, scale), of.block, of.scales_rows, x_scale is not None,
-        bias is not None, of.gate, of.alpha, of.limit,
+        bias is not None, of.gate, of.alpha, of.limit, early,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **launch_options(x.device),
     )  # fmt: skip
     return out

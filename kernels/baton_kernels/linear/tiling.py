@@ -14,7 +14,7 @@ KERNEL_ROWS = (1, 8, 16, 32, 64, 128, 2048)
 """Numbers of rows that together run every kernel for a weight: after calling `linear` with each of them at startup,
 nothing is compiled later."""
 MAX_TILES = 1024  # tiles of a matmul with split columns: the number of counters
-SMALL = 1 << 20  # elements of a weight; for smaller ones there is nothing to gain
+SMALL = 1 << 20  # elements of a weight; for smaller ones there is little to gain
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,8 @@ def choose(num_rows: int, out_features: int, in_features: int, gated: bool, num_
 
     gated: `out_features` counts the rows of both gate and up, and the kernel includes the activation.
     """
+    if _is_router(num_rows, out_features, in_features):
+        return Tiling(_padded(num_rows), out=16, depth=128, num_warps=4, num_stages=3, splits=8)
     if out_features * in_features < SMALL or in_features % (64 if in_features > 2048 and not gated else 256):
         return None
     if num_rows == 1:
@@ -75,6 +77,12 @@ def choose(num_rows: int, out_features: int, in_features: int, gated: bool, num_
     if gated:
         return _gated(num_rows, out_features, num_sms)
     return _few_rows(num_rows, out_features, in_features, num_sms)
+
+
+def _is_router(num_rows: int, out_features: int, in_features: int) -> bool:
+    """The choice of experts for a decode step. Of 128 features and 2048 columns, with the norm before it and the choice
+    after it: 8.2 to 6.1 for 32 rows, 8.4 to 6.9 for 64, no gain for 128."""
+    return 16 < num_rows <= 64 and 64 <= out_features <= 256 and in_features % 1024 == 0 and in_features <= 4096
 
 
 def _one_row(out_features: int, in_features: int, gated: bool) -> RowTiling:
