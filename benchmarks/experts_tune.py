@@ -12,7 +12,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -114,16 +114,16 @@ def rows_to_try(num_tokens: int, mean: float) -> list[int]:
 def tune_blocks(case: Case) -> list[dict[str, Any]]:
     num_tokens, top_k = case.routed[0][1].shape
     mean = num_tokens * top_k / case.layer.shape.num_experts
+    known = next(tilings for most, tilings in CLASSES if mean <= most)
     timed: list[dict[str, Any]] = []
     for rows in rows_to_try(num_tokens, mean):
         blocks = case.blocks(rows)
         firsts = sorted((case.gate_up_us(t, blocks), str(t), t) for t in candidates(rows, 2))[:NUM_SHOWN]
         seconds = sorted((case.down_us(t, blocks), str(t), t) for t in candidates(rows, 1))[:NUM_SHOWN]
         for (first_us, _, first), (second_us, _, second) in zip(firsts, seconds, strict=False):
-            whole = case.layer_us(Tilings(first, second))
+            whole = case.layer_us(replace(known, gate_up=first, down=second))
             timed.append({"us": whole, "gate_up": str(first), "gate_up_us": first_us, "down": str(second)})
             timed[-1]["down_us"] = second_us
-    known = next(tilings for most, tilings in CLASSES if mean <= most)
     timed.append({"us": case.layer_us(known), "gate_up": "as it is", "down": "as it is"})
     return sorted(timed, key=lambda row: float(row["us"]))
 

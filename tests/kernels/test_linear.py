@@ -175,6 +175,7 @@ def test_routers_of_experts_are_split_for_a_decode_step() -> None:
         assert tiling.splits > 1
     assert choose(32, 128, 2048 + 256, False, 132) is None
     assert choose(32, 1, 2048, False, 132) is None
+    assert choose(32, 128, 2048, True, 132) is None, "columns of a gated product cannot be split"
 
 
 @pytest.mark.gpu

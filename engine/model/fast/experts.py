@@ -122,8 +122,7 @@ def _fuse_router(target: Target, module: Any) -> str | None:
     for num_tokens in ROUTER_KERNEL_TOKENS:
         rows = x.repeat(-(-num_tokens // len(x)), 1)[:num_tokens]
         _, *chosen = forward(rows, bias)[:: -1 if ids_first else 1]
-        n = min(len(x), num_tokens)
-        if not _same_choice((chosen[0][:n], chosen[1][:n]), (weights[:n], ids[:n])):
+        if not _same_choice((chosen[0][: len(x)], chosen[1][: len(x)]), (weights, ids)):
             return "differs"
     target.patches.set_forward(module, forward)
     return None

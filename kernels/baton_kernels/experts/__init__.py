@@ -14,11 +14,11 @@ from torch import Tensor
 from baton_kernels.experts import reference
 from baton_kernels.experts.tiling import BY_TOKEN_TOKENS, RowTilings, Tilings, choose, kernel_tokens
 from baton_kernels.experts.weights import GROUP, ExpertWeights, Gate, Routing, Scores, int_group
-from baton_kernels.linear import linear
+from baton_kernels.linear import KERNEL_ROWS, linear
 from baton_kernels.unfinished import ChosenParts, unfinished
 
 __all__ = [
-    "ROUTER_TOKENS",
+    "ROUTER_KERNEL_TOKENS",
     "ExpertWeights",
     "Gate",
     "Routing",
@@ -34,7 +34,7 @@ ALIGNED = 16
 """hidden_size and intermediate_size must be multiples of this for the kernels."""
 ROUTER_TOKENS = 16
 """Up to so many tokens, one kernel computes the router's product and the choice; there, each token reads the router."""
-ROUTER_KERNEL_TOKENS = (1, ROUTER_TOKENS + 1, 64)
+ROUTER_KERNEL_TOKENS = tuple(rows for rows in KERNEL_ROWS[:-1] if rows >= ROUTER_TOKENS)
 """Numbers of tokens that together run every kernel for a router."""
 
 

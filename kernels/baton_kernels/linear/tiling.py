@@ -66,7 +66,7 @@ def choose(num_rows: int, out_features: int, in_features: int, gated: bool, num_
 
     gated: `out_features` counts the rows of both gate and up, and the kernel includes the activation.
     """
-    if _is_router(num_rows, out_features, in_features):
+    if not gated and _is_router(num_rows, out_features, in_features):
         return Tiling(_padded(num_rows), out=16, depth=128, num_warps=4, num_stages=3, splits=8)
     if out_features * in_features < SMALL or in_features % (64 if in_features > 2048 and not gated else 256):
         return None
