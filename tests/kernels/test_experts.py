@@ -8,11 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from transformers import GptOssConfig, MixtralConfig
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
@@ -27,7 +24,6 @@ from baton_kernels.experts import (
     route,
 )
 from baton_kernels.experts.arranged import arrange
-from baton_kernels.experts.four_bits import load_weight
 from baton_kernels.experts.tiling import (
     BY_TOKEN_TOKENS,
     CLASSES,
@@ -40,46 +36,12 @@ from baton_kernels.experts.tiling import (
 from baton_kernels.gated_activation import ACTIVATIONS
 from baton_kernels.rms_norm import rms_norm
 from baton_kernels.unfinished import finished, left_of
-from tests.kernels.expert_cases import PLACES, RELATIVE, choices
+from tests.kernels.expert_cases import PLACES, check, choices, in_four_bits, weights_of
 from tests.kernels.poison import poisoned
 
 torch.set_num_threads(1)
 
 SMALL = Tilings(Tiling(8, 32, 32, 4, 3), Tiling(8, 32, 32, 4, 3, group=3))
-
-
-def weights_of(
-    num_experts: int, hidden: int, width: int, dtype: torch.dtype, device: str, clamped: bool = False
-) -> ExpertWeights:
-    """Of gpt-oss's form if clamped."""
-
-    def drawn(*sizes: int) -> Tensor:
-        return (torch.randn(*sizes) * sizes[-1] ** -0.5).to(device, dtype)
-
-    plain = ExpertWeights(drawn(num_experts, 2 * width, hidden), drawn(num_experts, hidden, width))
-    if not clamped:
-        return plain
-    biased = replace(plain, gate_up_bias=4 * drawn(num_experts, 2 * width), down_bias=drawn(num_experts, hidden))
-    return replace(biased, gate="clamped", interleaved=True, limit=1.5)
-
-
-def in_four_bits(of: ExpertWeights) -> ExpertWeights:
-    """Random ones of the same sizes in MXFP4."""
-
-    def drawn(weight: Tensor) -> tuple[Tensor, Tensor]:
-        sizes, columns = weight.shape[:2], weight.shape[2]
-        codes = torch.randint(0, 256, (*sizes, columns // 2), dtype=torch.uint8)
-        return codes.to(weight.device), torch.randint(120, 125, (*sizes, columns // 32)).byte().to(weight.device)
-
-    (gate_up, gate_up_scale), (down, down_scale) = drawn(of.gate_up), drawn(of.down)
-    return replace(of, gate_up=gate_up, down=down, gate_up_scale=gate_up_scale, down_scale=down_scale)
-
-
-def check(out: Tensor, expected: Tensor, factor: float = 1.0) -> None:
-    assert out.shape == expected.shape
-    assert out.dtype == expected.dtype
-    largest = expected.float().abs().amax(-1)
-    assert ((out.float() - expected.float()).abs().amax(-1) <= factor * RELATIVE[out.dtype] * largest).all()
 
 
 # ---- the reference ----
@@ -118,38 +80,6 @@ def test_reference_of_weights_of_8_bits() -> None:
     whole = replace(of, gate_up=of.gate_up * scales[0][..., None], down=of.down * scales[1][..., None])
     x, (ids, weights) = torch.randn(5, 32), choices(5, 2, 4, "cpu")
     check(reference.experts(x, ids, weights, scaled), reference.experts(x, ids, weights, whole))
-
-
-def all_codes() -> tuple[Tensor, Tensor]:
-    """Every pair of codes with every scale but 255, which is not a number: [255, 256], [255, 16]."""
-    return torch.arange(256, dtype=torch.uint8).repeat(255, 1), torch.arange(255).byte()[:, None].repeat(1, 16)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_in_mxfp4_are_transformers(dtype: torch.dtype) -> None:
-    """Exactly, in both types. transformers returns rows as columns."""
-    codes, scale = all_codes()
-    expected = convert_moe_packed_tensors(codes.view(1, 255, 16, 16), scale[None], dtype=dtype)
-    assert torch.equal(reference.dequantize(codes, scale, dtype), expected[0].T)
-    assert expected[0, :, :253].isfinite().all()
-    assert reference.dequantize(codes[:1, :16], torch.tensor([[255]], dtype=torch.uint8), dtype).isnan().all()
-
-
-@triton.jit
-def load_all(codes_ptr, scale_ptr, out_ptr):
-    row, column = tl.program_id(0).to(tl.int64) + tl.zeros([1], tl.int64), tl.arange(0, 512)
-    values = load_weight(codes_ptr, scale_ptr, row, 0, 512, 512, 0, out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row[:, None] * 512 + column[None, :], values)
-
-
-@pytest.mark.parametrize(("device", "dtype"), PLACES[:1] + PLACES[2:])
-@pytest.mark.filterwarnings("ignore:overflow")  # numpy's, in the interpreter
-def test_kernels_have_the_values_of_mxfp4(device: str, dtype: torch.dtype) -> None:
-    """Of every code and scale, the largest and the subnormal ones, too."""
-    codes, scale = (tensor.to(device) for tensor in all_codes())
-    out = torch.full((255, 512), float("nan"), device=device, dtype=dtype)
-    load_all[(255,)](codes, scale, out)
-    assert torch.equal(out, reference.dequantize(codes, scale, dtype))
 
 
 def test_choices_of_no_expert_add_nothing() -> None:
@@ -220,34 +150,6 @@ def test_nothing_is_left_on_a_cpu() -> None:
     left = experts(x, ids, weights, of, leaves_sum=True)
     assert left_of(left) is None
     assert torch.equal(left, experts(x, ids, weights, of))
-
-
-MXFP4 = [
-    pytest.param(num_tokens, clamped, *place.values, marks=place.marks if ci or place.marks else pytest.mark.full)
-    for i, num_tokens in enumerate((ROW_TOKENS, 13, 20))
-    for clamped in (False, True)
-    for j, place in enumerate(PLACES[:2] + PLACES[3:])
-    for ci in [(i + clamped + j) % 2 == 0]
-]
-"""On a CPU, CI runs half of the cases, with each pair of values."""
-
-
-@pytest.mark.parametrize(("num_tokens", "clamped", "device", "dtype"), MXFP4)
-def test_experts_in_mxfp4(num_tokens: int, clamped: bool, device: str, dtype: torch.dtype) -> None:
-    """Sizes that are no multiples of the tiles'; choices of no expert; padding."""
-    torch.manual_seed(num_tokens)
-    of = in_four_bits(weights_of(6, 96, 160, dtype, device, clamped))
-    assert (of.hidden_size, of.intermediate_size, of.expert_bytes) == (96, 160, 3 * 96 * 160 * 17 // 32)
-    x = torch.randn(num_tokens, 128).to(device, dtype)[:, :96]
-    ids, weights = choices(num_tokens, 3, 6, device)
-    ids[-1, 1] = 6
-    slots = (torch.arange(num_tokens, device=device) + num_tokens) % 3
-    with poisoned():
-        out = on_gpu(x, ids, weights.to(dtype), of, None)
-        padded = on_gpu(x, ids, weights.to(dtype), of, slots)
-    expected = reference.experts(x, ids, weights.to(dtype), of)
-    check(out, expected)
-    check(padded, expected * (slots > 0)[:, None].to(dtype))
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES[:1] + PLACES[3:])
@@ -373,19 +275,6 @@ def test_in_the_sizes_of_serving(hidden: int, width: int, num_experts: int, top_
         x = torch.randn(num_tokens, hidden, device="cuda", dtype=torch.bfloat16)
         logits = torch.randn(num_tokens, num_experts, device="cuda")
         weights, ids = route(logits, Routing(top_k, normalized=True), None, torch.bfloat16)
-        with poisoned():
-            out = experts(x, ids, weights, of)
-        check(out, reference.experts(x, ids, weights, of))
-
-
-@pytest.mark.gpu
-def test_mxfp4_in_the_sizes_of_serving() -> None:
-    torch.manual_seed(0)
-    of = in_four_bits(weights_of(32, 2880, 2880, torch.bfloat16, "cuda", clamped=True))
-    for num_tokens in sorted({*kernel_tokens(4, 32), 2, 7, 33, 100, 2048}):
-        x = torch.randn(num_tokens, 2880, device="cuda", dtype=torch.bfloat16)
-        logits = torch.randn(num_tokens, 32, device="cuda")
-        weights, ids = route(logits, Routing(4, "chosen_softmax"), None, torch.bfloat16)
         with poisoned():
             out = experts(x, ids, weights, of)
         check(out, reference.experts(x, ids, weights, of))
