@@ -131,6 +131,8 @@ class _Link:
                 marked = self._marks[message["slot"]] = Future[Mark]()
                 self._after_steps(lambda: marked.set_result(self._copies.mark()))
                 self._copies.when_done(message["slot"], partial(self._expect, message))
+            case "relax":
+                self._transport.relax(message["relaxed"])
             case "disconnect":
                 self._disconnect(message["peer"])
             case other:

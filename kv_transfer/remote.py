@@ -166,6 +166,9 @@ class RemoteTransport(EventSource):
     def expect(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
         self._wire.send(do="expect", link=self._link, peer=peer, tag=tag, slot=slot, num_bytes=num_bytes)
 
+    def relax(self, relaxed: bool) -> None:
+        self._wire.send(do="relax", link=self._link, relaxed=relaxed)
+
     def disconnect(self, peer: str) -> None:
         self._wire.send(do="disconnect", link=self._link, peer=peer)
 

@@ -124,6 +124,10 @@ class Transport(Protocol):
         PeerDisconnected is dropped if the peer is reconnected before the next call. Raises RuntimeError when the
         transport itself has failed, after calling `wake`: then nothing works any more, and the process must end."""
 
+    def relax(self, relaxed: bool) -> None:
+        """Whether events may come some 0.3 ms later than they could, which leaves the interpreter to threads that
+        compute. At first they may not."""
+
     def disconnect(self, peer: str) -> None:
         """Forget the peer: each operation with it still under way ends with Failed. No PeerDisconnected. Harmless when
         not connected. Not every transport reports it to the peer (as PeerDisconnected), so notify the peer by other

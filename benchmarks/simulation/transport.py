@@ -107,6 +107,9 @@ class FleetTransport:
         events, self._events = self._events, []
         return events
 
+    def relax(self, relaxed: bool) -> None:
+        """Nothing to do: no thread waits for events."""
+
     def disconnect(self, peer: str) -> None:
         self._links.pop(peer, None)
 

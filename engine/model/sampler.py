@@ -8,6 +8,7 @@ most likely token when greedy, else a draw (see `baton_kernels.sampling`).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ from engine.model.bad_words import ANY_TOKEN, BadWords
 from engine.model.choices import SampleBatch, Sampled
 from engine.model.processed_logits import ProcessedLogits
 from engine.model.token_bitmask import num_words, pack_bitmask
-from engine.model.upload import upload
+from engine.model.upload import upload, upload_to
 from engine.token_matcher import TokenMatcher
 
 GREEDY_BELOW = 1e-5
@@ -38,6 +39,7 @@ _COMPLETES_BAD_WORD = -1e20
 """Added to a logit. It is finite: if every allowed token completes a bad word, these still rank before tokens that are
 not allowed."""
 _PADDING = 4  # rows of an upload have a multiple of so many columns, so that each is aligned to 16 bytes
+_NUM_INTS = 3 + len(_INTS)
 
 
 class Sampler:
@@ -64,6 +66,7 @@ class Sampler:
         self._bias = [_NO_ENTRIES] * num_rows
         self._bad_words = [_NO_BAD_WORDS] * num_rows
         self._ends = [_NO_ENTRIES] * num_rows
+        self._unused: defaultdict[int, list[ChoiceTensors]] = defaultdict(list)  # by number of choices
 
     def begin(self, row: int, params: SamplingParams, prompt_tokens: Seq[int], output_tokens: Seq[int]) -> None:
         """Give the row to a sequence with these tokens. No launched step may still be sampling a token for the row."""
@@ -100,24 +103,17 @@ class Sampler:
         if not len(batch.rows):
             return None
         rows, positions = np.asarray(batch.rows, np.int64), np.asarray(batch.positions, np.int64)
-        n, padded = len(rows), -(-len(rows) // _PADDING) * _PADDING
-        num_ints, num_floats = 3 + len(_INTS), len(_FLOATS)
-        split = num_ints * 8 * padded
-        packed = np.empty(split + num_floats * 4 * padded, np.uint8)
-        ints = packed[:split].view(np.int64).reshape(num_ints, padded)[:, :n]
+        n, (padded, split, num_bytes) = len(rows), _upload_sizes(len(rows))
+        packed = np.empty(num_bytes, np.uint8)
+        ints = packed[:split].view(np.int64).reshape(_NUM_INTS, padded)[:, :n]
         ints[0], ints[1], ints[2] = batch.logits_rows, rows, positions
         ints[3:] = self._ints[:, rows]
         ints[3] += np.asarray(batch.samples, np.int64)  # wraps, as the 64 bits of a seed do
-        packed[split:].view(np.float32).reshape(num_floats, padded)[:, :n] = self._floats[:, rows]
-        device = upload(packed, self._counts.device)
-        logits_rows, row, position, seed, top_k = device[:split].view(torch.int64).view(-1, padded)[:, :n].unbind()
-        temperature, top_p, min_p, *penalties = device[split:].view(torch.float32).view(-1, padded)[:, :n].unbind()
+        packed[split:].view(np.float32).reshape(len(_FLOATS), padded)[:, :n] = self._floats[:, rows]
+        uploaded = self._uploaded(packed, n)
         feature_flags = int(np.bitwise_or.reduce(self._feature_flags[rows], initial=0))
         return SamplingTensors(
-            logits_rows,
-            row,
-            DrawParams(temperature, top_k, top_p, min_p, seed, position),
-            penalties,
+            uploaded,
             host_rows=rows,
             feature_flags=feature_flags,
             too_short=positions < self._may_end_from[rows],
@@ -146,15 +142,23 @@ class Sampler:
         if tensors is None:
             return Sampled(self.last_tokens[:0])
         own, own_rows = self._adjusted(logits, tensors)
-        draw = tensors.draw if tensors.feature_flags & _DRAWS else None
+        draw = tensors.uploaded.draw if tensors.feature_flags & _DRAWS else None
         tokens = sample(own, own_rows, draw, filtered=bool(tensors.feature_flags & _FILTERED))
-        self.last_tokens.index_copy_(0, tensors.rows, tokens)
+        rows = tensors.uploaded.rows
+        self.last_tokens.index_copy_(0, rows, tokens)
         if tensors.feature_flags & _PENALIZED:  # harmless for other rows: `begin` clears a row that gets penalties
-            places = tensors.rows * self._counts.shape[1] + tokens
+            places = rows * self._counts.shape[1] + tokens
             self._counts.view(-1).scatter_add_(0, places, torch.ones_like(tokens))
         sampled = self._with_logprobs(logits, tensors, tokens)
         sampled.processed = tensors.processed
+        self._unused[len(tokens)].append(tensors.uploaded)
         return sampled
+
+    def _uploaded(self, packed: NDArray[np.uint8], num_choices: int) -> ChoiceTensors:
+        unused = self._unused[num_choices]
+        own = unused.pop() if unused else ChoiceTensors(num_choices, self._counts.device)
+        own.overwrite(packed)
+        return own
 
     def _count_known(self, row: int, prompt_tokens: Seq[int], output_tokens: Seq[int]) -> None:
         counts = self._counts[row].zero_()
@@ -168,8 +172,8 @@ class Sampler:
         choice has any of these."""
         others = tensors.matchers or tensors.processed is not None
         if not (tensors.feature_flags & _ADJUSTED or tensors.too_short.any() or others):
-            return logits, tensors.logits_rows
-        own = logits.index_select(0, tensors.logits_rows).float()
+            return logits, tensors.uploaded.logits_rows
+        own = logits.index_select(0, tensors.uploaded.logits_rows).float()
         if tensors.processed is not None:
             tensors.processed.run(own)
         self._forbid(own, tensors)
@@ -181,7 +185,7 @@ class Sampler:
             values = np.concatenate([values for _, (_, values) in added])
             own.view(-1).scatter_add_(0, upload(places, own.device), upload(values, own.device))
         if tensors.feature_flags & _PENALIZED:
-            penalize(own, self._counts, tensors.rows, *tensors.penalties)
+            penalize(own, self._counts, tensors.uploaded.rows, *tensors.uploaded.penalties)
         if tensors.matchers:
             self._constrain(own, tensors.matchers)
         return own, torch.arange(own.shape[0], device=own.device)
@@ -212,7 +216,7 @@ class Sampler:
         if not asked.size:
             return Sampled(tokens)
         picked = upload(asked, logits.device)
-        own = logits.index_select(0, tensors.logits_rows.index_select(0, picked))
+        own = logits.index_select(0, tensors.uploaded.logits_rows.index_select(0, picked))
         logprobs = own.float().log_softmax(dim=-1)
         chosen = logprobs.gather(1, tokens.index_select(0, picked).long()[:, None])[:, 0]
         values, ids = logprobs.topk(min(int(num_logprobs.max()), logits.shape[1]), dim=-1)
@@ -220,15 +224,35 @@ class Sampler:
         return Sampled(tokens, (chosen, values, ids), asks)
 
 
+class ChoiceTensors:
+    """What the choices of a step need on the device, [num_choices] each: views of one upload, which take longer to make
+    than the upload, and are therefore used again.
+
+    draw: the sampling parameters. penalties: repetition, frequency, presence.
+    """
+
+    def __init__(self, num_choices: int, device: torch.device) -> None:
+        padded, split, num_bytes = _upload_sizes(num_choices)
+        self._packed = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        ints = self._packed[:split].view(torch.int64).view(-1, padded)[:, :num_choices]
+        floats = self._packed[split:].view(torch.float32).view(-1, padded)[:, :num_choices]
+        self.logits_rows, self.rows, position, seed, top_k = ints.unbind()
+        temperature, top_p, min_p, *self.penalties = floats.unbind()
+        self.draw = DrawParams(temperature, top_k, top_p, min_p, seed, position)
+
+    def overwrite(self, packed: NDArray[np.uint8]) -> None:
+        """packed: what `Sampler.prepare` packs. Steps launched before read what was there before."""
+        if self._packed.is_cuda:
+            upload_to(self._packed, packed)
+        else:
+            self._packed.numpy()[:] = packed
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
-    """The sampling parameters of a step's choices, [num_choices] each, on the device; and what the host has to know
-    about them."""
+    """The sampling parameters of a step's choices, on the device; and what the host has to know about them."""
 
-    logits_rows: Tensor
-    rows: Tensor
-    draw: DrawParams
-    penalties: list[Tensor]  # repetition, frequency, presence
+    uploaded: ChoiceTensors
 
     host_rows: NDArray[np.int64]
     feature_flags: int  # everything that any of the choices needs
@@ -236,6 +260,13 @@ class SamplingTensors:
     bad_words: NDArray[np.int64] | None
     matchers: Seq[tuple[int, TokenMatcher]]
     processed: ProcessedLogits | None
+
+
+def _upload_sizes(num_choices: int) -> tuple[int, int, int]:
+    """Of what `Sampler.prepare` packs: columns, bytes of the integers, and bytes in all."""
+    padded = -(-num_choices // _PADDING) * _PADDING
+    split = _NUM_INTS * 8 * padded
+    return padded, split, split + len(_FLOATS) * 4 * padded
 
 
 _Entries = tuple[NDArray[np.int64], NDArray[np.float32]]  # token ids, and what to add to their logits

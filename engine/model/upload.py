@@ -1,10 +1,13 @@
 """Copies small arrays of numbers between the host and a device, without waiting for either.
 
-On a GPU, a kernel reads or writes pinned memory, which is kept here until the kernel is done. Engine's thread only.
+On a GPU, a kernel reads or writes pinned memory. Arrays on their way to the device are in an `UploadRing`; what is too
+large for it, and what comes back, has memory of its own, which is kept here until the kernel is done. Engine's thread
+only, and its current stream.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 
 import numpy as np
@@ -13,9 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton_kernels.host_copy import host_copy
+from engine.model.upload_ring import UploadRing
 
+_NUM_SEGMENTS = 8
+_SEGMENT_BYTES = 1 << 20
 _IN_USE: deque[tuple[torch.cuda.Event, Tensor]] = deque()
 """Pinned tensors, each with the event after which the device does not need it any more."""
+_UNUSED: list[torch.cuda.Event] = []
+"""Events for later ones: to create one takes as long as to record it."""
 
 
 def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
@@ -30,6 +38,10 @@ def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
 
 def upload_to(out: Tensor, array: NDArray[np.generic]) -> None:
     """Overwrite `out`, which has the same size and is on a GPU, with the array."""
+    ring = _ring()
+    if array.nbytes <= ring.most_bytes:
+        host_copy(torch.from_numpy(ring.put(array)), out)
+        return
     pinned = torch.from_numpy(array).pin_memory()
     host_copy(pinned, out)
     _keep(pinned)
@@ -45,9 +57,16 @@ def download(tensor: Tensor) -> Tensor:
     return pinned
 
 
+@functools.cache
+def _ring() -> UploadRing:
+    memory = torch.empty(_NUM_SEGMENTS * _SEGMENT_BYTES, dtype=torch.uint8, pin_memory=True)
+    marks: list[torch.cuda.Event] = [torch.cuda.Event() for _ in range(_NUM_SEGMENTS)]  # type: ignore[no-untyped-call]
+    return UploadRing(memory.numpy(), marks)
+
+
 def _keep(pinned: Tensor) -> None:
     while _IN_USE and _IN_USE[0][0].query():  # type: ignore[no-untyped-call]
-        _IN_USE.popleft()
-    passed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        _UNUSED.append(_IN_USE.popleft()[0])
+    passed = _UNUSED.pop() if _UNUSED else torch.cuda.Event()  # type: ignore[no-untyped-call]
     passed.record()
     _IN_USE.append((passed, pinned))

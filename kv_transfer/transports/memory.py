@@ -216,6 +216,9 @@ class MemoryTransport(EventSource):
         with self.hub._turn():
             self._start("receive", _Operation(self, peer, tag, slot, num_bytes, self.address))
 
+    def relax(self, relaxed: bool) -> None:
+        """Nothing to do: no thread waits for events."""
+
     def disconnect(self, peer: str) -> None:
         with self.hub._turn():
             self.hub._cut(self, peer, "disconnected", requested=True)

@@ -40,6 +40,8 @@ class TransportThread:
     def __init__(self, kind: str, events: EventQueue) -> None:
         self._kind = kind
         self._events = events
+        self.is_relaxed = False
+        """See `Transport.relax`; for any thread. A thread that sleeps until something happens ignores it."""
         self._emitted = False
         self._stopping = False
         self._mailbox = Mailbox()
@@ -157,6 +159,9 @@ class ThreadedTransport(EventSource):
 
     def expect(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
         self._thread.call(partial(self._thread.expect, peer, tag, slot, num_bytes))
+
+    def relax(self, relaxed: bool) -> None:
+        self._thread.is_relaxed = relaxed
 
     def disconnect(self, peer: str) -> None:
         self._thread.call(partial(self._thread.disconnect, peer))

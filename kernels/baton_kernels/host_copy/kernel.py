@@ -24,7 +24,7 @@ _launch = Launcher(_host_copy_kernel, num_warps=4)
 
 def host_copy(source: Tensor, out: Tensor) -> None:
     words = torch.int32 if source.element_size() % 4 == 0 else torch.uint8
-    source, out = source.view(-1).view(words), out.view(-1).view(words)
-    n = source.numel()
-    if n:
-        _launch(words, (triton.cdiv(n, TILE), 1, 1), source, out, n, TILE)
+    n = source.nbytes // words.itemsize
+    grid = triton.cdiv(n, TILE), 1, 1
+    if n and not _launch.again(words, grid, source.data_ptr(), out.data_ptr(), n, TILE):
+        _launch(words, grid, source.view(-1).view(words), out.view(-1).view(words), n, TILE)

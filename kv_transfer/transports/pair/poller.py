@@ -24,17 +24,20 @@ _SPIN_S = 2e-3
 """A part that is stored directly into its slot takes 0.05 to 0.4 ms on an H200."""
 _PAUSE_S = 20e-6
 """With what Linux adds to a sleep, 75 us and more: a tenth of the time that 256 MiB take over NVLink."""
+_RELAXED_PAUSE_S = 200e-6
 _EAGER_S = 5e-3
 _REST_S = 0.1
 
 
-def pause_s(idle_s: float, is_urgent: bool) -> float:
+def pause_s(idle_s: float, is_urgent: bool, is_relaxed: bool = False) -> float:
     """How long to wait before polling operations that wake no thread, `idle_s` after their last progress. is_urgent:
     one takes about as long as a kernel. Zero while such an operation may be running, so that no sleep adds to a
-    request's latency; then briefly, then a tenth of the time since the last progress."""
-    if is_urgent and idle_s <= _SPIN_S:
+    request's latency; then briefly, then a tenth of the time since the last progress. is_relaxed: see
+    `Transport.relax`."""
+    if is_urgent and not is_relaxed and idle_s <= _SPIN_S:
         return 0.0
-    return _PAUSE_S if idle_s <= _EAGER_S else min(max(idle_s / 10, 1e-3), _REST_S)
+    pause = _RELAXED_PAUSE_S if is_relaxed else _PAUSE_S
+    return pause if idle_s <= _EAGER_S else min(max(idle_s / 10, 1e-3), _REST_S)
 
 
 class ChannelPoller(Generic[E]):

@@ -105,7 +105,7 @@ class PairThread(TransportThread):
         now = time.monotonic()
         if not is_busy:
             return self._ends.wait(None if deadline is None else max(0.0, deadline - now))
-        pause = pause_s(now - self._links.moved_at, self._links.is_urgent)
+        pause = pause_s(now - self._links.moved_at, self._links.is_urgent, self.is_relaxed)
         if pause >= 1e-3:
             return self._ends.wait(pause)
         ready = self._ends.wait(0)
