@@ -134,9 +134,9 @@ NO_GRAPH = StepNeeds(*[1 << 30] * len(StepNeeds._fields))
 
 
 class StepGraphs:
-    """Graphs of `forward`. Owns their static inputs and outputs. padding: the sizes of steps with prompts. group_ends:
-    the layers, counted from 1, after which graphs of prompts are cut. decode_query_lens: for each ladder of decode
-    graphs, the most tokens of a sequence."""
+    """Graphs of `forward`, each of which begins with `begin`. Owns their static inputs and outputs. padding: the sizes
+    of steps with prompts. group_ends: the layers, counted from 1, after which graphs of prompts are cut.
+    decode_query_lens: for each ladder of decode graphs, the most tokens of a sequence."""
 
     def __init__(
         self,
@@ -147,12 +147,13 @@ class StepGraphs:
         single_prompt_sizes: Seq[int] = (),
         group_ends: tuple[int, ...] = (),
         decode_query_lens: Seq[int] = (1,),
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
         assert not padding.ladders or padding.most_prompts in range(1, MAX_PROMPTS + 1), "graphs have no more room"
         self._decode_query_lens = sorted(decode_query_lens)
         self._decode_sizes, self._square_sizes = sorted(decode_sizes), sorted(single_prompt_sizes)
         self._padding = padding
-        capture = _Capture(forward, state, group_ends, self._decode_query_lens[-1])
+        capture = _Capture(begin, forward, state, group_ends, self._decode_query_lens[-1])
         steps = sorted(((places, size) for places, sizes in padding.ladders for size in sizes), key=sum, reverse=True)
         lengths_and_sizes = itertools.product(reversed(self._decode_query_lens), reversed(self._decode_sizes))
         with _no_garbage_collection():
@@ -256,8 +257,15 @@ class _Capture:
     most_logits: the most rows of logits that a sequence has.
     """
 
-    def __init__(self, forward: Forward, state: DeviceState, group_ends: tuple[int, ...], most_logits: int) -> None:
-        self.forward = forward
+    def __init__(
+        self,
+        begin: Callable[[], None],
+        forward: Forward,
+        state: DeviceState,
+        group_ends: tuple[int, ...],
+        most_logits: int,
+    ) -> None:
+        self.begin, self.forward = begin, forward
         self.state = state
         self.group_ends = group_ends
         self.most_logits = most_logits
@@ -276,6 +284,13 @@ class _Capture:
             logits = pieces.capture(step)
         torch.cuda.current_stream().wait_stream(self._stream)
         return pieces, logits
+
+    def step(
+        self, packed: Tensor, size: BatchSize, query_lens: list[int], context_lens: list[int], marks: SeesLayers | None
+    ) -> Tensor:
+        """What is captured: the logits of the step that is packed on the device."""
+        self.begin()
+        return self.forward(unpack(packed, size, self.state, query_lens, context_lens), marks)
 
     def on_device(self, packed: Int32Array) -> Tensor:
         return torch.from_numpy(packed).to(self.state.block_tables.device)
@@ -315,7 +330,7 @@ class _DecodeGraph(StepGraph):
         bounds = [query_len] * num_seqs
 
         def step(marks: SeesLayers | None) -> Tensor:
-            return capture.forward(unpack(self._packed, size, capture.state, bounds, []), marks)
+            return capture.step(self._packed, size, bounds, [], marks)
 
         self.num_tokens = size.num_tokens
         self._graph, self._logits = capture(step)
@@ -336,6 +351,6 @@ class _PromptGraph(StepGraph):
         contexts = [num_tokens] if is_square else []
 
         def step(marks: SeesLayers | None) -> Tensor:
-            return capture.forward(unpack(self._packed, size, capture.state, bounds, contexts), marks)
+            return capture.step(self._packed, size, bounds, contexts, marks)
 
         self._graph, self._logits = capture(step, capture.group_ends)

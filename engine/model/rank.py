@@ -106,6 +106,7 @@ class RankModel:
             single_prompt_sizes(self._config.max_num_batched_tokens, most_alone),
             self.group_ends,
             decode_query_lens=sorted({1, 1 + self._config.num_speculative_tokens}),
+            begin=self._follow_rank_0,
         )
 
     def agree_on_step(self, chunks: Seq[Chunk], may_replay: bool = True) -> tuple[StepGraph | None, list[int]]:
@@ -132,10 +133,10 @@ class RankModel:
             update_block_tables(self._state.block_tables, both[0], both[1])
         if step.fresh.size:
             self.pool.clear(step.fresh.tolist())
-        self._follow_rank_0()
         if step.graph != EAGER:
             assert self._graphs is not None
             return self._graphs.run(step.graph, step.packed, marks)
+        self._follow_rank_0()
         if not step.num_tokens:
             return self._compute_experts()
         return self._compute(step, self._inputs(step), marks, score)

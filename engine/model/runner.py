@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ from engine.model.parallel.pipeline import ONE_STAGE, Pipeline
 from engine.model.prompt_logprobs import Scored, ScoredPiece
 from engine.model.rank import RankModel, Score
 from engine.model.rank_step import ALL_TOKENS, EAGER, Int32Array, RankStep
-from engine.model.sampler import Sampler
+from engine.model.sampler import Sampler, SamplingTensors
 from engine.model.staged_step import Sample, StagedStep, StagedSteps
 from engine.model.warm_up import first_steps
 from engine.sequence import Sequence
@@ -137,7 +138,7 @@ class TorchModelRunner:
         self._rebalance()
         ordered = batch.singles_first(chunks)
         rows, tables = self._input_batch.place(ordered)
-        columns = self._sampler.prepare(batch.sample_batch(ordered, rows))
+        choices = batch.sample_batch(ordered, rows)
         marks = self._marks(chunks)
         pieces = prompt_logprobs.pieces(ordered, self._config.vocab_size)
         scored: list[Scored] = []
@@ -146,16 +147,18 @@ class TorchModelRunner:
             scored.append(pieces[index].score(piece_logits))
 
         @torch.inference_mode()
-        def sample(logits: Tensor) -> TorchStep:
-            sampled = self._sampler.launch(logits, columns)
+        def sample(tensors: SamplingTensors | None, logits: Tensor) -> TorchStep:
+            sampled = self._sampler.launch(logits, tensors)
             step = TorchStep(list(chunks), ordered, sampled, _mark(sampled), marks, len(self.pool.layers), scored)
             self._wake_after(step.events)
             return step
 
         numbers = self._as_numbers(ordered, rows, tables, pieces)
         if self._staged is not None:
-            return self._begin(self._staged, chunks, numbers, score, sample)
-        return sample(self._compute(numbers, marks, score))
+            sample_later = partial(sample, self._sampler.prepare(choices))
+            return self._begin(self._staged, chunks, numbers, score, sample_later)
+        logits = self._compute(numbers, marks, score)
+        return sample(self._sampler.prepare(choices), logits)  # which the host prepares while the forward runs
 
     def _wake_after(self, events: Seq[torch.cuda.Event]) -> None:
         if self._watch is not None and self._wake is not None:

@@ -95,11 +95,7 @@ class Sampler:
             self._allowed[row] = upload(pack_bitmask(p.allowed_token_ids, self._counts.shape[1]), self._counts.device)
 
     def prepare(self, batch: SampleBatch) -> SamplingTensors | None:
-        """All that `launch` needs for every choice, on the device by one copy; None if there are no choices.
-
-        Called before the step's forward: a GPU takes about 10 us to switch between copies and kernels, and this saves
-        one switch.
-        """
+        """All that `launch` needs for every choice, on the device by one copy; None if there are no choices."""
         if not len(batch.rows):
             return None
         rows, positions = np.asarray(batch.rows, np.int64), np.asarray(batch.positions, np.int64)

@@ -16,8 +16,11 @@ from engine.model.layer_marks import SeesLayers
 class OpByOp(graphs._Capture):
     """A capture that records nothing."""
 
-    def __init__(self, forward: Any, state: Any, group_ends: tuple[int, ...], most_logits: int) -> None:
-        self.forward, self.state, self.group_ends, self.most_logits = forward, state, group_ends, most_logits
+    def __init__(
+        self, begin: Callable[[], None], forward: Any, state: Any, group_ends: tuple[int, ...], most_logits: int
+    ) -> None:
+        self.begin, self.forward = begin, forward
+        self.state, self.group_ends, self.most_logits = state, group_ends, most_logits
 
     def __call__(
         self, step: Callable[[SeesLayers | None], Tensor], group_ends: tuple[int, ...] = ()

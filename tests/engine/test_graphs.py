@@ -17,7 +17,7 @@ from baton.sampling import SamplingParams
 from engine.config import EngineConfig
 from engine.model import fast
 from engine.model.attention import probe
-from engine.model.batch import DeviceState
+from engine.model.batch import DeviceState, ModelInputs
 from engine.model.graphs import (
     NO_GRAPH,
     StepGraphs,
@@ -138,6 +138,26 @@ def test_a_graph_has_room_for_what_each_data_parallel_node_has() -> None:
     assert found.fitting(alone) is found._squares[64]
     assert found.with_room(StepNeeds.of(alone)) is found._prompts[0, 64], "others may have tokens, too"
     assert found.fitting([Chunk.of(b, 1, 40)]) is found._prompts[0, 64]
+
+
+@pytest.mark.usefixtures("graphs_of_a_cpu")
+def test_a_replayed_step_follows_rank_0_before_it_reads_the_last_tokens() -> None:
+    """Before that, the other ranks do not have them."""
+    tables = torch.zeros(1, SIZES.max_num_seqs, 40, dtype=torch.int32)
+    state = DeviceState(tables, torch.zeros(SIZES.max_num_seqs, dtype=torch.int32), SIZES.block_size, ())
+
+    def begin() -> None:
+        state.last_tokens.fill_(7)
+
+    def forward(inputs: ModelInputs, marks: Any) -> Tensor:
+        return inputs.input_ids.clone()
+
+    found = StepGraphs(forward, state, [4], StepPadding(((0, (32,)),), 2, 300), (64,), begin=begin)
+    chunk, graph = Chunk.of(sequences([39])[0], 39, 1), found.with_room(StepNeeds(1, 1, 1, 0, 0, 0, has_prompts=0))
+    assert graph is not None
+    for _ in range(2):
+        state.last_tokens.zero_()
+        assert found.run(graph.index, graph.pack([chunk], [0]))[0].item() == 7
 
 
 class LogitsOf(TorchModelRunner):
