@@ -244,15 +244,15 @@ class Reservations:
 
     def _post_receives(self, lease: Lease) -> bool:
         """Post receives into free slots, in the order of parts. True: the lease has more credits than before."""
-        before = lease.credits
-        receiver = self._receiver
-        while lease.credits < lease.num_parts and lease.num_open < max(MIN_OPEN_PARTS, receiver.num_free_slots):
+        before, num_free = lease.credits, self._receiver.num_free_slots
+        while lease.credits < lease.num_parts and lease.num_open < max(MIN_OPEN_PARTS, num_free):
             piece, is_last = lease.parts[lease.credits], lease.is_last_of_rank(lease.credits)
             where = piece, lease.blocks_of(piece), lease.marks
             # A long lease's parts arrive while its prompt is computed: none is waited for.
-            if not receiver.expect(lease.peer, lease.serial, lease.credits, *where, is_last, not lease.is_long):
+            if not self._receiver.expect(lease.peer, lease.serial, lease.credits, *where, is_last, not lease.is_long):
                 break
             lease.credits += 1
+            num_free -= 1
         if lease.credits == lease.num_parts:
             del self._short[lease.serial]
         return lease.credits > before
