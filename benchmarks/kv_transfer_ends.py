@@ -134,7 +134,7 @@ class Server:
         self.mover.warm_up()
         if options.role == RECEIVER:
             self.pool.zero_()
-        self._planner = PartPlanner(self.layout, self.layout, options.part_blocks)
+        self._planner = PartPlanner(self.layout, self.layout, (options.part_blocks, options.part_blocks))
         self._link = link
         self._credits = 0
         self._leases = 0

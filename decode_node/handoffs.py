@@ -108,8 +108,8 @@ class HandoffServer:
         try:
             error = await self._connect(theirs)
             if error is None:
-                part_blocks = min(self._ours.hello.part_blocks, theirs.part_blocks)
-                self._opened[peer] = self._ours.post(PeerOpened(peer, part_blocks, theirs.layout, theirs.node_id))
+                opened = PeerOpened(peer, theirs.part_blocks, theirs.layout, theirs.node_id)
+                self._opened[peer] = self._ours.post(opened)
                 log.info("handoff open peer=%s node=%s", peer, theirs.node_id)
             answer = dataclasses.replace(self._ours.hello, error=error)
             await context.write(wire.write_decode_message(answer))

@@ -99,17 +99,18 @@ class _Round(NamedTuple):
 
 
 class PartPlanner:
-    """Plans the parts of requests between two nodes of compatible layouts, whose slots hold `part_blocks` of their
-    ranks' blocks. Parts come in rounds of one part per pair of ranks, in the order of `pairs`, so a part's number alone
-    identifies its pair. own: the one of the two layouts that is this node's."""
+    """Plans the parts of requests between two nodes of compatible layouts. part_blocks: how many of a rank's blocks its
+    slots hold, at the sender and at the receiver. Parts come in rounds of one part per pair of ranks, in the order of
+    `pairs`, so a part's number alone identifies its pair. own: the one of the two layouts that is this node's."""
 
-    def __init__(self, sender: KvLayout, receiver: KvLayout, part_blocks: int, own: KvLayout | None = None) -> None:
+    def __init__(
+        self, sender: KvLayout, receiver: KvLayout, part_blocks: tuple[int, int], own: KvLayout | None = None
+    ) -> None:
         self.pairs = pair_ranks(sender, receiver)
-        self._ends = sender, receiver
+        self._ends = tuple(zip((sender, receiver), part_blocks, strict=True))
         self._sent = sender.sent(receiver)
         # A node knows its own layers by identity.
         self._layers = own.layers if own and own.layers == self._sent.layers else self._sent.layers
-        self._part_blocks = part_blocks
         self._num_kv_groups = len(sender.layers_of_groups)
         self._rounds: dict[int, list[_Round]] = {}  # by number of groups
 
@@ -163,8 +164,8 @@ class PartPlanner:
             at = pair.what.layer_start
             what = pair.what._replace(layer_start=at + start, layer_end=at + end)
             num_bytes = self._sent.num_bytes(what)
-            for layout, rank in zip(self._ends, (pair.source, pair.target), strict=True):
-                fitting = self._part_blocks * layout.num_bytes(layout.ranks[rank]) // num_bytes
+            for (layout, part_blocks), rank in zip(self._ends, (pair.source, pair.target), strict=True):
+                fitting = part_blocks * layout.num_bytes(layout.ranks[rank]) // num_bytes
                 most = min(most, fitting, MAX_PIECES // rows_of(layout, rank, what, self._sent).most)
             slices.append((what, num_bytes))
         return _Round(most, tuple(slices))

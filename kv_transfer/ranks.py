@@ -92,8 +92,8 @@ class SenderRanks(_Ranks[KvSender]):
     """The senders of a prefill node."""
 
     def planner(self, receiver: KvLayout, part_blocks: int) -> PartPlanner:
-        """The planner for parts to a node of that layout."""
-        return PartPlanner(self.layout, receiver, part_blocks, self.layout)
+        """The planner for parts to a node of that layout and with such slots."""
+        return PartPlanner(self.layout, receiver, (self.part_blocks, part_blocks), self.layout)
 
     @contextlib.contextmanager
     def batched(self) -> Iterator[None]:
@@ -122,8 +122,8 @@ class ReceiverRanks(_Ranks[KvReceiver]):
     """The receivers of a decode node."""
 
     def planner(self, sender: KvLayout, part_blocks: int) -> PartPlanner:
-        """The planner for parts from a node of that layout."""
-        return PartPlanner(sender, self.layout, part_blocks, self.layout)
+        """The planner for parts from a node of that layout and with such slots."""
+        return PartPlanner(sender, self.layout, (part_blocks, self.part_blocks), self.layout)
 
     @property
     def num_freed_slots(self) -> int:

@@ -46,8 +46,8 @@ class FromRouter:
 class PeerOpened:
     """The handoff stream to or from another node is up: Hello exchanged, layouts compatible, transports connected.
 
-    `part_blocks`: the most blocks in a part between these two nodes. `layout`: the peer's, which may split the model
-    across ranks differently. `name`: the peer's, for error messages.
+    Of the peer: how many of a rank's blocks its slots hold; its `layout`, which may split the model across ranks
+    differently; its `name`, for error messages.
     """
 
     peer: str

@@ -140,7 +140,7 @@ def _make_torch_base(
     from node.structured_output.grammars import Grammars
 
     built = build(settings, wake, ranks)
-    layout, sizes = built.layout, slot_sizes(settings, built.layout.block_bytes, built.on_gpu)
+    layout, sizes = built.layout, slot_sizes(settings, built.layout.rank_block_bytes, built.on_gpu)
 
     def link_of(num_slots: int, held: KvSlice, pool: Tensor | RemotePool) -> Link:
         slot_bytes = slot_bytes_for(sizes.part_blocks, layout.num_bytes(held))

@@ -88,7 +88,7 @@ def slots_for(
 ) -> Slots:
     """As many and as large as suit the profile's link, unless settings say otherwise."""
     bandwidth = settings.kv_link_bandwidth or profile.link.bandwidth_gb_s
-    block_bytes = built.layout.block_bytes
+    block_bytes = built.layout.rank_block_bytes
     sizes = slot_sizes(settings.model_copy(update={"kv_link_bandwidth": bandwidth}), block_bytes, built.on_gpu)
     return Slots(sizes.num_slots, slot_bytes_for(sizes.part_blocks, block_bytes), clock)
 

@@ -37,7 +37,7 @@ class SlotSizes:
 
 
 def slot_sizes(settings: NodeSettings, block_bytes: int, on_gpu: bool) -> SlotSizes:
-    """The sizes that are set, or those that suit the link."""
+    """The sizes that are set, or those that suit the link. block_bytes: of a rank, since each has a link of its own."""
     link_gb_s = settings.kv_link_bandwidth or (_GPU_LINK_GB_S if on_gpu else _CPU_LINK_GB_S)
     bytes_per_s = link_gb_s * 1e9
     part_blocks = settings.kv_slot_blocks or max(1, round(bytes_per_s * PART_OVERHEAD_S / block_bytes))

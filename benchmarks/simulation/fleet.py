@@ -175,11 +175,10 @@ class Fleet:
         if (prefill.name, decode.name) in self._opened:
             return
         self._opened.add((prefill.name, decode.name))
-        part_blocks = min(prefill.part_blocks, decode.part_blocks)
 
         def met(one: FleetNode, other: FleetNode) -> None:
             one.connect(other)
-            one.hear(PeerOpened(other.name, part_blocks, other.info.layout, other.name))
+            one.hear(PeerOpened(other.name, other.part_blocks, other.info.layout, other.name))
             if one is decode:
                 self._later(partial(met, prefill, decode))  # ahead of what the decode node has to say
 

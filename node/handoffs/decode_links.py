@@ -107,8 +107,7 @@ class DecodeLinks:
             except BatonError as error:
                 return describe(error)
             link.limits = dataclasses.replace(self._ours.limits, num_pairs=len(routes))
-            part_blocks = min(self._ours.hello.part_blocks, theirs.part_blocks)
-            self._ours.post(PeerOpened(link.peer, part_blocks, theirs.layout, theirs.node_id))
+            self._ours.post(PeerOpened(link.peer, theirs.part_blocks, theirs.layout, theirs.node_id))
             log.info("handoff open peer=%s node=%s address=%s", link.peer, theirs.node_id, target.address)
             return await link.carry(call.read, call.write, self._ours.post, self._ours.silence_s, self._idle_s)
 

@@ -8,5 +8,5 @@ telemetry (`telemetry`).
 
 __version__ = "0.1.0"
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Sent in the first message of each stream. Incremented when an old peer would misread messages of a new one."""

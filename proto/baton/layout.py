@@ -151,6 +151,11 @@ class KvLayout:
         return self.num_bytes(self.whole)
 
     @property
+    def rank_block_bytes(self) -> int:
+        """Bytes of a block on the rank that holds the most."""
+        return max(map(self.num_bytes, self.ranks))
+
+    @property
     def has_equal_runs(self) -> bool:
         """Whether a head's K and V each have the same number of bytes in every layer, so that the heads of a block can
         be divided among ranks."""

@@ -84,6 +84,7 @@ def test_a_rank_that_has_some_layers_has_some_of_each_group() -> None:
     split = dataclasses.replace(SPLIT, ranks=ranks)
     assert [split.runs_of(held) for held in ranks] == [(range(2), range(1)), (range(2, 2), range(1, 2))]
     assert [split.num_bytes(held) for held in ranks] == [split.block_bytes, split.block_bytes // 2]
+    assert split.rank_block_bytes == split.block_bytes
     with pytest.raises(ValueError, match="do not hold the whole model"):
         dataclasses.replace(SPLIT, ranks=(KvSlice(0, 2, 0, 2),))
 
@@ -151,6 +152,7 @@ def test_nodes_may_divide_a_model_among_ranks_as_they_like(ranks: tuple[KvSlice,
     assert LAYOUT.digest() == divided.digest()
     assert divided.block_bytes == LAYOUT.block_bytes
     assert sum(map(LAYOUT.num_bytes, set(divided.ranks))) == LAYOUT.block_bytes
+    assert divided.rank_block_bytes == max(map(LAYOUT.num_bytes, divided.ranks)) <= LAYOUT.block_bytes
 
 
 @pytest.mark.parametrize(

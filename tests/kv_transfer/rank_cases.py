@@ -87,11 +87,12 @@ class Case(NamedTuple):
         rng = random.Random(self.seed)
         return [tuple(rng.sample(range(1, self.num_blocks), self.num_table)) for _ in range(2)]
 
-    def requests(self, part_blocks: int) -> tuple[Request, Request]:
-        """P's and D's, each with its own blocks. part_blocks: the smaller number of the two nodes."""
+    def requests(self, p_part_blocks: int, d_part_blocks: int) -> tuple[Request, Request]:
+        """P's and D's, each with its own blocks. part_blocks: of the nodes."""
         tables = self.tables()
-        where = part_blocks, self.num_held, self.num_table, self.grouped_from, self.num_groups
-        return Request(self.d, *where, tables[0], self.checked), Request(self.p, *where, tables[1])
+        where = self.num_held, self.num_table, self.grouped_from, self.num_groups
+        ours = Request(self.d, d_part_blocks, *where, tables[0], self.checked)
+        return ours, Request(self.p, p_part_blocks, *where, tables[1])
 
 
 def simple_case(

@@ -32,7 +32,7 @@ Bytes = np.ndarray[Any, Any]
 
 class Request(NamedTuple):
     """What of a request travels: the blocks [first, end) of its table, from `grouped_from` on by groups of layers.
-    layout, part_blocks: the peer's, and of both the smaller number. table: this node's blocks."""
+    layout, part_blocks: the peer's. table: this node's blocks."""
 
     layout: KvLayout
     part_blocks: int

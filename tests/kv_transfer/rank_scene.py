@@ -70,7 +70,7 @@ class Scene:
         self._connect()
 
     def begin(self, lease: int) -> None:
-        ours, theirs = self.case.requests(min(self.p.part_blocks(), self.d.part_blocks()))
+        ours, theirs = self.case.requests(self.p.part_blocks(), self.d.part_blocks())
         self.plan = self.p.begin(self.names[1], lease, ours)
         assert self.plan == self.d.begin(self.names[0], lease, theirs)
         self.credits = self.num_sent = self.num_delivered = 0

@@ -144,7 +144,7 @@ DIVISIONS = {
 @pytest.mark.parametrize("receiver", DIVISIONS)
 @pytest.mark.parametrize("sender", DIVISIONS)
 @given(
-    part_blocks=st.integers(1, 4),
+    part_blocks=st.tuples(st.integers(1, 4), st.integers(1, 4)),
     first=st.integers(0, 6),
     num_blocks=st.integers(0, 12),
     grouped_from=st.integers(0, 20),
@@ -152,7 +152,13 @@ DIVISIONS = {
 )
 @settings(max_examples=15)
 def test_the_parts_of_a_plan_bring_each_rank_all_that_it_holds_once_and_fit_slots(
-    sender: str, receiver: str, part_blocks: int, first: int, num_blocks: int, grouped_from: int, num_groups: int
+    sender: str,
+    receiver: str,
+    part_blocks: tuple[int, int],
+    first: int,
+    num_blocks: int,
+    grouped_from: int,
+    num_groups: int,
 ) -> None:
     layers = (LayerKv(4, 3, 3, "float32"),) * 6
     ends = KvLayout(layers, 2, "f", DIVISIONS[sender]), KvLayout(layers, 2, "f", DIVISIONS[receiver])
@@ -164,9 +170,9 @@ def test_the_parts_of_a_plan_bring_each_rank_all_that_it_holds_once_and_fit_slot
         assert planner.pair_of(number)[:2] == ranks
         assert piece.num_bytes == ends[0].num_bytes(piece.what)
         assert piece.end_layer == piece.what.layer_end
-        for layout, rank in zip(ends, ranks, strict=True):
+        for layout, rank, most in zip(ends, ranks, part_blocks, strict=True):
             assert piece.what.overlap(layout.ranks[rank]) == piece.what
-            assert 0 < piece.num_blocks * piece.num_bytes <= part_blocks * layout.num_bytes(layout.ranks[rank])
+            assert 0 < piece.num_blocks * piece.num_bytes <= most * layout.num_bytes(layout.ranks[rank])
         for block, layer, head in itertools.product(
             range(piece.first, piece.first + piece.num_blocks),
             range(piece.what.layer_start, piece.what.layer_end),
@@ -196,8 +202,16 @@ def test_one_rank_has_a_part_for_as_many_blocks_as_fit(num_groups: int) -> None:
         assert found == whole + [(3, 4, (start, start + 2)) for start in (0, 2, 4)]
 
 
+def test_slots_of_either_end_count_with_what_its_ranks_hold_of_a_block() -> None:
+    layers = (LayerKv(4, 3, 3, "float32"),) * 6
+    whole, halves = KvLayout(layers, 2, "f"), KvLayout(layers, 2, "f", divided([0, 6], [0, 2, 4]))
+    for ends, part_blocks in (((whole, halves), (2, 4)), ((halves, whole), (4, 2))):
+        pieces = PartPlanner(*ends, part_blocks).plan(0, 8)
+        assert [piece.num_blocks for piece in pieces] == [4] * 4, "as many bytes as a slot of either end has"
+
+
 def plan(layout: KvLayout, part_blocks: int, *where: int) -> tuple[Piece, ...]:
-    return PartPlanner(layout, layout, part_blocks).plan(*where)
+    return PartPlanner(layout, layout, (part_blocks, part_blocks)).plan(*where)
 
 
 def test_layers_of_unlike_size_go_by_groups_too() -> None:
@@ -216,5 +230,5 @@ def test_no_part_has_more_pieces_than_a_slot_has_checksums_for() -> None:
     assert [piece.num_blocks for piece in grouped] == [MAX_PIECES, MAX_PIECES, 5] * 2
     by_heads = KvLayout(layers, 1, "f", divided([0, 2], range(3)))
     for ends in ((layout, by_heads), (by_heads, layout)):
-        pieces = PartPlanner(*ends, end).plan(0, MAX_PIECES)  # K and V of each layer lie apart in a whole block
+        pieces = PartPlanner(*ends, (end, end)).plan(0, MAX_PIECES)  # K and V of each layer lie apart in a whole block
         assert [piece.num_blocks for piece in pieces] == [MAX_PIECES // 4] * 8

@@ -35,7 +35,7 @@ class Pair:
         return p
 
     def begin(self, lease: int) -> tuple[Piece, ...]:
-        ours, theirs = self.case.requests(min(node.call("part_blocks") for node in (self.p, self.d)))
+        ours, theirs = self.case.requests(*[node.call("part_blocks") for node in (self.p, self.d)])
         plan: tuple[Piece, ...] = self.p.call("begin", self.d.name, lease, ours)
         assert plan == self.d.call("begin", self.p.name, lease, theirs)
         return plan

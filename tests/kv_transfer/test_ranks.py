@@ -271,4 +271,5 @@ def test_a_peer_whose_rank_cannot_be_reached_is_refused() -> None:
 def test_planners_of_both_ends_agree_when_slots_differ() -> None:
     pair = Pair(BY_BOTH, BY_HEADS)
     ours = pair.p.movers.planner(pair.d.layout, 1).plan(1, 6, 3, 2)
-    assert ours == PartPlanner(pair.p.layout, pair.d.layout, 1).plan(1, 6, 3, 2) != pair.planner.plan(1, 6, 3, 2)
+    whole = PartPlanner(pair.p.layout, pair.d.layout, (PART_BLOCKS, 1))
+    assert ours == whole.plan(1, 6, 3, 2) != pair.planner.plan(1, 6, 3, 2)

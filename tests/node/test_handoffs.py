@@ -102,12 +102,12 @@ async def test_a_decode_node_hands_over_to_another_one_like_a_prefill_node():
 
 
 @pytest.mark.parametrize(("mine", "theirs"), [(4, 6), (4, 3)])
-async def test_parts_have_as_many_blocks_as_fit_on_both_sides(mine, theirs):
+async def test_each_side_knows_how_many_blocks_fit_into_the_others_slots(mine, theirs):
     async with pair(part_blocks=theirs) as (p, d):
         p.say(ToDecode(target(d), reserve()))
-        for node, peer in ((p, "d1"), (d, "p1")):
+        for node, peer, part_blocks in ((p, "d1", theirs), (d, "p1", mine)):
             (opened,) = await node.role.saw(PeerOpened)
-            assert (opened.peer, opened.part_blocks) == (peer, min(mine, theirs))
+            assert (opened.peer, opened.part_blocks) == (peer, part_blocks)
 
 
 async def test_the_streams_end_is_told_once_on_both_sides():

@@ -100,7 +100,7 @@ class Decoding:
     def parts(self, grant: Grant, prompt: tuple[int, ...] = PROMPT) -> tuple[Piece, ...]:
         end = num_blocks_for(len(prompt), BLOCK_SIZE)
         layout = self.node.model.layout
-        return PartPlanner(layout, layout, PART_BLOCKS).plan(grant.num_held_blocks, end)
+        return PartPlanner(layout, layout, (PART_BLOCKS, PART_BLOCKS)).plan(grant.num_held_blocks, end)
 
     def commit(
         self, grant: Grant, samples: dict[int, tuple[int, ...]], prompt: tuple[int, ...] = PROMPT, **fields: object

@@ -77,7 +77,7 @@ class Leaving:
         reserve = [message for message in self.said if isinstance(message, Reserve)][-1]
         layout = self.node.model.layout
         end = num_blocks_for(reserve.num_tokens, BLOCK_SIZE)
-        num_parts = len(PartPlanner(layout, layout, PART_BLOCKS).plan(0, end))
+        num_parts = len(PartPlanner(layout, layout, (PART_BLOCKS, PART_BLOCKS)).plan(0, end))
         self.num_granted = num_parts if num_credits is None else num_credits
         self.from_target(Grant(WORK, lease, 0, num_parts, self.num_granted))
 

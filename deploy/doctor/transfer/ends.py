@@ -73,7 +73,7 @@ class End:
             torch.cuda.set_device(self.device)
         self.num_blocks = options.num_blocks
         part_blocks = slot_sizes(NodeSettings(model="none"), LAYOUT.block_bytes, self.device.type == "cuda").part_blocks
-        self.parts = PartPlanner(LAYOUT, LAYOUT, part_blocks).plan(0, options.num_blocks)
+        self.parts = PartPlanner(LAYOUT, LAYOUT, (part_blocks, part_blocks)).plan(0, options.num_blocks)
         generator = torch.Generator().manual_seed(_SEED)
         shape = (options.num_blocks + 1, LAYOUT.block_bytes)
         self.pool = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).to(self.device)
