@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import queue
 import struct
 from dataclasses import replace
 
@@ -14,8 +15,11 @@ from baton.errors import TransferError
 from kv_transfer import create, staging_for
 from kv_transfer.staging import Staging
 from kv_transfer.transport import Arrived, Failed, PeerDisconnected, Sent
+from kv_transfer.transports.carriers.ipc import IpcTransport
 from kv_transfer.transports.host_memory import CHUNK_BYTES, REGION_BYTES, HostMemory, shared_empty
+from kv_transfer.transports.pair import thread
 from kv_transfer.transports.pair.address import PairAddress
+from kv_transfer.transports.pair.links import Links
 from kv_transfer.transports.pair.poller import pause_s
 from tests.kv_transfer.granted import LATE, OLD, STORED, granted_pair
 from tests.kv_transfer.rig import Rig
@@ -178,6 +182,29 @@ def test_the_longer_nothing_happens_the_longer_are_the_pauses() -> None:
     assert pause_s(1e-3, True) == 0
     assert 0 < pause_s(1e-3, False) == pause_s(3e-3, True) < 1e-4
     assert [pause_s(idle_s, True) for idle_s in (6e-3, 0.5, 60)] == [1e-3, 0.05, 0.1]
+    assert 1e-4 < pause_s(0.0, True, is_relaxed=True) < 5e-4
+    assert pause_s(0.5, True, is_relaxed=True) == 0.05
+
+
+def test_a_thread_that_may_be_late_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    staging = staging_for("ipc", 1, SLOT_BYTES, torch.device("cpu"))
+    told = queue.SimpleQueue[bool]()
+
+    def pause(idle_s: float, is_urgent: bool, is_relaxed: bool) -> float:
+        told.put(is_relaxed)
+        return 1e-3
+
+    monkeypatch.setattr(thread, "pause_s", pause)
+    monkeypatch.setattr(Links, "is_busy", True)
+    transport = IpcTransport(staging, lambda: None)
+    try:
+        assert not told.get(timeout=10)
+        transport.relax(True)
+        while not told.get(timeout=10):
+            pass
+    finally:
+        monkeypatch.undo()
+        transport.close()
 
 
 def test_what_is_not_granted_in_time_goes_the_other_way(ipc_rig: Rig) -> None:

@@ -96,9 +96,12 @@ def test_a_part_of_a_long_transfer_wakes_the_engine_once(
     assert receiver.woken.is_set()
 
 
-def test_an_engine_that_polls_soon_is_woken_for_what_is_complete_only(hub_pair: tuple[Side, Side]) -> None:
+def test_an_engine_that_polls_soon_is_woken_for_what_is_complete_only(
+    hub_pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
     sender, receiver = hub_pair
-    wakes = partial(wakes_with, *hub_pair)
+    wakes, relaxed = partial(wakes_with, *hub_pair), list[bool]()
+    monkeypatch.setattr(receiver.transport, "relax", relaxed.append)
     for part in range(2):
         assert receiver.mover.expect(sender.name, 1, part, [part])
     assert receiver.mover.expect(sender.name, 2, 0, [3], is_last=True)
@@ -113,6 +116,7 @@ def test_an_engine_that_polls_soon_is_woken_for_what_is_complete_only(hub_pair: 
     receiver.mover.poll()
     receiver.mover.polls_soon(True)
     assert wakes(1, 2), "nothing more can come until it expects more"
+    assert relaxed == [True, False, True]
 
 
 class LateCopies(NoCopies):

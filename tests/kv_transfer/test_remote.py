@@ -90,6 +90,14 @@ def test_a_peer_that_dies_fails_its_parts_and_is_told_of_last(scene: Scene) -> N
     scene.sender.check_integrity()
 
 
+def test_its_transport_may_be_late_as_well(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    relaxed = list[bool]()
+    monkeypatch.setattr(scene.there, "relax", relaxed.append)
+    scene.link.transport.relax(True)
+    scene.link.transport.relax(False)
+    assert relaxed == [True, False]
+
+
 def test_kernels_are_compiled_there(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(SlotCopies, "warm_up", lambda _, kinds, gathers: seen.append((set(kinds), gathers)))
