@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shlex
 import sys
@@ -54,6 +55,8 @@ def main(
     if settings.output:
         settings.output.write_text(text + "\n")
     print(text, flush=True)
+    if ranks is not None and torch.cuda.is_available():
+        os._exit("failed" in line)  # NCCL would wait for the other ranks, which have ended
     if "failed" in line:
         sys.exit(1)
 

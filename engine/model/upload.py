@@ -1,13 +1,14 @@
 """Copies small arrays of numbers between the host and a device, without waiting for either.
 
 On a GPU, a kernel reads or writes pinned memory. Arrays on their way to the device are in an `UploadRing`; what is too
-large for it, and what comes back, has memory of its own, which is kept here until the kernel is done. Engine's thread
-only, and its current stream.
+large for it, and what comes back, has memory of its own, which is kept here until the kernel is done. Each thread has
+its own memory: the engine's, and the one that scores prompts for a model in stages. A thread must always have the same
+current stream.
 """
 
 from __future__ import annotations
 
-import functools
+import threading
 from collections import deque
 
 import numpy as np
@@ -20,10 +21,20 @@ from engine.model.upload_ring import UploadRing
 
 _NUM_SEGMENTS = 8
 _SEGMENT_BYTES = 1 << 20
-_IN_USE: deque[tuple[torch.cuda.Event, Tensor]] = deque()
-"""Pinned tensors, each with the event after which the device does not need it any more."""
-_UNUSED: list[torch.cuda.Event] = []
-"""Events for later ones: to create one takes as long as to record it."""
+
+
+class _Pinned(threading.local):
+    """A thread's memory. ring: None until it is needed. in_use: pinned tensors, each with the event after which the
+    device does not need it any more. unused: events for later ones, since to create one takes as long as to record it.
+    """
+
+    def __init__(self) -> None:
+        self.ring: UploadRing | None = None
+        self.in_use: deque[tuple[torch.cuda.Event, Tensor]] = deque()
+        self.unused: list[torch.cuda.Event] = []
+
+
+_pinned = _Pinned()
 
 
 def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
@@ -57,16 +68,18 @@ def download(tensor: Tensor) -> Tensor:
     return pinned
 
 
-@functools.cache
 def _ring() -> UploadRing:
-    memory = torch.empty(_NUM_SEGMENTS * _SEGMENT_BYTES, dtype=torch.uint8, pin_memory=True)
-    marks: list[torch.cuda.Event] = [torch.cuda.Event() for _ in range(_NUM_SEGMENTS)]  # type: ignore[no-untyped-call]
-    return UploadRing(memory.numpy(), marks)
+    if _pinned.ring is None:
+        memory = torch.empty(_NUM_SEGMENTS * _SEGMENT_BYTES, dtype=torch.uint8, pin_memory=True)
+        marks: list[torch.cuda.Event] = [torch.cuda.Event() for _ in range(_NUM_SEGMENTS)]  # type: ignore[no-untyped-call]
+        _pinned.ring = UploadRing(memory.numpy(), marks)
+    return _pinned.ring
 
 
-def _keep(pinned: Tensor) -> None:
-    while _IN_USE and _IN_USE[0][0].query():  # type: ignore[no-untyped-call]
-        _UNUSED.append(_IN_USE.popleft()[0])
-    passed = _UNUSED.pop() if _UNUSED else torch.cuda.Event()  # type: ignore[no-untyped-call]
+def _keep(tensor: Tensor) -> None:
+    in_use, unused = _pinned.in_use, _pinned.unused
+    while in_use and in_use[0][0].query():  # type: ignore[no-untyped-call]
+        unused.append(in_use.popleft()[0])
+    passed = unused.pop() if unused else torch.cuda.Event()  # type: ignore[no-untyped-call]
     passed.record()
-    _IN_USE.append((passed, pinned))
+    in_use.append((passed, tensor))

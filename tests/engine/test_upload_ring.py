@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from engine.model import upload
 from engine.model.upload_ring import UploadRing
 
 NUM_SEGMENTS, SEGMENT_BYTES = 3, 256
@@ -81,3 +83,10 @@ def test_a_large_array_has_no_place() -> None:
     ring, _ = make()
     with pytest.raises(AssertionError):
         ring.put(np.zeros(ring.most_bytes + 1, np.uint8))
+
+
+def test_each_thread_has_memory_of_its_own() -> None:
+    """Prompts of a model in stages are scored on another thread and stream than steps are launched on."""
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(lambda: upload._pinned.in_use).result()
+    assert other is not upload._pinned.in_use
