@@ -35,14 +35,15 @@ def test_pinned_memory_is_read_and_written_in_place() -> None:
 
 
 @pytest.mark.gpu
-def test_memory_of_an_upload_is_kept_until_the_device_has_read_it() -> None:
+@pytest.mark.parametrize("n", [1000, 60_000, 100_000])  # of the larger ones, 17 fill the ring, and none fits
+def test_memory_of_an_upload_is_kept_until_the_device_has_read_it(n: int) -> None:
     device = torch.device("cuda")
     busy = torch.empty(64 << 20, device=device)
-    static = torch.empty(1000, dtype=torch.int32, device=device)
+    static = torch.empty(n, dtype=torch.int32, device=device)
     sent, got = [], []
     for i in range(50):
         busy.normal_()  # the device falls behind
-        array = np.full(1000, i, dtype=np.int32)
+        array = np.full(n, i, dtype=np.int32)
         sent.append(upload(array, device))
         upload_to(static, array + 1)
         got.append(download(static))
