@@ -64,7 +64,6 @@ class DecodeCore(RoleCore):
         self._launch_at: float | None = None  # when to launch the next step, while a launch is delayed
         self._is_brief = False  # whether the first half of this turn left to the second what takes long
         self._num_brief = 0  # launches since there was time to adopt and grant whatever was there
-        self._runs = False  # whether a step is under way, so that its end begins a turn
 
     # ---- the turn ----
 
@@ -160,10 +159,7 @@ class DecodeCore(RoleCore):
         adopted = self._adopt_and_grant(now, math.inf if due is None else max(SLACK_S, due - now))
         if self._is_brief:
             self._reservations.share_slots()
-        runs = self.engine.device_busy_since is not None
-        if runs != self._runs:
-            self._runs = runs
-            self.receiver.polls_soon(runs)
+        self.receiver.polls_soon(self.engine.device_busy_since is not None)  # the end of a step begins a turn
         return result.again or adopted
 
     def next_deadline(self) -> float | None:

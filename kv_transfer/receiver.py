@@ -212,7 +212,9 @@ class KvReceiver(KvMover):
     def polls_soon(self, soon: bool) -> None:
         """Whether the engine will poll without being woken, since a step is under way. Until it says that it will not,
         it is woken for a lease of which nothing is on its way any more, but not for each part, and the transport may be
-        late: such turns, and a thread that spins, would delay the launches of steps."""
+        late: such turns, and a thread that spins, would delay the launches of steps. Cheap if nothing changes."""
+        if soon == self._polls_soon:
+            return
         self.transport.relax(soon)
         with self._lock:
             self._polls_soon = soon

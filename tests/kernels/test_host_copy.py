@@ -35,7 +35,7 @@ def test_pinned_memory_is_read_and_written_in_place() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("n", [1000, 60_000, 100_000])  # of the larger ones, 17 fill the ring, and none fits
+@pytest.mark.parametrize("n", [1000, 60_000, 100_000])  # many fit into the ring, few do, none does
 def test_memory_of_an_upload_is_kept_until_the_device_has_read_it(n: int) -> None:
     device = torch.device("cuda")
     busy = torch.empty(64 << 20, device=device)
