@@ -156,9 +156,9 @@ class DecodeCore(RoleCore):
         due = self.engine.launch_at if self._num_brief < MOST_BRIEF else None
         if due is None:
             self._num_brief = 0
-        adopted = self._adopt_and_grant(now, math.inf if due is None else max(SLACK_S, due - now))
         if self._is_brief:
             self._reservations.share_slots()
+        adopted = self._adopt_and_grant(now, math.inf if due is None else max(SLACK_S, due - now))
         self.receiver.polls_soon(self.engine.device_busy_since is not None)  # the end of a step begins a turn
         return result.again or adopted
 

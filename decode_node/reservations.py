@@ -176,7 +176,7 @@ class Reservations:
         if not self._may_post and num_freed == self._num_freed_slots:
             return
         for lease in list(self._short.values()):
-            if self._post_receives(lease):
+            if self._post_receives(lease, lease.num_parts):
                 self._outbox.to_prefill(lease.peer, Credit(lease.serial, lease.credits))
         self._may_post, self._num_freed_slots = False, num_freed
 
@@ -237,15 +237,18 @@ class Reservations:
         self._num_long += lease.is_long
         self._blocks.begin_load(lease.written)
         self._engine.scheduler.reserve_seqs(reserve.num_samples)
-        self._post_receives(lease)
+        # A long lease's further receives follow in the next turn: this one took long, and no part comes that soon.
+        self._post_receives(lease, MIN_OPEN_PARTS if lease.is_long else lease.num_parts)
+        self._may_post |= lease.is_long
         terms = held[0], lease.num_parts, lease.credits, self._receiver.verify, held[1:]
         self._outbox.to_prefill(lease.peer, Grant(reserve.attempt_id, lease.serial, *terms))
         return True
 
-    def _post_receives(self, lease: Lease) -> bool:
+    def _post_receives(self, lease: Lease, at_most: int) -> bool:
         """Post receives into free slots, in the order of parts. True: the lease has more credits than before."""
         before, num_free = lease.credits, self._receiver.num_free_slots
-        while lease.credits < lease.num_parts and lease.num_open < max(MIN_OPEN_PARTS, num_free):
+        until = min(lease.num_parts, before + at_most)
+        while lease.credits < until and lease.num_open < max(MIN_OPEN_PARTS, num_free):
             piece, is_last = lease.parts[lease.credits], lease.is_last_of_rank(lease.credits)
             where = piece, lease.blocks_of(piece), lease.marks
             # A long lease's parts arrive while its prompt is computed: none is waited for.

@@ -10,11 +10,12 @@ import decode_node.core
 import decode_node.leases
 from baton.block_hash import chain
 from baton.errors import DeadlineExceeded
-from baton.handoff_messages import Commit, Grant, Reserve
+from baton.handoff_messages import Commit, Credit, Grant, Reserve
 from baton.messages import Abort, Adopted, AttemptId, End, Prefill, Sample, Tokens, UpdateKind
 from baton.sampling import SamplingParams
 from decode_node.core import DecodeCore
 from decode_node.leases import Lease
+from decode_node.reservations import MIN_OPEN_PARTS
 from engine.pace import SHARE, SLACK_S
 from node.events import FromPeer, FromRouter, PeerOpened, SessionOpened, ToPrefill, ToRouter
 from tests.protocol.network import EPOCH
@@ -31,8 +32,8 @@ class Decoding:
     """A decode node at the steps of OLD, one of which has just begun; each takes STEP_S. NEW's KV is in its cache, so
     that a Commit is all that is missing."""
 
-    def __init__(self) -> None:
-        self.world = World(num_prefill=1, num_decode=2)
+    def __init__(self, num_slots: int = 3) -> None:
+        self.world = World(num_prefill=1, num_decode=2, num_slots=num_slots)
         self.node = next(node for node in self.world.nodes.values() if node.name == "decode-1")
         core = self.node.core
         assert isinstance(core, DecodeCore)
@@ -259,6 +260,23 @@ def test_steps_are_launched_early_while_a_long_prompt_is_on_its_way(
     decoding.finish_step()
     decoding.turn()
     assert decoding.num_in_flight == 1, "there is time again"
+
+
+def test_the_turn_that_grants_a_long_prompt_leaves_most_receives_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding = Decoding(num_slots=6)
+    monkeypatch.setattr(decode_node.leases, "LONG_BLOCKS", 0)
+    monkeypatch.setattr(decode_node.core, "BLOCK_S", SLACK_S)  # not before the launch
+    monkeypatch.setattr(decoding.core.receiver.ranks[0].transport, "expect", lambda *_: None)
+    message = Reserve(NEW, decoding.node.incarnation, 4 * PART_BLOCKS * BLOCK_SIZE, (), 1, 60.0, 60)
+    decoding.core.handle(FromPeer("p", message), decoding.now)
+    decoding.turn()
+    [grant] = decoding.grants
+    assert (grant.num_parts, grant.credits) == (4, MIN_OPEN_PARTS)
+    decoding.core.prepare(decoding.now)
+    decoding.core.compute(decoding.now)
+    [credit] = [output.message for output in decoding.core.take_outputs() if isinstance(output, ToPrefill)]
+    assert isinstance(credit, Credit)
+    assert credit == Credit(grant.lease, 3)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.7])
