@@ -156,6 +156,7 @@ class DecodeCore(RoleCore):
         due = self.engine.launch_at if self._num_brief < MOST_BRIEF else None
         if due is None:
             self._num_brief = 0
+        # Before the grants, since these put off what the next turn shares out.
         if self._is_brief:
             self._reservations.share_slots()
         adopted = self._adopt_and_grant(now, math.inf if due is None else max(SLACK_S, due - now))

@@ -237,9 +237,11 @@ class Reservations:
         self._num_long += lease.is_long
         self._blocks.begin_load(lease.written)
         self._engine.scheduler.reserve_seqs(reserve.num_samples)
-        # A long lease's further receives follow in the next turn: this one took long, and no part comes that soon.
-        self._post_receives(lease, MIN_OPEN_PARTS if lease.is_long else lease.num_parts)
-        self._may_post |= lease.is_long
+        # Beside steps, a long lease's further receives follow in the next turn, which the end of the step begins: this
+        # one took long, and no part comes that soon.
+        is_put_off = lease.is_long and self._engine.device_busy_since is not None
+        self._post_receives(lease, MIN_OPEN_PARTS if is_put_off else lease.num_parts)
+        self._may_post |= is_put_off
         terms = held[0], lease.num_parts, lease.credits, self._receiver.verify, held[1:]
         self._outbox.to_prefill(lease.peer, Grant(reserve.attempt_id, lease.serial, *terms))
         return True

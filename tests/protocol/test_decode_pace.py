@@ -279,6 +279,22 @@ def test_the_turn_that_grants_a_long_prompt_leaves_most_receives_to_the_next(mon
     assert credit == Credit(grant.lease, 3)
 
 
+def test_a_long_prompt_has_all_its_credits_at_once_where_no_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No turn need follow."""
+    decoding = Decoding(num_slots=6)
+    monkeypatch.setattr(decode_node.leases, "LONG_BLOCKS", 0)
+    monkeypatch.setattr(decoding.core.receiver.ranks[0].transport, "expect", lambda *_: None)
+    monkeypatch.setattr(decoding.core._reservations, "share_slots", lambda: None)
+    decoding.core.handle(FromRouter(EPOCH, Abort(OLD)), decoding.now)
+    while decoding.num_in_flight:
+        decoding.finish_step()
+        decoding.turn()
+    message = Reserve(NEW, decoding.node.incarnation, 4 * PART_BLOCKS * BLOCK_SIZE, (), 1, 60.0, 60)
+    decoding.core.handle(FromPeer("p", message), decoding.now)
+    decoding.turn()
+    assert [grant.credits for grant in decoding.grants] == [3]
+
+
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.7])
 def test_who_comes_while_a_step_runs_is_in_the_next_one(decoding: Decoding, share: float) -> None:
     lease, began, due = decoding.reserve(), decoding.now, decoding.core.next_deadline()
