@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton_kernels.experts import ExpertWeights
+from baton_kernels.experts import ExpertWeights, on_gpu, reference
+from tests.kernels.poison import poisoned
 
 PLACES = [
     pytest.param("cpu", torch.float32),
@@ -58,3 +59,17 @@ def check(out: Tensor, expected: Tensor, factor: float = 1.0) -> None:
     assert out.dtype == expected.dtype
     largest = expected.float().abs().amax(-1)
     assert ((out.float() - expected.float()).abs().amax(-1) <= factor * RELATIVE[out.dtype] * largest).all()
+
+
+def check_products(of: ExpertWeights, x: Tensor) -> None:
+    """The kernels' result for three of six experts, with a choice of no expert, without padding and with some."""
+    num_tokens, device, dtype = len(x), x.device.type, x.dtype
+    ids, weights = choices(num_tokens, 3, 6, device)
+    ids[-1, 1] = 6
+    slots = (torch.arange(num_tokens, device=device) + num_tokens) % 3
+    with poisoned():
+        out = on_gpu(x, ids, weights.to(dtype), of, None)
+        padded = on_gpu(x, ids, weights.to(dtype), of, slots)
+    expected = reference.experts(x, ids, weights.to(dtype), of)
+    check(out, expected)
+    check(padded, expected * (slots > 0)[:, None].to(dtype))

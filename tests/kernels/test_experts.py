@@ -36,7 +36,7 @@ from baton_kernels.experts.tiling import (
 from baton_kernels.gated_activation import ACTIVATIONS
 from baton_kernels.rms_norm import rms_norm
 from baton_kernels.unfinished import finished, left_of
-from tests.kernels.expert_cases import PLACES, check, choices, in_four_bits, weights_of
+from tests.kernels.expert_cases import PLACES, check, check_products, choices, in_four_bits, weights_of
 from tests.kernels.poison import poisoned
 
 torch.set_num_threads(1)
@@ -104,16 +104,7 @@ def test_experts(num_tokens: int, clamped: bool, device: str, dtype: torch.dtype
     torch.manual_seed(num_tokens)
     hidden, width = (40, 24) if device == "cpu" else (80, 48)
     of = weights_of(6, hidden, width, dtype, device, clamped)
-    x = torch.randn(num_tokens, 96).to(device, dtype)[:, :hidden]
-    ids, weights = choices(num_tokens, 3, 6, device)
-    ids[-1, 1] = 6
-    slots = (torch.arange(num_tokens, device=device) + num_tokens) % 3
-    with poisoned():
-        out = on_gpu(x, ids, weights.to(dtype), of, None)
-        padded = on_gpu(x, ids, weights.to(dtype), of, slots)
-    expected = reference.experts(x, ids, weights.to(dtype), of)
-    check(out, expected)
-    check(padded, expected * (slots > 0)[:, None].to(dtype))
+    check_products(of, torch.randn(num_tokens, 96).to(device, dtype)[:, :hidden])
 
 
 def check_left(of: ExpertWeights, num_tokens: int, dtype: torch.dtype, device: str, sums_by_itself: bool) -> None:

@@ -11,10 +11,10 @@ import triton.language as tl
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from baton_kernels.experts import Routing, experts, kernel_tokens, on_gpu, reference, route
+from baton_kernels.experts import Routing, experts, kernel_tokens, reference, route
 from baton_kernels.experts.four_bits import load_weight
 from baton_kernels.experts.tiling import ROW_TOKENS
-from tests.kernels.expert_cases import PLACES, check, choices, in_four_bits, weights_of
+from tests.kernels.expert_cases import PLACES, check, check_products, in_four_bits, weights_of
 from tests.kernels.poison import poisoned
 
 torch.set_num_threads(1)
@@ -68,16 +68,7 @@ def test_experts_in_mxfp4(num_tokens: int, clamped: bool, device: str, dtype: to
     torch.manual_seed(num_tokens)
     of = in_four_bits(weights_of(6, 96, 160, dtype, device, clamped))
     assert (of.hidden_size, of.intermediate_size, of.expert_bytes) == (96, 160, 3 * 96 * 160 * 17 // 32)
-    x = torch.randn(num_tokens, 128).to(device, dtype)[:, :96]
-    ids, weights = choices(num_tokens, 3, 6, device)
-    ids[-1, 1] = 6
-    slots = (torch.arange(num_tokens, device=device) + num_tokens) % 3
-    with poisoned():
-        out = on_gpu(x, ids, weights.to(dtype), of, None)
-        padded = on_gpu(x, ids, weights.to(dtype), of, slots)
-    expected = reference.experts(x, ids, weights.to(dtype), of)
-    check(out, expected)
-    check(padded, expected * (slots > 0)[:, None].to(dtype))
+    check_products(of, torch.randn(num_tokens, 128).to(device, dtype)[:, :96])
 
 
 @pytest.mark.gpu
