@@ -8,7 +8,6 @@ most likely token when greedy, else a draw (see `baton_kernels.sampling`).
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -40,6 +39,8 @@ _COMPLETES_BAD_WORD = -1e20
 not allowed."""
 _PADDING = 4  # rows of an upload have a multiple of so many columns, so that each is aligned to 16 bytes
 _NUM_INTS = 3 + len(_INTS)
+_MOST_SIZES = 64
+"""Numbers of choices for which tensors are kept: batches grow and shrink by few."""
 
 
 class Sampler:
@@ -66,7 +67,7 @@ class Sampler:
         self._bias = [_NO_ENTRIES] * num_rows
         self._bad_words = [_NO_BAD_WORDS] * num_rows
         self._ends = [_NO_ENTRIES] * num_rows
-        self._unused: defaultdict[int, list[ChoiceTensors]] = defaultdict(list)  # by number of choices
+        self._unused: dict[int, list[ChoiceTensors]] = {}  # by number of choices
 
     def begin(self, row: int, params: SamplingParams, prompt_tokens: Seq[int], output_tokens: Seq[int]) -> None:
         """Give the row to a sequence with these tokens. No launched step may still be sampling a token for the row."""
@@ -147,11 +148,13 @@ class Sampler:
             self._counts.view(-1).scatter_add_(0, places, torch.ones_like(tokens))
         sampled = self._with_logprobs(logits, tensors, tokens)
         sampled.processed = tensors.processed
-        self._unused[len(tokens)].append(tensors.uploaded)
+        self._unused.setdefault(len(tokens), []).append(tensors.uploaded)
+        if len(self._unused) > _MOST_SIZES:
+            del self._unused[next(iter(self._unused))]
         return sampled
 
     def _uploaded(self, packed: NDArray[np.uint8], num_choices: int) -> ChoiceTensors:
-        unused = self._unused[num_choices]
+        unused = self._unused.get(num_choices)
         own = unused.pop() if unused else ChoiceTensors(num_choices, self._counts.device)
         own.overwrite(packed)
         return own

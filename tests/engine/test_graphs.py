@@ -160,6 +160,26 @@ def test_a_replayed_step_follows_rank_0_before_it_reads_the_last_tokens() -> Non
         assert found.run(graph.index, graph.pack([chunk], [0]))[0].item() == 7
 
 
+@pytest.mark.usefixtures("graphs_of_a_cpu")
+def test_each_step_of_a_rank_follows_rank_0_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a part of its graph, if it has one."""
+    model = loader.load_model(Checkpoint.open(tiny_models.save(tiny_models.CONFIGS["llama"], tmp_path)), "float32")
+    runner = TorchModelRunner(model, SIZES, probe(model, SIZES.max_model_len))
+    done = list[str]()
+    forward = RankModel._forward
+    monkeypatch.setattr(RankModel, "_follow_rank_0", lambda rank: done.append("follow"))
+    monkeypatch.setattr(RankModel, "_forward", lambda *args: done.append("forward") or forward(*args))
+    for captured in (False, True):
+        if captured:
+            runner.capture([1], 0)
+        (seq,) = sequences([40])
+        done.clear()
+        for chunk in (Chunk.of(seq, 0, 39), Chunk.of(seq, 39, 1)):
+            runner.launch([chunk]).wait()
+        assert done == ["follow", "forward"] * 2
+        runner.forget(seq)
+
+
 class LogitsOf(TorchModelRunner):
     """Keeps the logits of its last step."""
 

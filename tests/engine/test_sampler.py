@@ -13,6 +13,7 @@ import torch
 
 from baton.sampling import SamplingParams
 from baton_kernels.sampling import reference
+from engine.model import sampler as sampler_module
 from engine.model.choices import SampleBatch, Sampled
 from engine.model.sampler import Sampler
 from engine.step import Choice
@@ -321,3 +322,23 @@ def test_a_bias_is_for_its_own_request() -> None:
     other = (best + 1) % VOCAB
     tokens = [choice.token for choice in choose(values, Ask(greedy()), Ask(greedy(logit_bias={other: 100.0})))]
     assert tokens == [best, other]
+
+
+def test_steps_in_flight_have_tensors_of_their_own_and_few_sizes_are_kept() -> None:
+    sampler, values = begun([Ask(SamplingParams(temperature=0.0))] * 3)[0], logits(3)
+
+    def batch(num: int) -> SampleBatch:
+        return SampleBatch([0] * num, [2] * num, [0] * num, range(2, 2 + num))
+
+    early, late = sampler.prepare(batch(3)), sampler.prepare(SampleBatch([1] * 3, [3] * 3, [0] * 3, [2] * 3))
+    assert early is not None
+    assert late is not None
+    assert (early.uploaded.rows.tolist(), late.uploaded.rows.tolist()) == ([2] * 3, [3] * 3)
+    sampler.launch(values, early)
+    assert (again := sampler.prepare(batch(3))) is not None
+    assert again.uploaded is early.uploaded
+    assert (other := sampler.prepare(batch(3))) is not None
+    assert other.uploaded is not again.uploaded
+    for num in range(1, 3 * sampler_module._MOST_SIZES):
+        sampler.launch(values, sampler.prepare(batch(num)))
+    assert len(sampler._unused) == sampler_module._MOST_SIZES
