@@ -43,7 +43,7 @@ class Allocation(NamedTuple):
     content until the caller, or a later owner, writes to it; whatever is to be kept must be copied before that."""
 
     blocks: list[int]
-    evicted: list[Evicted]
+    evicted: Evicted
 
 
 class BlockManager:
@@ -158,7 +158,7 @@ class BlockManager:
             raise CacheExhausted(f"{n} KV blocks asked for, {held}")
         blocks = [self._free.popleft() for _ in range(min(n, len(self._free)))]
         evicted = self._cache.evict(n - len(blocks))
-        blocks += [block for block, _ in evicted]
+        blocks += evicted
         for block in blocks:
             self._ref[block] = 1
         self._changed(blocks)

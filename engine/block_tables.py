@@ -126,7 +126,7 @@ class BlockTables:
                 needed -= max(0, min(num_columns, most) - (most - own))
         return needed
 
-    def cover(self, seq: Sequence, num_tokens: int) -> list[Evicted]:
+    def cover(self, seq: Sequence, num_tokens: int) -> Evicted:
         """Give the sequence the columns for its first `num_tokens` tokens, or as many of these as there are blocks for.
         Returns the blocks that were evicted."""
         lacking = (self.shape.num_columns(num_tokens) - self.num_columns(seq.block_table)) * self._width

@@ -8,18 +8,15 @@ operation is O(1) per block named.
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from baton.block_hash import BlockHash
 
-
-class Evicted(NamedTuple):
-    """A block that has just lost its hash to make room. Its content stays until the new owner writes."""
-
-    block: int
-    block_hash: BlockHash
+Evicted = dict[int, BlockHash]
+"""By block, the hash that it has just lost to make room. Its content stays until the new owner writes."""
+T = TypeVar("T")
 
 
 class PrefixCache:
@@ -80,20 +77,20 @@ class PrefixCache:
         for block in blocks:
             del self._evictable[block]
 
-    def evict(self, n: int) -> list[Evicted]:
+    def evict(self, n: int) -> Evicted:
         """Take the `n` least recently used evictable blocks and their hashes; the blocks become the caller's."""
         blocks = list(itertools.islice(self._evictable, n))
         assert len(blocks) == n, f"{n} blocks to evict of {len(self._evictable)}"
-        hash_of, block_of, evicted = self._hash, self._block_of, list[Evicted]()
+        hashes = [block_hash for block_hash in self.hashes_of(blocks) if block_hash is not None]
+        assert len(hashes) == n, f"one of the blocks {blocks} has no hash"
+        _with_each(self._evictable.__delitem__, blocks)
+        _with_each(self._block_of.__delitem__, hashes)
+        hash_of = self._hash
         for block in blocks:
-            block_hash = hash_of[block]
-            assert block_hash is not None, f"block {block} has no hash"
             hash_of[block] = None
-            del block_of[block_hash], self._evictable[block]
-            evicted.append(Evicted(block, block_hash))
         if self._changes is not None:
-            self._changes.update(dict.fromkeys((block_hash for _, block_hash in evicted), False))
-        return evicted
+            self._changes.update(dict.fromkeys(hashes, False))
+        return dict(zip(blocks, hashes, strict=True))
 
     # ---- for those that follow the cache's content ----
 
@@ -115,3 +112,9 @@ class PrefixCache:
     def check_integrity(self) -> None:
         assert {name: block for block, name in enumerate(self._hash) if name is not None} == self._block_of
         assert all(self._hash[block] is not None for block in self._evictable), "a block without a hash is evictable"
+
+
+def _with_each(function: Callable[[T], object], arguments: Iterable[T]) -> None:
+    """Call the function with each argument, without a loop in Python: of a long prompt's blocks, there are
+    thousands."""
+    deque(map(function, arguments), maxlen=0)

@@ -34,7 +34,7 @@ class Plan:
     chunks: list[Chunk] = field(default_factory=list)
     started: list[Sequence] = field(default_factory=list)  # scheduled for the first time
     preempted: list[Sequence] = field(default_factory=list)
-    evicted: list[Evicted] = field(default_factory=list)
+    evicted: Evicted = field(default_factory=dict)
 
 
 class Scheduler:
@@ -242,20 +242,20 @@ class Scheduler:
         if not self._tables.admit(seq, hits):
             return False
         if not self._has_windows:
-            plan.evicted += self._tables.cover(seq, seq.num_tokens)
+            plan.evicted |= self._tables.cover(seq, seq.num_tokens)
         return True
 
     def _allocate(self, plan: Plan, seq: Sequence, n: int) -> None:
         """Append `n` blocks, in whole columns, to the sequence's table."""
         blocks, evicted = self._blocks.allocate(n)
         seq.block_table += blocks
-        plan.evicted += evicted
+        plan.evicted |= evicted
 
     def _take_prompt(self, plan: Plan, seq: Sequence, budget: PromptBudget, to_go: int) -> None:
         start = seq.num_launched_tokens
         length = budget.fitting(start, to_go)
         if self._has_windows and length:
-            plan.evicted += self._tables.cover(seq, start + length)
+            plan.evicted |= self._tables.cover(seq, start + length)
             length = min(length, self._tables.num_covered_tokens(seq) - start)
         if length:
             self._take_chunk(plan, seq, length)

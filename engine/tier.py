@@ -9,7 +9,6 @@ Sequences whose prefix is being loaded wait in the scheduler, and other sequence
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from engine.block_manager import BlockManager
@@ -19,7 +18,7 @@ from engine.prefix_cache import Evicted
 class KvTier(Protocol):
     """Memory that holds KV blocks by their hashes. Called on the engine's thread; no method waits for a device."""
 
-    def store(self, evicted: Sequence[Evicted]) -> None:
+    def store(self, evicted: Evicted) -> None:
         """Copy whichever of these blocks are to be kept. Anything launched or received after this call may overwrite
         them, so a copy must be ordered before that, as a launch of the runner is."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -40,8 +39,8 @@ class FakeTier:
         self._model = model
         self._kept: dict[BlockHash, Tensor] = {}  # [bytes of a block] each
 
-    def store(self, evicted: Sequence[Evicted]) -> None:
-        for block, block_hash in evicted:
+    def store(self, evicted: Evicted) -> None:
+        for block, block_hash in evicted.items():
             assert self.engine.blocks.find(block_hash) != block, "it is not evicted"
             self.num_stored += 1
             kept = self._kept[block_hash] = torch.zeros_like(self._model.pool_bytes[block])

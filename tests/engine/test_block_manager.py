@@ -8,7 +8,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from baton.errors import CacheExhausted
 from engine.block_manager import NULL_BLOCK, BlockManager, BlockState
-from engine.prefix_cache import Evicted
 from tests.machines import machine
 
 BLOCK_SIZE = 4
@@ -62,8 +61,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def take(self, n: int) -> list[int]:
         got, evicted = self.blocks.allocate(n)
         assert len(set(got)) == n
-        assert {block for block, _ in evicted} <= set(got)
-        for block, block_hash in evicted:
+        assert evicted.keys() <= set(got)
+        for block, block_hash in evicted.items():
             assert self.cached.pop(block_hash) == block, "what is told of an eviction is not so"
         return got
 
@@ -285,9 +284,9 @@ def test_eviction_is_told_with_what_the_block_was() -> None:
     blocks.seal([first], [hash_of(1)])
     blocks.seal([second], [hash_of(2)])
     blocks.release(table)
-    assert blocks.allocate(1).evicted == []
+    assert not blocks.allocate(1).evicted
     got, evicted = blocks.allocate(2)
-    assert evicted == [Evicted(second, hash_of(2)), Evicted(first, hash_of(1))]
+    assert list(evicted.items()) == [(second, hash_of(2)), (first, hash_of(1))]
     assert got == [second, first]
     assert [blocks.find(hash_of(number)) for number in (1, 2)] == [None, None]
 

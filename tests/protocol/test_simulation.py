@@ -10,6 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+import decode_node.leases
 from baton.layout import KvSlice
 from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
@@ -75,11 +76,24 @@ def race(
     ranks: Ranks | None = None,
     windows: tuple[int | None, ...] = (None, None),
 ) -> World:
-    """One long random run; `faults` is the chance that a step is something going wrong."""
-    draw = random.Random(seed)
-    first_token = FIRST_TOKEN[seed % 2]
+    """One long random run; `faults` is the chance that a step is something going wrong. In every other pair of seeds,
+    prompts of a few blocks are handled as long ones."""
+    with pytest.MonkeyPatch.context() as patched:
+        if seed % 4 > 1:
+            patched.setattr(decode_node.leases, "LONG_BLOCKS", 3)
+        return _race(random.Random(seed), FIRST_TOKEN[seed % 2], faults, num_blocks, ranks or {}, windows)
+
+
+def _race(
+    draw: random.Random,
+    first_token: FirstToken,
+    faults: float,
+    num_blocks: int,
+    ranks: Ranks,
+    windows: tuple[int | None, ...],
+) -> World:
     num_slots = draw.choice([1, 2, 4])
-    sizes = num_blocks, num_slots, first_token, ranks or {}, windows
+    sizes = num_blocks, num_slots, first_token, ranks, windows
     world = World(2, 2, *sizes)
     for _ in range(400):
         if draw.random() < 0.04:
