@@ -4,9 +4,10 @@ In a turn of its loop (`node.core`) it takes what arrived, grants Reserves that 
 and launches a step if there is room for one and it is due (`engine.pace`). Adoption puts a request into the very next
 step, so the running batch has no gap; the router gets Adopted when that step begins. Long prompts, which take
 milliseconds to grant and to adopt, are granted and adopted in the turn's second half, when tokens are out, and only if
-the next launch is not delayed. A Prefill sent here directly runs on the same engine, without a lease. `reservations`
-keeps requests that wait for KV, `running` those that generate, and `migrations` those of them that move to another
-decode node.
+the next launch is not delayed. While there are any, steps are launched early, and then it is the next tokens that must
+not be delayed: what takes long is done when a step has just begun, one prompt with each. A Prefill sent here directly
+runs on the same engine, without a lease. `reservations` keeps requests that wait for KV, `running` those that generate,
+and `migrations` those of them that move to another decode node.
 """
 
 from __future__ import annotations
@@ -112,7 +113,8 @@ class DecodeCore(RoleCore):
 
     def _move_on(self, now: float) -> None:
         # Longer work waits for the turn's second half: tokens are out then, and the next step is launched if it is due.
-        self._is_brief = bool(self.engine.only_launches and self.engine.has_room and self.engine.num_running)
+        may_launch = self.engine.has_room or self.engine.launches_early
+        self._is_brief = bool(self.engine.only_launches and may_launch and self.engine.num_running)
         self._adopt_and_grant(now, SLACK_S if self._is_brief else math.inf)
         if not self._is_brief:
             self._reservations.share_slots()
@@ -128,6 +130,8 @@ class DecodeCore(RoleCore):
             most_blocks -= len(lease.table)
             self._running.adopt(lease, self._matchers.make(lease.reserve.attempt_id, lease.commit.sampling), now)
         self._move_migrations_on(now)
+        if self._hurries and any(lease.is_long for lease in leases):
+            return True  # that took long enough for one turn
         self._reservations.grant_waiting(now, most_blocks)  # also what these have given back
         return bool(leases)
 
@@ -159,9 +163,21 @@ class DecodeCore(RoleCore):
         # Before the grants, since these put off what the next turn shares out.
         if self._is_brief:
             self._reservations.share_slots()
-        adopted = self._adopt_and_grant(now, math.inf if due is None else max(SLACK_S, due - now))
+        adopted = self._adopt_and_grant(now, self._spare_s if due is None else max(SLACK_S, due - now))
         self.receiver.polls_soon(self.engine.device_busy_since is not None)  # the end of a step begins a turn
         return result.again or adopted
+
+    @property
+    def _hurries(self) -> bool:
+        """Whether a step runs, another is launched already or will be at once, and all that may be late is the turn
+        that passes on the tokens of the one that runs."""
+        return self.engine.launches_early and self.engine.device_busy_since is not None
+
+    @property
+    def _spare_s(self) -> float:
+        """How long adoptions and grants may take in this turn, if no launch waits for its time. Steps that are launched
+        early begin when others end: then the next end is furthest away."""
+        return SLACK_S if self._hurries and not self._plan.chunks else math.inf
 
     def next_deadline(self) -> float | None:
         work = self._running, self._reservations, self._migrations
@@ -265,6 +281,7 @@ class DecodeCore(RoleCore):
     def check_integrity(self) -> None:
         """Raise AssertionError if blocks, slots, leases and sequences disagree."""
         self.engine.check_integrity(self._reservations.holdings())
+        self._reservations.check_integrity()
         self.receiver.check_integrity()
         self.sender.check_integrity()
         self._migrations.check_integrity()

@@ -37,17 +37,23 @@ class LeaseState(enum.Enum):
 
 @dataclass(slots=True)
 class Waiting:
-    """A Reserve in the queue. `since_s`: when its request came to the router, by this node's clock."""
+    """A Reserve in the queue. `since_s`: when its request came to the router, by this node's clock. `num_blocks`: those
+    of its table, whether they are here already or not."""
 
     reserve: Reserve
     peer: str
     deadline: float
     since_s: float
+    num_blocks: int
 
     @property
     def due_s(self) -> float:
         """Where it stands in the queue."""
         return due_s(self.reserve.priority, self.since_s)
+
+    @property
+    def is_long(self) -> bool:
+        return self.num_blocks > LONG_BLOCKS
 
 
 @dataclass(frozen=True, slots=True)

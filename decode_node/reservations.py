@@ -72,7 +72,7 @@ class Reservations:
         self._lease_of: dict[AttemptId, Lease] = {}  # the same leases
         self._deadlines = Deadlines[AttemptId]()  # of Reserves and leases
         self._short: dict[int, Lease] = {}  # leases with parts for which no receive is posted
-        self._num_long = 0  # how many leases are long, see `Lease.is_long`
+        self._num_long = 0  # how many Reserves and leases are long, see `Waiting.is_long`, `Lease.is_long`
         self._may_post = False  # a part has landed since slots were last shared out
         self._num_freed_slots = 0  # when slots were last shared out
         self._ready: list[Lease] = []  # committed and complete; some may have ended since
@@ -116,8 +116,13 @@ class Reservations:
 
     @property
     def has_long(self) -> bool:
-        """Whether the KV of a long prompt is on its way."""
+        """Whether the KV of a long prompt is on its way, or is to come."""
         return self._num_long > 0
+
+    def check_integrity(self) -> None:
+        """Assert that what is queued and leased is counted as it is."""
+        holders: list[Waiting | Lease] = [*self._waiting.values(), *self._leases.values()]
+        assert self._num_long == sum(holder.is_long for holder in holders), "long prompts are miscounted"
 
     def next_deadline(self) -> float | None:
         return self._deadlines.next()
@@ -148,9 +153,11 @@ class Reservations:
         if not 1 <= reserve.layer_groups <= self._receiver.layout.num_layers:
             raise InvalidRequest(f"{reserve.layer_groups} groups of layers", "layer_groups")
         deadline = now + min(reserve.deadline_s, self._max_deadline_s)
-        waiting = Waiting(reserve, peer, deadline, now - reserve.age_s)
+        num_blocks = self._shape.num_columns(reserve.num_tokens) * self._shape.width
+        waiting = Waiting(reserve, peer, deadline, now - reserve.age_s, num_blocks)
         self._queue.add(reserve.attempt_id, waiting.due_s)
         self._waiting[reserve.attempt_id] = waiting
+        self._num_long += waiting.is_long
         self._deadlines.set(reserve.attempt_id, deadline)
 
     def grant_waiting(self, now: float, most_blocks: float = math.inf) -> None:
@@ -158,14 +165,12 @@ class Reservations:
         long as their tables have at most `most_blocks` in all."""
         while self._queue:
             first = self._waiting[next(iter(self._queue))]
-            num_blocks = self._shape.num_columns(first.reserve.num_tokens) * self._shape.width
-            if num_blocks > most_blocks or self._engine.waiting.has_preempted(first.due_s):
+            if first.num_blocks > most_blocks or self._engine.waiting.has_preempted(first.due_s):
                 break
             if not self._grant(first, now):
                 break
-            most_blocks -= num_blocks
-            self._queue.remove(first.reserve.attempt_id)
-            del self._waiting[first.reserve.attempt_id]
+            most_blocks -= first.num_blocks
+            self._remove(first)
 
     def share_slots(self) -> None:
         """Post receives for leases that are short of slots, if parts have landed or slots were freed since."""
@@ -380,9 +385,14 @@ class Reservations:
         self._outcomes.expire(now)
 
     def _leave_queue(self, waiting: Waiting) -> None:
+        """It will have no lease."""
+        self._remove(waiting)
+        self._deadlines.discard(waiting.reserve.attempt_id)
+
+    def _remove(self, waiting: Waiting) -> None:
         self._queue.remove(waiting.reserve.attempt_id)
         del self._waiting[waiting.reserve.attempt_id]
-        self._deadlines.discard(waiting.reserve.attempt_id)
+        self._num_long -= waiting.is_long
 
     def _end(self, lease: Lease, error: BatonError) -> None:
         """A request that moves is its old node's until the Commit: that one tells the router."""

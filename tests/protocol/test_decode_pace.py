@@ -262,6 +262,39 @@ def test_steps_are_launched_early_while_a_long_prompt_is_on_its_way(
     assert decoding.num_in_flight == 1, "there is time again"
 
 
+def test_what_takes_long_begins_with_a_step_while_steps_are_launched_early(
+    decoding: Decoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the tokens of a step do not wait for it; and of adoptions and grants, one with each step."""
+    monkeypatch.setattr(decode_node.leases, "LONG_BLOCKS", 0)
+    monkeypatch.setattr(decoding.core.receiver.ranks[0].transport, "expect", lambda *_: None)
+
+    def reserve(name: str) -> None:
+        attempt_id = AttemptId(EPOCH, name, 0)
+        message = Reserve(attempt_id, decoding.node.incarnation, 3 * BLOCK_SIZE, (), 1, 60.0, 60)
+        decoding.core.handle(FromPeer("p", message), decoding.now)
+
+    def seen() -> tuple[int, int]:
+        return len(decoding.grants), decoding.core.engine.num_running
+
+    reserve("new")
+    decoding.turn()
+    decoding.turn()
+    assert (decoding.num_in_flight, *seen()) == (2, 1, 1)
+    monkeypatch.setattr(decode_node.core, "BLOCK_S", STEP_S)
+    [lease] = decoding.core._reservations._leases.values()
+    lease.arrived.update(range(lease.num_parts))
+    commit = dataclasses.replace(decoding.commit_of(lease.serial), prompt_tokens=tuple(range(3 * BLOCK_SIZE)))
+    decoding.core.handle(FromPeer("p", commit), decoding.now)
+    reserve("other")
+    for expected in ((1, 1), (1, 2), (2, 2)):
+        for _ in range(3):
+            decoding.turn()
+            assert seen() == expected
+        decoding.wait_until(decoding.now + STEP_S)
+        decoding.finish_step()
+
+
 def test_the_turn_that_grants_a_long_prompt_leaves_most_receives_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     decoding = Decoding(num_slots=6)
     monkeypatch.setattr(decode_node.leases, "LONG_BLOCKS", 0)
