@@ -26,6 +26,11 @@ NUM_LAST_LINES = 20
 LOCAL = HostPort("127.0.0.1", 0)
 
 
+def makes_answers_up(flags: str) -> bool:
+    """Whether a cluster with these flags has simulated nodes, so that its answers cannot be checked."""
+    return "--engine=simulated" in flags.replace("--engine simulated", "--engine=simulated").split()
+
+
 @dataclass(frozen=True, slots=True)
 class Addresses:
     """`prefill`, `decode`: the nodes' gRPC services; `more_http`: further routers. `signal`: sends one to the node at

@@ -32,7 +32,7 @@ from pydantic import Field, field_validator
 
 from baton.settings import Settings, parse
 from benchmarks.checks import TINY, check_recall
-from benchmarks.cluster import Addresses, running_cluster
+from benchmarks.cluster import Addresses, makes_answers_up, running_cluster
 from benchmarks.http_stream import Connection
 from benchmarks.load import Load, Prompts
 from benchmarks.observers import Observers, running_observers
@@ -203,7 +203,7 @@ async def _side(
     at = await stack.enter_async_context(running_cluster(flags))
     connection = await stack.enter_async_context(Connection(at.http))
     load = Load(at.http, await Prompts.of(connection, settings.seed), settings.input_len, settings.output_len)
-    if "--engine=simulated" not in settings.up:
+    if not makes_answers_up(settings.up):
         await check_recall(load, TINY, 4)
     return Side(at, watch, load, connection)
 

@@ -18,10 +18,12 @@ def test_a_gap_counts_where_both_its_ends_lie() -> None:
     assert gaps_within([answer], windows, pushing=True) == [3.0]
 
 
-@pytest.mark.full
-def test_prompts_are_pushed_beside_watched_streams(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "up", ["--engine=simulated --profile=h200-8b", pytest.param("--device=cpu", marks=pytest.mark.full)]
+)
+def test_prompts_are_pushed_beside_watched_streams(up: str, capsys: pytest.CaptureFixture[str]) -> None:
     lengths = ["--input-len=20", "--output-len=400", "--push-len=200", "--window=0.3"]
-    interference.main(["--up=--device=cpu", "--streams=2", "--pushers=1", *lengths])
+    interference.main([f"--up={up}", "--streams=2", "--pushers=1", *lengths])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["num_pushed"] > 0
     assert result["itl_in_peace_ms"]["p50"] > 0
