@@ -75,4 +75,4 @@ class MadeUpTokens:
 
 
 def checksum(tokens: Seq[int]) -> int:
-    return zlib.crc32(array.array("q", tokens).tobytes())
+    return zlib.crc32(array.array("I", tokens))
