@@ -255,17 +255,24 @@ class Reservations:
         """Post receives into free slots, in the order of parts. True: the lease has more credits than before."""
         before, num_free = lease.credits, self._receiver.num_free_slots
         until = min(lease.num_parts, before + at_most)
-        while lease.credits < until and lease.num_open < max(MIN_OPEN_PARTS, num_free):
-            piece, is_last = lease.parts[lease.credits], lease.is_last_of_rank(lease.credits)
-            where = piece, lease.blocks_of(piece), lease.marks
-            # A long lease's parts arrive while its prompt is computed: none is waited for.
-            if not self._receiver.expect(lease.peer, lease.serial, lease.credits, *where, is_last, not lease.is_long):
-                break
-            lease.credits += 1
-            num_free -= 1
+        with self._receiver.batched():
+            while lease.credits < until and lease.num_open < max(MIN_OPEN_PARTS, num_free):
+                if not self._expect_next(lease):
+                    break
+                num_free -= 1
         if lease.credits == lease.num_parts:
             del self._short[lease.serial]
         return lease.credits > before
+
+    def _expect_next(self, lease: Lease) -> bool:
+        """Post the receive for the part after those with credits. False: no slot is free."""
+        number, piece = lease.credits, lease.parts[lease.credits]
+        where = piece, lease.blocks_of(piece), lease.marks
+        # A long lease's parts arrive while its prompt is computed: none is waited for.
+        uploads, is_last = not lease.is_long, lease.is_last_of_rank(number)
+        posted = self._receiver.expect(lease.peer, lease.serial, number, *where, is_last, uploads)
+        lease.credits += posted
+        return posted
 
     # ---- parts, commit ----
 

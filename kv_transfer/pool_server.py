@@ -127,10 +127,13 @@ class _Link:
             case "push":
                 self._copies.when_done(message["slot"], partial(self._push, message))
             case "expect":
-                # An earlier step may use the blocks of the slot's part, even one that is not launched yet.
-                marked = self._marks[message["slot"]] = Future[Mark]()
+                # An earlier step may use the blocks of the slots' parts, even one that is not launched yet.
+                marked = Future[Mark]()
                 self._after_steps(lambda: marked.set_result(self._copies.mark()))
-                self._copies.when_done(message["slot"], partial(self._expect, message))
+                with self._transport.batched():
+                    for peer, tag, slot, num_bytes in message["receives"]:
+                        self._marks[slot] = marked
+                        self._copies.when_done(slot, partial(self._expect, peer, tag, slot, num_bytes))
             case "relax":
                 self._transport.relax(message["relaxed"])
             case "disconnect":
@@ -187,10 +190,10 @@ class _Link:
         header = bytes.fromhex(message["header"])
         self._transport.push(message["peer"], message["tag"], message["slot"], message["num_bytes"], header)
 
-    def _expect(self, message: Mapping[str, Any]) -> None:
+    def _expect(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
         with self._states:
-            self._staging.lend(message["slot"])
-        self._transport.expect(message["peer"], message["tag"], message["slot"], message["num_bytes"])
+            self._staging.lend(slot)
+        self._transport.expect(peer, tag, slot, num_bytes)
 
     def _operations_ended(self, events: list[OperationEvent]) -> None:
         try:

@@ -155,6 +155,14 @@ class ReceiverRanks(_Ranks[KvReceiver]):
         mark = not_before[piece.target]
         return mover.expect(name, lease, part, blocks, piece.what, mark, is_last, piece.layers, piece.groups, uploads)
 
+    @contextlib.contextmanager
+    def batched(self) -> Iterator[None]:
+        """See KvReceiver."""
+        with contextlib.ExitStack() as stack:
+            for mover in self.ranks:
+                stack.enter_context(mover.batched())
+            yield
+
     def polls_soon(self, soon: bool) -> None:
         """See KvReceiver."""
         for mover in self.ranks:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -145,6 +145,9 @@ class RemoteTransport(EventSource):
         self._wire, self._link, self._address = wire, link, address
         self._closing = threading.Lock()
         self._is_closed = False
+        self._holding = threading.Lock()  # guards the next two
+        self._num_holds = 0
+        self._receives: list[tuple[str, int, int, int]] = []  # to be sent
 
     def info(self) -> bytes:
         return self._address
@@ -164,7 +167,28 @@ class RemoteTransport(EventSource):
         self._wire.send(do="push", link=self._link, **fields)
 
     def expect(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
-        self._wire.send(do="expect", link=self._link, peer=peer, tag=tag, slot=slot, num_bytes=num_bytes)
+        with self._holding:
+            self._receives.append((peer, tag, slot, num_bytes))
+        self._send_receives()
+
+    @contextlib.contextmanager
+    def batched(self) -> Iterator[None]:
+        """Receives are one message."""
+        with self._holding:
+            self._num_holds += 1
+        try:
+            yield
+        finally:
+            with self._holding:
+                self._num_holds -= 1
+            self._send_receives()
+
+    def _send_receives(self) -> None:
+        with self._holding:
+            if self._num_holds or not self._receives:
+                return
+            receives, self._receives = self._receives, []
+        self._wire.send(do="expect", link=self._link, receives=receives)
 
     def relax(self, relaxed: bool) -> None:
         self._wire.send(do="relax", link=self._link, relaxed=relaxed)

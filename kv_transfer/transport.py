@@ -19,6 +19,7 @@ One transport serves one mover (a `KvSender` or a `KvReceiver`), since `poll` re
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -123,6 +124,9 @@ class Transport(Protocol):
         """Events since the last call, except those for a subscriber, which has received all earlier ones by then. A
         PeerDisconnected is dropped if the peer is reconnected before the next call. Raises RuntimeError when the
         transport itself has failed, after calling `wake`: then nothing works any more, and the process must end."""
+
+    def batched(self) -> AbstractContextManager[None]:
+        """What is called within the context may begin only at its end, and then costs the caller less."""
 
     def relax(self, relaxed: bool) -> None:
         """Whether events may come some 0.3 ms later than they could, which leaves the interpreter to threads that

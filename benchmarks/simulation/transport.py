@@ -7,6 +7,7 @@ done with those before it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -106,6 +107,9 @@ class FleetTransport:
     def poll(self) -> list[TransportEvent]:
         events, self._events = self._events, []
         return events
+
+    def batched(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def relax(self, relaxed: bool) -> None:
         """Nothing to do: no thread waits for events."""

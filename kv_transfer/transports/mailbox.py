@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 class Mailbox:
@@ -15,6 +16,8 @@ class Mailbox:
         self._lock = threading.Lock()
         self._commands: deque[Callable[[], None]] = deque()
         self._closed = False
+        self._num_holds = 0
+        self._is_signalled = False
         self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
@@ -32,18 +35,36 @@ class Mailbox:
         """Have the thread run `command`; once the mailbox is closed, run it on the calling thread."""
         with self._lock:
             if not self._closed:
-                if not self._commands:
-                    os.eventfd_write(self._eventfd, 1)
                 self._commands.append(command)
+                self._signal()
                 return
         command()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Do not wake the thread for what is posted until the end of this context. Each time that it is woken, it may
+        take the interpreter from the thread that posts."""
+        with self._lock:
+            self._num_holds += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_holds -= 1
+                self._signal()
+
+    def _signal(self) -> None:
+        if self._commands and not (self._num_holds or self._is_signalled or self._closed):
+            self._is_signalled = True
+            os.eventfd_write(self._eventfd, 1)
 
     def run(self) -> None:
         """Run the posted commands. Costs no system call if there are none, since a spinning thread calls it often."""
         while self._commands:
             with self._lock:
                 command = self._commands.popleft()
-                if not self._commands:
+                if self._is_signalled and not self._commands:
+                    self._is_signalled = False
                     os.eventfd_read(self._eventfd)
             command()
 

@@ -13,7 +13,7 @@ import struct
 import threading
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -215,6 +215,9 @@ class MemoryTransport(EventSource):
     def expect(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
         with self.hub._turn():
             self._start("receive", _Operation(self, peer, tag, slot, num_bytes, self.address))
+
+    def batched(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def relax(self, relaxed: bool) -> None:
         """Nothing to do: no thread waits for events."""

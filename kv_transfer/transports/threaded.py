@@ -62,6 +62,10 @@ class TransportThread:
         """Have the thread run `command`; once the thread is over, run it on the calling thread."""
         self._mailbox.post(command)
 
+    def batched(self) -> contextlib.AbstractContextManager[None]:
+        """Wake the thread for all calls within the context at once."""
+        return self._mailbox.held()
+
     def stop(self, timeout_s: float) -> bool:
         """End all links and the thread. False: it did not end in time."""
         self.call(self._stop)
@@ -159,6 +163,9 @@ class ThreadedTransport(EventSource):
 
     def expect(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
         self._thread.call(partial(self._thread.expect, peer, tag, slot, num_bytes))
+
+    def batched(self) -> contextlib.AbstractContextManager[None]:
+        return self._thread.batched()
 
     def relax(self, relaxed: bool) -> None:
         self._thread.is_relaxed = relaxed

@@ -26,6 +26,28 @@ def test_its_thread_is_woken_while_commands_wait_and_they_keep_their_order() -> 
     mailbox.close()
 
 
+def test_a_thread_is_woken_once_for_what_is_posted_together() -> None:
+    mailbox, ran = Mailbox(), list[int]()
+    with mailbox.held():
+        with mailbox.held():
+            mailbox.post(functools.partial(ran.append, 0))
+        mailbox.post(functools.partial(ran.append, 1))
+        assert not is_readable(mailbox)
+    assert is_readable(mailbox)
+    mailbox.run()
+    assert ran == [0, 1]
+    assert not is_readable(mailbox)
+    with mailbox.held():
+        mailbox.post(functools.partial(ran.append, 2))
+        mailbox.run()  # as a thread does that is awake
+        assert ran == [0, 1, 2]
+    assert not is_readable(mailbox)
+    with mailbox.held():
+        mailbox.post(functools.partial(ran.append, 3))
+        mailbox.close()
+        assert ran == [0, 1, 2, 3]
+
+
 def test_a_command_may_post_another() -> None:
     mailbox, ran = Mailbox(), list[int]()
     mailbox.post(lambda: mailbox.post(lambda: ran.append(1)))

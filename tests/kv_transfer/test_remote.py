@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -96,6 +97,34 @@ def test_its_transport_may_be_late_as_well(scene: Scene, monkeypatch: pytest.Mon
     scene.link.transport.relax(True)
     scene.link.transport.relax(False)
     assert relaxed == [True, False]
+
+
+def test_receives_of_a_batch_are_one_message_and_one_batch_there(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, there = list[tuple[str, int]](), list[object]()
+    send = scene.wire.send
+
+    def counted(**message: Any) -> None:
+        sent.append((message["do"], len(message["receives"])))
+        send(**message)
+
+    @contextlib.contextmanager
+    def batched() -> Iterator[None]:
+        there.append("begins")
+        yield
+        there.append("ends")
+
+    monkeypatch.setattr(scene.wire, "send", counted)
+    monkeypatch.setattr(scene.there, "batched", batched)
+    monkeypatch.setattr(scene.there, "expect", lambda peer, tag, *_: there.append((peer, tag)))
+    with scene.link.transport.batched():
+        for slot in range(2):
+            scene.link.transport.expect("d", 7 + slot, slot, SLOT_BYTES)
+        assert not sent
+    assert sent == [("expect", 2)]
+    assert there == ["begins", ("d", 7), ("d", 8), "ends"]
+    with scene.link.transport.batched():
+        pass
+    assert len(sent) == 1
 
 
 def test_kernels_are_compiled_there(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

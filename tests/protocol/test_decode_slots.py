@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -114,3 +116,26 @@ def test_a_slot_of_one_rank_is_shared_out_although_one_of_another_was_taken() ->
     leasing.reserve("new")
     leasing.turn()
     assert leasing.credits == {1: 4, 2: 2, 3: 2, 4: 2, 5: 2}
+
+
+def test_receives_for_a_lease_are_posted_to_each_rank_in_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    leasing, seen = Leasing(num_slots=4, num_ranks=2), list[tuple[int, str]]()
+    for rank, mover in enumerate(leasing.node.movers.ranks):
+
+        @contextlib.contextmanager
+        def batched(rank: int = rank) -> Iterator[None]:
+            seen.append((rank, "begins"))
+            yield
+            seen.append((rank, "ends"))
+
+        def expect(*_: object, rank: int = rank) -> None:
+            seen.append((rank, "receive"))
+
+        monkeypatch.setattr(mover.transport, "batched", batched)
+        monkeypatch.setattr(mover.transport, "expect", expect)
+    leasing.reserve("a")
+    leasing.turn()
+    for rank in range(2):
+        own = [what for number, what in seen if number == rank]
+        assert own == ["begins", *["receive"] * (leasing.credits[1] // 2), "ends"]
+    assert leasing.credits[1] > 2
