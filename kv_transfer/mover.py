@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Collection
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -75,6 +76,10 @@ class KvMover:
         self._own = Sent(layout)
         self._converted: dict[tuple[LayerKv, ...], Sent] = {}
         self._lock = threading.RLock()  # guards the slots' states and owners
+
+    def batched(self) -> AbstractContextManager[None]:
+        """For parts that are sent, or expected, one right after the other: this costs the caller less."""
+        return self.transport.batched()
 
     @property
     def num_free_slots(self) -> int:

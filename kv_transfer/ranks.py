@@ -78,6 +78,14 @@ class _Ranks(Generic[Mover]):
         for mover in self.ranks:
             mover.warm_up()
 
+    @contextlib.contextmanager
+    def batched(self) -> Iterator[None]:
+        """See KvMover."""
+        with contextlib.ExitStack() as stack:
+            for mover in self.ranks:
+                stack.enter_context(mover.batched())
+            yield
+
     @property
     def num_free_slots(self) -> int:
         """The sum over all ranks. On any thread."""
@@ -94,14 +102,6 @@ class SenderRanks(_Ranks[KvSender]):
     def planner(self, receiver: KvLayout, part_blocks: int) -> PartPlanner:
         """The planner for parts to a node of that layout and with such slots."""
         return PartPlanner(self.layout, receiver, (self.part_blocks, part_blocks), self.layout)
-
-    @contextlib.contextmanager
-    def batched(self) -> Iterator[None]:
-        """See KvSender."""
-        with contextlib.ExitStack() as stack:
-            for mover in self.ranks:
-                stack.enter_context(mover.batched())
-            yield
 
     def send(self, peer: str, lease: int, part: int, piece: Piece, blocks: Sequence[int], checked: bool) -> bool:
         """Send a piece of these blocks as that part. See KvSender."""
@@ -154,14 +154,6 @@ class ReceiverRanks(_Ranks[KvReceiver]):
         mover = self.ranks[piece.target]
         mark = not_before[piece.target]
         return mover.expect(name, lease, part, blocks, piece.what, mark, is_last, piece.layers, piece.groups, uploads)
-
-    @contextlib.contextmanager
-    def batched(self) -> Iterator[None]:
-        """See KvReceiver."""
-        with contextlib.ExitStack() as stack:
-            for mover in self.ranks:
-                stack.enter_context(mover.batched())
-            yield
 
     def polls_soon(self, soon: bool) -> None:
         """See KvReceiver."""

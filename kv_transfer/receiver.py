@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -187,10 +186,6 @@ class KvReceiver(KvMover):
             self._staging.lend(slot)
         self.transport.expect(peer, tag, slot, self._staging.slot_bytes)
         return True
-
-    def batched(self) -> AbstractContextManager[None]:
-        """For several calls of `expect`: the transport's thread is woken once."""
-        return self.transport.batched()
 
     def withdraw(self, lease: int) -> None:
         """Stop landing parts of the lease: its blocks belong to the caller again, for work queued on the current stream
