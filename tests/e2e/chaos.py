@@ -30,6 +30,7 @@ DRAINED, UNFINISHED = 0, 1
 """Exit codes after SIGTERM: a process that was left with requests after --drain-timeout says so."""
 STOPPED = "the server was stopped before the request had finished"
 GIVEN_UP = "given up, since nodes were lost that ran it"
+AWAY, LEFT, IN_FULL = "the router was away", "the client left", "answered in full"
 ERRORS = {"node_unavailable", "overloaded", "deadline_exceeded", "cache_exhausted", "transfer_failed"}
 """Codes with which a request may end when what it needs is away for too long, or failed too often."""
 
@@ -49,6 +50,11 @@ class Report:
     moved: int = 0
     wrong: list[str] = field(default_factory=list)
     hung: list[str] = field(default_factory=list)
+
+    @property
+    def num_answerable(self) -> int:
+        """Requests that met a router and whose clients stayed. Clients ask a router that is away again and again."""
+        return self.ends.total() - self.ends[AWAY] - self.ends[LEFT]
 
     def as_dict(self) -> dict[str, Any]:
         return {**vars(self), "ends": dict(self.ends), "faults": dict(self.faults)}
@@ -194,7 +200,7 @@ class Chaos:
             router, question = draw.choice(self._routers), draw.choice(questions)
             end = await self._ask(router, question, draw)
             self._report.ends[end] += 1
-            if end == "the router was away":
+            if end == AWAY:
                 await asyncio.sleep(0.2)
 
     async def _ask(self, router: Router, question: Question, draw: random.Random) -> str:
@@ -207,7 +213,7 @@ class Chaos:
             try:
                 if leaves and not await request.ends_within(draw.uniform(0.0, 1.0)):
                     await request.leave()
-                    return "the client left"
+                    return LEFT
                 answer = await request.end(REQUEST_TIMEOUT_S + LATE_S)
             except httpx.TransportError as error:
                 return self._lost_router(router, began, request.answer, question, error)
@@ -222,7 +228,7 @@ class Chaos:
         """A connection may break only if its router ended meanwhile, and has carried nothing wrong."""
         self._compare(answer, question, whole=False)
         if isinstance(error, httpx.ConnectError) or self._router_lost.get(router.name, 0.0) >= began:
-            return "the router was away"
+            return AWAY
         self._report.wrong.append(f"{router.name} broke a connection: {error!r}")
         return "broken"
 
@@ -231,7 +237,7 @@ class Chaos:
             self._compare(answer, question, whole=True)
             if answer.timings and answer.timings["attempts"] > 1:
                 self._report.moved += 1
-            return "answered in full"
+            return IN_FULL
         self._compare(answer, question, whole=False)
         code, text = str(answer.error["code"]), str(answer.error["message"])
         if text.startswith(STOPPED):
