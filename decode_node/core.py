@@ -112,13 +112,14 @@ class DecodeCore(RoleCore):
             self._migrations.step_retired()
 
     def _move_on(self, now: float) -> None:
+        # As the turn begins: a long prompt that has just come delays the tokens of a running step as any other does.
+        self.engine.launches_early = self._reservations.has_long
         # Longer work waits for the turn's second half: tokens are out then, and the next step is launched if it is due.
         may_launch = self.engine.has_room or self.engine.launches_early
         self._is_brief = bool(self.engine.only_launches and may_launch and self.engine.num_running)
         self._adopt_and_grant(now, SLACK_S if self._is_brief else math.inf)
         if not self._is_brief:
             self._reservations.share_slots()
-        self.engine.launches_early = self._reservations.has_long
 
     def _adopt_and_grant(self, now: float, most_s: float) -> bool:
         """Adopt requests whose KV is here, then grant Reserves: those for which that takes at most `most_s` in all.

@@ -90,6 +90,12 @@ class Decoding:
         assert self.grants[-1].num_parts == 0
         return self.grants[-1].lease
 
+    def reserve_fresh(self, name: str) -> None:
+        """Ask for room for three blocks, of which none is here."""
+        attempt_id = AttemptId(EPOCH, name, 0)
+        message = Reserve(attempt_id, self.node.incarnation, 3 * BLOCK_SIZE, (), 1, 60.0, 60)
+        self.core.handle(FromPeer("p", message), self.now)
+
     def commit(self, lease: int, age_s: float = 0.0, deadline_s: float = 60.0) -> None:
         self.core.handle(FromPeer("p", self.commit_of(lease, age_s, deadline_s)), self.now)
         self.turn()
@@ -269,15 +275,10 @@ def test_what_takes_long_begins_with_a_step_while_steps_are_launched_early(
     monkeypatch.setattr(decode_node.leases, "LONG_BLOCKS", 0)
     monkeypatch.setattr(decoding.core.receiver.ranks[0].transport, "expect", lambda *_: None)
 
-    def reserve(name: str) -> None:
-        attempt_id = AttemptId(EPOCH, name, 0)
-        message = Reserve(attempt_id, decoding.node.incarnation, 3 * BLOCK_SIZE, (), 1, 60.0, 60)
-        decoding.core.handle(FromPeer("p", message), decoding.now)
-
     def seen() -> tuple[int, int]:
         return len(decoding.grants), decoding.core.engine.num_running
 
-    reserve("new")
+    decoding.reserve_fresh("new")
     decoding.turn()
     decoding.turn()
     assert (decoding.num_in_flight, *seen()) == (2, 1, 1)
@@ -286,13 +287,32 @@ def test_what_takes_long_begins_with_a_step_while_steps_are_launched_early(
     lease.arrived.update(range(lease.num_parts))
     commit = dataclasses.replace(decoding.commit_of(lease.serial), prompt_tokens=tuple(range(3 * BLOCK_SIZE)))
     decoding.core.handle(FromPeer("p", commit), decoding.now)
-    reserve("other")
+    decoding.reserve_fresh("other")
     for expected in ((1, 1), (1, 2), (2, 2)):
         for _ in range(3):
             decoding.turn()
             assert seen() == expected
         decoding.wait_until(decoding.now + STEP_S)
         decoding.finish_step()
+
+
+def test_the_first_long_prompt_waits_for_the_tokens_of_a_step_whose_successor_is_launched(
+    decoding: Decoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it came, nothing said that steps are launched early."""
+    monkeypatch.setattr(decode_node.leases, "LONG_BLOCKS", 0)
+    monkeypatch.setattr(decode_node.core, "BLOCK_S", STEP_S)
+    monkeypatch.setattr(decoding.core.receiver.ranks[0].transport, "expect", lambda *_: None)
+    decoding.wait_until(decoding.core.engine.launch_at or decoding.now)
+    decoding.turn()
+    assert decoding.num_in_flight == 2
+    decoding.reserve_fresh("new")
+    decoding.turn()
+    assert not decoding.grants
+    decoding.wait_until(decoding.now + STEP_S)
+    decoding.finish_step()
+    decoding.turn()
+    assert len(decoding.grants) == 1
 
 
 def test_the_turn_that_grants_a_long_prompt_leaves_most_receives_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
