@@ -21,7 +21,7 @@ from baton.errors import BatonError, NodeUnavailable, RequestCancelled
 from baton.handoff_messages import Commit, Refuse, Release, Reserve
 from baton.messages import Abort, AttemptId, Migrate, Prefill
 from baton.node_info import NodeRole
-from decode_node.leases import Extras
+from decode_node.leases import Budget, Extras
 from decode_node.migrations import Migrations
 from decode_node.reservations import Reservations
 from decode_node.running import RunningRequests
@@ -124,16 +124,13 @@ class DecodeCore(RoleCore):
     def _adopt_and_grant(self, now: float, most_s: float) -> bool:
         """Adopt requests whose KV is here, then grant Reserves: those for which that takes at most `most_s` in all.
         Returns whether any was adopted."""
-        most_blocks = most_s / BLOCK_S
-        leases = self._reservations.take_adoptable(most_blocks)
+        budget = Budget(most_s / BLOCK_S, one_long=self._hurries)
+        leases = self._reservations.take_adoptable(budget)
         for lease in leases:
             assert lease.commit is not None
-            most_blocks -= len(lease.table)
             self._running.adopt(lease, self._matchers.make(lease.reserve.attempt_id, lease.commit.sampling), now)
         self._move_migrations_on(now)
-        if self._hurries and any(lease.is_long for lease in leases):
-            return True  # that took long enough for one turn
-        self._reservations.grant_waiting(now, most_blocks)  # also what these have given back
+        self._reservations.grant_waiting(now, budget)  # also what these have given back
         return bool(leases)
 
     def _move_migrations_on(self, now: float) -> None:

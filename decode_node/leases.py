@@ -1,4 +1,4 @@
-"""A decode node's leases, and the Reserves that wait for one."""
+"""A decode node's leases, the Reserves that wait for one, and how many a turn may take on."""
 
 from __future__ import annotations
 
@@ -17,6 +17,22 @@ from kv_transfer.parts import Piece
 
 LONG_BLOCKS = 512
 """More blocks than these are many parts, whose threads compete with that of the engine for the interpreter."""
+
+
+class Budget:
+    """How many blocks the prompts may have that a turn adopts or grants. one_long: a long prompt is the last of the
+    turn, whatever is left."""
+
+    def __init__(self, num_blocks: float, one_long: bool) -> None:
+        self._num_blocks, self._one_long = num_blocks, one_long
+
+    def spend(self, num_blocks: int) -> bool:
+        """False: a prompt with so many has to wait for another turn, and nothing was spent."""
+        if num_blocks > self._num_blocks:
+            return False
+        is_last = self._one_long and num_blocks > LONG_BLOCKS
+        self._num_blocks = 0 if is_last else self._num_blocks - num_blocks
+        return True
 
 
 class LeaseState(enum.Enum):

@@ -8,7 +8,6 @@ failed. During a lease, blocks that parts go into are marked as loading: the rec
 from __future__ import annotations
 
 import bisect
-import math
 from collections.abc import Sequence as Seq
 from itertools import chain
 
@@ -30,7 +29,7 @@ from baton.handoff_messages import Commit, CommitReply, Credit, Grant, Landed, R
 from baton.layout import KvLayout
 from baton.messages import AttemptId, End
 from baton.waiting_queue import WaitingQueue
-from decode_node.leases import Extras, Lease, LeaseState, Waiting
+from decode_node.leases import Budget, Extras, Lease, LeaseState, Waiting
 from engine.engine import Engine
 from engine.holdings import Holding
 from kv_transfer.parts import PartPlanner
@@ -160,16 +159,15 @@ class Reservations:
         self._num_long += waiting.is_long
         self._deadlines.set(reserve.attempt_id, deadline)
 
-    def grant_waiting(self, now: float, most_blocks: float = math.inf) -> None:
+    def grant_waiting(self, now: float, budget: Budget) -> None:
         """Grant Reserves in the order in which they are due, after all preempted requests that come before them, as
-        long as their tables have at most `most_blocks` in all."""
+        long as the budget allows for their tables."""
         while self._queue:
             first = self._waiting[next(iter(self._queue))]
-            if first.num_blocks > most_blocks or self._engine.waiting.has_preempted(first.due_s):
+            if self._engine.waiting.has_preempted(first.due_s) or not budget.spend(first.num_blocks):
                 break
             if not self._grant(first, now):
                 break
-            most_blocks -= first.num_blocks
             self._remove(first)
 
     def share_slots(self) -> None:
@@ -337,16 +335,13 @@ class Reservations:
         if lease.state is LeaseState.COMMITTED and lease.complete:
             self._ready.append(lease)
 
-    def take_adoptable(self, most_blocks: float = math.inf) -> list[Lease]:
-        """Committed leases with all their KV, whose tables have at most `most_blocks` in all. The caller owns their
+    def take_adoptable(self, budget: Budget) -> list[Lease]:
+        """Committed leases with all their KV, as long as the budget allows for their tables. The caller owns their
         blocks from now on."""
         ready, later = list[Lease](), list[Lease]()
         for lease in self._ready:
-            if lease.serial not in self._leases:
-                continue
-            fits = len(lease.table) <= most_blocks
-            (ready if fits else later).append(lease)
-            most_blocks -= len(lease.table) if fits else 0
+            if lease.serial in self._leases:
+                (ready if budget.spend(len(lease.table)) else later).append(lease)
         self._ready = later
         for lease in ready:
             self._blocks.finish_load(lease.written)

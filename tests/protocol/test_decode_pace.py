@@ -296,6 +296,34 @@ def test_what_takes_long_begins_with_a_step_while_steps_are_launched_early(
         decoding.finish_step()
 
 
+def test_of_several_long_prompts_one_is_granted_or_adopted_with_each_step(
+    decoding: Decoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_node.leases, "LONG_BLOCKS", 0)
+    monkeypatch.setattr(decoding.core.receiver.ranks[0].transport, "expect", lambda *_: None)
+    monkeypatch.setattr(decode_node.core, "BLOCK_S", STEP_S)
+
+    def seen_with_steps(num_steps: int) -> list[tuple[int, int]]:
+        seen = list[tuple[int, int]]()
+        for _ in range(num_steps):
+            for _ in range(3):
+                decoding.turn()
+            seen.append((len(decoding.grants), decoding.core.engine.num_running))
+            decoding.wait_until(decoding.now + STEP_S)
+            decoding.finish_step()
+        return seen
+
+    for name in "ab":
+        decoding.reserve_fresh(name)
+    assert seen_with_steps(2) == [(1, 1), (2, 1)]
+    for serial, lease in decoding.core._reservations._leases.items():
+        lease.arrived.update(range(lease.num_parts))
+        commit = dataclasses.replace(decoding.commit_of(serial), attempt_id=lease.reserve.attempt_id)
+        commit = dataclasses.replace(commit, prompt_tokens=tuple(range(3 * BLOCK_SIZE)))
+        decoding.core.handle(FromPeer("p", commit), decoding.now)
+    assert seen_with_steps(2) == [(2, 2), (2, 3)]
+
+
 def test_the_first_long_prompt_waits_for_the_tokens_of_a_step_whose_successor_is_launched(
     decoding: Decoding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
