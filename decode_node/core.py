@@ -155,13 +155,13 @@ class DecodeCore(RoleCore):
 
     def _computed(self, result: StepResult, now: float) -> bool:
         self._num_brief += bool(self._plan.chunks)
-        due = self.engine.launch_at if self._num_brief < MOST_BRIEF else None
-        if due is None:
+        spare_s = self._spare_s(result, now)
+        if spare_s == math.inf:
             self._num_brief = 0
         # Before the grants, since these put off what the next turn shares out.
         if self._is_brief:
             self._reservations.share_slots()
-        adopted = self._adopt_and_grant(now, self._spare_s if due is None else max(SLACK_S, due - now))
+        adopted = self._adopt_and_grant(now, spare_s)
         self.receiver.polls_soon(self.engine.device_busy_since is not None)  # the end of a step begins a turn
         return result.again or adopted
 
@@ -171,11 +171,16 @@ class DecodeCore(RoleCore):
         that passes on the tokens of the one that runs."""
         return self.engine.launches_early and self.engine.device_busy_since is not None
 
-    @property
-    def _spare_s(self) -> float:
-        """How long adoptions and grants may take in this turn, if no launch waits for its time. Steps that are launched
-        early begin when others end: then the next end is furthest away."""
-        return SLACK_S if self._hurries and not self._plan.chunks else math.inf
+    def _spare_s(self, result: StepResult, now: float) -> float:
+        """How long adoptions and grants may take in the turn's second half."""
+        if self._hurries and not self._plan.chunks:
+            return SLACK_S  # a step that is launched early begins when another ends: then the next end is furthest away
+        if self._num_brief < MOST_BRIEF:
+            if result.num_tokens and self.engine.num_running:
+                return SLACK_S  # its tokens are told after this half, and another turn follows at once
+            if (due := self.engine.launch_at) is not None:
+                return max(SLACK_S, due - now)
+        return math.inf
 
     def next_deadline(self) -> float | None:
         work = self._running, self._reservations, self._migrations

@@ -343,6 +343,29 @@ def test_the_first_long_prompt_waits_for_the_tokens_of_a_step_whose_successor_is
     assert len(decoding.grants) == 1
 
 
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_long_prompt_waits_for_tokens_after_which_the_next_step_is_launched_at_once(
+    decoding: Decoding, monkeypatch: pytest.MonkeyPatch, is_early: bool
+) -> None:
+    """As of a sequence that does not run ahead: no step is in flight when its tokens are here. But after the second
+    launch it has waited long enough."""
+    monkeypatch.setattr(decode_node.core, "BLOCK_S", STEP_S)
+    monkeypatch.setattr(decoding.core.receiver.ranks[0].transport, "expect", lambda *_: None)
+    if is_early:
+        monkeypatch.setattr(decode_node.leases, "LONG_BLOCKS", 0)
+    [sequence] = decoding.core.engine.scheduler._running
+    sequence.runs_ahead = False
+    seen = list[tuple[int, int]]()
+    decoding.reserve_fresh("new")
+    for _ in range(2):
+        decoding.wait_until(decoding.now + STEP_S)
+        decoding.finish_step()
+        for _ in range(2):
+            decoding.turn()
+            seen.append((decoding.num_in_flight, len(decoding.grants)))
+    assert seen == [(1, 0), (1, 0), (0, 0), (1, 1)]
+
+
 def test_the_turn_that_grants_a_long_prompt_leaves_most_receives_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     decoding = Decoding(num_slots=6)
     monkeypatch.setattr(decode_node.leases, "LONG_BLOCKS", 0)
