@@ -178,9 +178,10 @@ class Reservations:
         num_freed = self._receiver.num_freed_slots
         if not self._may_post and num_freed == self._num_freed_slots:
             return
-        for lease in list(self._short.values()):
-            if self._post_receives(lease, lease.num_parts):
-                self._outbox.to_prefill(lease.peer, Credit(lease.serial, lease.credits))
+        with self._receiver.batched():
+            for lease in list(self._short.values()):
+                if self._post_receives(lease, lease.num_parts):
+                    self._outbox.to_prefill(lease.peer, Credit(lease.serial, lease.credits))
         self._may_post, self._num_freed_slots = False, num_freed
 
     def _num_blocks(self, reserve: Reserve) -> int:
@@ -243,7 +244,8 @@ class Reservations:
         # Beside steps, a long lease's further receives follow in the next turn, which the end of the step begins: this
         # one took long, and no part comes that soon.
         is_put_off = lease.is_long and self._engine.device_busy_since is not None
-        self._post_receives(lease, MIN_OPEN_PARTS if is_put_off else lease.num_parts)
+        with self._receiver.batched():
+            self._post_receives(lease, MIN_OPEN_PARTS if is_put_off else lease.num_parts)
         self._may_post |= is_put_off
         terms = held[0], lease.num_parts, lease.credits, self._receiver.verify, held[1:]
         self._outbox.to_prefill(lease.peer, Grant(reserve.attempt_id, lease.serial, *terms))
@@ -253,11 +255,10 @@ class Reservations:
         """Post receives into free slots, in the order of parts. True: the lease has more credits than before."""
         before, num_free = lease.credits, self._receiver.num_free_slots
         until = min(lease.num_parts, before + at_most)
-        with self._receiver.batched():
-            while lease.credits < until and lease.num_open < max(MIN_OPEN_PARTS, num_free):
-                if not self._expect_next(lease):
-                    break
-                num_free -= 1
+        while lease.credits < until and lease.num_open < max(MIN_OPEN_PARTS, num_free):
+            if not self._expect_next(lease):
+                break
+            num_free -= 1
         if lease.credits == lease.num_parts:
             del self._short[lease.serial]
         return lease.credits > before

@@ -118,8 +118,9 @@ def test_a_slot_of_one_rank_is_shared_out_although_one_of_another_was_taken() ->
     assert leasing.credits == {1: 4, 2: 2, 3: 2, 4: 2, 5: 2}
 
 
-def test_receives_for_a_lease_are_posted_to_each_rank_in_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    leasing, seen = Leasing(num_slots=4, num_ranks=2), list[tuple[int, str]]()
+def watch_receives(leasing: Leasing, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    """What each rank's transport is told about receives, none of which it posts, from now on."""
+    seen = list[tuple[int, str]]()
     for rank, mover in enumerate(leasing.node.movers.ranks):
 
         @contextlib.contextmanager
@@ -133,9 +134,31 @@ def test_receives_for_a_lease_are_posted_to_each_rank_in_one_batch(monkeypatch: 
 
         monkeypatch.setattr(mover.transport, "batched", batched)
         monkeypatch.setattr(mover.transport, "expect", expect)
+    return seen
+
+
+def test_receives_for_a_lease_are_posted_to_each_rank_in_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    leasing = Leasing(num_slots=4, num_ranks=2)
+    seen = watch_receives(leasing, monkeypatch)
     leasing.reserve("a")
     leasing.turn()
     for rank in range(2):
         own = [what for number, what in seen if number == rank]
         assert own == ["begins", *["receive"] * (leasing.credits[1] // 2), "ends"]
     assert leasing.credits[1] > 2
+
+
+def test_receives_for_all_leases_that_were_short_of_slots_are_posted_in_one_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    leasing = Leasing(num_slots=6)
+    for name in ("ended", "a", "b", "c"):
+        leasing.reserve(name)
+        leasing.turn()
+    assert leasing.credits == {1: 3, 2: 2, 3: 1, 4: 0}
+    leasing.end("ended")
+    leasing.drain(1, 0, 1, 2)
+    seen = watch_receives(leasing, monkeypatch)
+    leasing.turn()
+    assert leasing.credits == {1: 3, 2: 3, 3: 2, 4: 1}
+    assert [what for _, what in seen] == ["begins", *["receive"] * 3, "ends"]
