@@ -133,7 +133,7 @@ class _Link:
                 with self._transport.batched():
                     for peer, tag, slot, num_bytes in message["receives"]:
                         self._marks[slot] = marked
-                        self._copies.when_done(slot, partial(self._expect, peer, tag, slot, num_bytes))
+                        self._post(peer, tag, slot, num_bytes)
             case "relax":
                 self._transport.relax(message["relaxed"])
             case "disconnect":
@@ -189,6 +189,14 @@ class _Link:
             self._staging.lend(message["slot"])
         header = bytes.fromhex(message["header"])
         self._transport.push(message["peer"], message["tag"], message["slot"], message["num_bytes"], header)
+
+    def _post(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
+        """Mostly the slot's last copy is done: then at once, since the copies' thread would call after the batch."""
+        expect = partial(self._expect, peer, tag, slot, num_bytes)
+        if self._copies.is_done(slot):
+            expect()
+        else:
+            self._copies.when_done(slot, expect)
 
     def _expect(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
         with self._states:

@@ -127,6 +127,28 @@ def test_receives_of_a_batch_are_one_message_and_one_batch_there(scene: Scene, m
     assert len(sent) == 1
 
 
+def test_receives_of_a_batch_wait_only_for_copies_under_way(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where another thread waits for a copy, and calls when the batch is over."""
+    there, later = list[int | str](), list[Callable[[], None]]()
+
+    @contextlib.contextmanager
+    def batched() -> Iterator[None]:
+        yield
+        there.append("ends")
+
+    monkeypatch.setattr(SlotCopies, "is_done", lambda _, slot: slot == 0)
+    monkeypatch.setattr(SlotCopies, "when_done", lambda _, slot, after: later.append(after))
+    monkeypatch.setattr(scene.there, "batched", batched)
+    monkeypatch.setattr(scene.there, "expect", lambda peer, tag, slot, _: there.append(slot))
+    with scene.link.transport.batched():
+        for slot in range(2):
+            scene.link.transport.expect("d", 7 + slot, slot, SLOT_BYTES)
+    assert there == [0, "ends"]
+    for call in later:
+        call()
+    assert there == [0, "ends", 1]
+
+
 def test_kernels_are_compiled_there(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(SlotCopies, "warm_up", lambda _, kinds, gathers: seen.append((set(kinds), gathers)))
