@@ -2,17 +2,14 @@
 
 In a turn of its loop (`node.core`) it takes what arrived, grants Reserves that fit, adopts requests whose KV is here,
 and launches a step if there is room for one and it is due (`engine.pace`). Adoption puts a request into the very next
-step, so the running batch has no gap; the router gets Adopted when that step begins. Long prompts, which take
-milliseconds to grant and to adopt, are granted and adopted in the turn's second half, when tokens are out, and only if
-the next launch is not delayed. While there are any, steps are launched early, and then it is the next tokens that must
-not be delayed: what takes long is done when a step has just begun, one prompt with each. A Prefill sent here directly
-runs on the same engine, without a lease. `reservations` keeps requests that wait for KV, `running` those that generate,
-and `migrations` those of them that move to another decode node.
+step, so the running batch has no gap; the router gets Adopted when that step begins. How much of this a turn does, so
+that long prompts delay neither launches nor tokens, is said by `turn_budget`. A Prefill sent here directly runs on the
+same engine, without a lease. `reservations` keeps requests that wait for KV, `running` those that generate, and
+`migrations` those of them that move to another decode node.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import ClassVar
 
@@ -21,13 +18,13 @@ from baton.errors import BatonError, NodeUnavailable, RequestCancelled
 from baton.handoff_messages import Commit, Refuse, Release, Reserve
 from baton.messages import Abort, AttemptId, Migrate, Prefill
 from baton.node_info import NodeRole
-from decode_node.leases import Budget, Extras
+from decode_node.leases import Extras
 from decode_node.migrations import Migrations
 from decode_node.reservations import Reservations
 from decode_node.running import RunningRequests
+from decode_node.turn_budget import Budget, TurnBudget
 from engine.engine import Engine
 from engine.holdings import Holding
-from engine.pace import SLACK_S
 from engine.scheduler import Plan
 from engine.sequence import Sequence
 from engine.step import StepResult
@@ -38,12 +35,6 @@ from node.core import RoleCore, RoleOptions
 from node.events import ClosePeer, FromPeer, PeerClosed, PeerEvent, PeerOpened, TargetEvent
 from node.handoffs.parts_out import PartsOut
 from node.intake import beams_of, make_sequence
-
-BLOCK_S = 2.5e-6
-"""How long a block of a prompt delays the next launch, at most, if it is granted or adopted before (measured beside an
-H100: 1.5 us to grant, 1.3 to adopt, and 0.5 to 1 more for the launch of the first step with it)."""
-MOST_BRIEF = 2
-"""After so many launches, long prompts are granted and adopted even if the next launch is late for it."""
 
 
 class DecodeCore(RoleCore):
@@ -63,8 +54,7 @@ class DecodeCore(RoleCore):
         self._migrations = Migrations(engine, PartsOut(engine, sender, 1, 0), self._outbox, self._running)
         self._peers: dict[str, PeerOpened] = {}  # whose streams to this node are up
         self._launch_at: float | None = None  # when to launch the next step, while a launch is delayed
-        self._is_brief = False  # whether the first half of this turn left to the second what takes long
-        self._num_brief = 0  # launches since there was time to adopt and grant whatever was there
+        self._turn_budget = TurnBudget(engine)
 
     # ---- the turn ----
 
@@ -112,19 +102,13 @@ class DecodeCore(RoleCore):
             self._migrations.step_retired()
 
     def _move_on(self, now: float) -> None:
-        # As the turn begins: a long prompt that has just come delays the tokens of a running step as any other does.
         self.engine.launches_early = self._reservations.has_long
-        # Longer work waits for the turn's second half: tokens are out then, and the next step is launched if it is due.
-        may_launch = self.engine.has_room or self.engine.launches_early
-        self._is_brief = bool(self.engine.only_launches and may_launch and self.engine.num_running)
-        self._adopt_and_grant(now, SLACK_S if self._is_brief else math.inf)
-        if not self._is_brief:
+        self._adopt_and_grant(now, self._turn_budget.before_launch())
+        if not self._turn_budget.is_brief:
             self._reservations.share_slots()
 
-    def _adopt_and_grant(self, now: float, most_s: float) -> bool:
-        """Adopt requests whose KV is here, then grant Reserves: those for which that takes at most `most_s` in all.
-        Returns whether any was adopted."""
-        budget = Budget(most_s / BLOCK_S, one_long=self._hurries)
+    def _adopt_and_grant(self, now: float, budget: Budget) -> bool:
+        """Adopt requests whose KV is here, then grant Reserves. Returns whether any was adopted."""
         leases = self._reservations.take_adoptable(budget)
         for lease in leases:
             assert lease.commit is not None
@@ -154,33 +138,13 @@ class DecodeCore(RoleCore):
         self._running.tell_started(plan.started, now)
 
     def _computed(self, result: StepResult, now: float) -> bool:
-        self._num_brief += bool(self._plan.chunks)
-        spare_s = self._spare_s(result, now)
-        if spare_s == math.inf:
-            self._num_brief = 0
+        budget = self._turn_budget.after_launch(bool(self._plan.chunks), result, now)
         # Before the grants, since these put off what the next turn shares out.
-        if self._is_brief:
+        if self._turn_budget.is_brief:
             self._reservations.share_slots()
-        adopted = self._adopt_and_grant(now, spare_s)
+        adopted = self._adopt_and_grant(now, budget)
         self.receiver.polls_soon(self.engine.device_busy_since is not None)  # the end of a step begins a turn
         return result.again or adopted
-
-    @property
-    def _hurries(self) -> bool:
-        """Whether a step runs, another is launched already or will be at once, and all that may be late is the turn
-        that passes on the tokens of the one that runs."""
-        return self.engine.launches_early and self.engine.device_busy_since is not None
-
-    def _spare_s(self, result: StepResult, now: float) -> float:
-        """How long adoptions and grants may take in the turn's second half."""
-        if self._hurries and not self._plan.chunks:
-            return SLACK_S  # a step that is launched early begins when another ends: then the next end is furthest away
-        if self._num_brief < MOST_BRIEF:
-            if result.num_tokens and self.engine.num_running:
-                return SLACK_S  # its tokens are told after this half, and another turn follows at once
-            if (due := self.engine.launch_at) is not None:
-                return max(SLACK_S, due - now)
-        return math.inf
 
     def next_deadline(self) -> float | None:
         work = self._running, self._reservations, self._migrations

@@ -1,4 +1,4 @@
-"""A decode node's leases, the Reserves that wait for one, and how many a turn may take on."""
+"""A decode node's leases, and the Reserves that wait for one."""
 
 from __future__ import annotations
 
@@ -19,20 +19,9 @@ LONG_BLOCKS = 512
 """More blocks than these are many parts, whose threads compete with that of the engine for the interpreter."""
 
 
-class Budget:
-    """How many blocks the prompts may have that a turn adopts or grants. one_long: a long prompt is the last of the
-    turn, whatever is left."""
-
-    def __init__(self, num_blocks: float, one_long: bool) -> None:
-        self._num_blocks, self._one_long = num_blocks, one_long
-
-    def spend(self, num_blocks: int) -> bool:
-        """False: a prompt with so many has to wait for another turn, and nothing was spent."""
-        if num_blocks > self._num_blocks:
-            return False
-        is_last = self._one_long and num_blocks > LONG_BLOCKS
-        self._num_blocks = 0 if is_last else self._num_blocks - num_blocks
-        return True
+def is_long(num_blocks: int) -> bool:
+    """Whether a prompt with so many delays what comes after it in a turn of the engine."""
+    return num_blocks > LONG_BLOCKS
 
 
 class LeaseState(enum.Enum):
@@ -69,7 +58,7 @@ class Waiting:
 
     @property
     def is_long(self) -> bool:
-        return self.num_blocks > LONG_BLOCKS
+        return is_long(self.num_blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +115,7 @@ class Lease:
 
     @property
     def is_long(self) -> bool:
-        return len(self.entries) > LONG_BLOCKS
+        return is_long(len(self.entries))
 
     @property
     def is_move(self) -> bool:

@@ -29,7 +29,8 @@ from baton.handoff_messages import Commit, CommitReply, Credit, Grant, Landed, R
 from baton.layout import KvLayout
 from baton.messages import AttemptId, End
 from baton.waiting_queue import WaitingQueue
-from decode_node.leases import Budget, Extras, Lease, LeaseState, Waiting
+from decode_node.leases import Extras, Lease, LeaseState, Waiting
+from decode_node.turn_budget import Budget
 from engine.engine import Engine
 from engine.holdings import Holding
 from kv_transfer.parts import PartPlanner

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-import decode_node.core
 import decode_node.leases
+import decode_node.turn_budget
 from baton.block_hash import chain
 from baton.errors import DeadlineExceeded
 from baton.handoff_messages import Commit, Credit, Grant, Reserve
@@ -133,7 +133,7 @@ def test_a_long_prompt_that_would_delay_the_next_launch_is_adopted_after_it(
 ) -> None:
     lease, began, due = decoding.reserve(), decoding.now, decoding.core.next_deadline()
     assert due
-    monkeypatch.setattr(decode_node.core, "BLOCK_S", 0.5 * STEP_S / 3)  # it has three blocks
+    monkeypatch.setattr(decode_node.turn_budget, "BLOCK_S", 0.5 * STEP_S / 3)  # it has three blocks
     decoding.wait_until(began + 0.5 * STEP_S)
     decoding.commit(lease)
     assert decoding.core.engine.num_running == 1
@@ -157,7 +157,7 @@ def test_a_long_prompt_that_comes_early_is_adopted_at_once_but_after_tokens_are_
     decoding: Decoding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lease = decoding.reserve()
-    monkeypatch.setattr(decode_node.core, "BLOCK_S", 0.5 * STEP_S / 3)
+    monkeypatch.setattr(decode_node.turn_budget, "BLOCK_S", 0.5 * STEP_S / 3)
     decoding.core.handle(FromPeer("p", decoding.commit_of(lease)), decoding.now)
     decoding.core.prepare(decoding.now)
     assert decoding.core.engine.num_running == 1
@@ -168,7 +168,7 @@ def test_a_long_prompt_that_comes_early_is_adopted_at_once_but_after_tokens_are_
 def test_a_long_prompt_is_granted_after_the_launch_and_after_the_second_one_even_if_that_is_late(
     decoding: Decoding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_node.core, "BLOCK_S", STEP_S)
+    monkeypatch.setattr(decode_node.turn_budget, "BLOCK_S", STEP_S)
     message = Reserve(NEW, decoding.node.incarnation, len(PROMPT), tuple(chain(PROMPT, BLOCK_SIZE)), 1, 9.0, 60)
     decoding.core.handle(FromPeer("p", message), decoding.now)
     for _ in range(2):
@@ -188,7 +188,7 @@ def test_a_long_prompt_is_granted_after_the_launch_and_after_the_second_one_even
 def test_of_several_long_prompts_only_those_are_granted_for_which_there_is_time(
     decoding: Decoding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_node.core, "BLOCK_S", 0.3 * STEP_S)  # they have two blocks each
+    monkeypatch.setattr(decode_node.turn_budget, "BLOCK_S", 0.3 * STEP_S)  # they have two blocks each
     due = decoding.core.next_deadline()
     assert due
     for name in ("a", "b"):
@@ -214,7 +214,7 @@ def test_of_several_long_prompts_only_those_are_adopted_for_which_there_is_time(
     for grant in decoding.grants:
         commit = dataclasses.replace(decoding.commit_of(grant.lease), attempt_id=grant.attempt_id)
         decoding.core.handle(FromPeer("p", commit), decoding.now)
-    monkeypatch.setattr(decode_node.core, "BLOCK_S", 0.5 * STEP_S / 3)
+    monkeypatch.setattr(decode_node.turn_budget, "BLOCK_S", 0.5 * STEP_S / 3)
     decoding.turn()
     assert decoding.core.engine.num_running == 2
     decoding.wait_until(due)
@@ -282,7 +282,7 @@ def test_what_takes_long_begins_with_a_step_while_steps_are_launched_early(
     decoding.turn()
     decoding.turn()
     assert (decoding.num_in_flight, *seen()) == (2, 1, 1)
-    monkeypatch.setattr(decode_node.core, "BLOCK_S", STEP_S)
+    monkeypatch.setattr(decode_node.turn_budget, "BLOCK_S", STEP_S)
     [lease] = decoding.core._reservations._leases.values()
     lease.arrived.update(range(lease.num_parts))
     commit = dataclasses.replace(decoding.commit_of(lease.serial), prompt_tokens=tuple(range(3 * BLOCK_SIZE)))
@@ -301,7 +301,7 @@ def test_of_several_long_prompts_one_is_granted_or_adopted_with_each_step(
 ) -> None:
     monkeypatch.setattr(decode_node.leases, "LONG_BLOCKS", 0)
     monkeypatch.setattr(decoding.core.receiver.ranks[0].transport, "expect", lambda *_: None)
-    monkeypatch.setattr(decode_node.core, "BLOCK_S", STEP_S)
+    monkeypatch.setattr(decode_node.turn_budget, "BLOCK_S", STEP_S)
 
     def seen_with_steps(num_steps: int) -> list[tuple[int, int]]:
         seen = list[tuple[int, int]]()
@@ -329,7 +329,7 @@ def test_the_first_long_prompt_waits_for_the_tokens_of_a_step_whose_successor_is
 ) -> None:
     """Until it came, nothing said that steps are launched early."""
     monkeypatch.setattr(decode_node.leases, "LONG_BLOCKS", 0)
-    monkeypatch.setattr(decode_node.core, "BLOCK_S", STEP_S)
+    monkeypatch.setattr(decode_node.turn_budget, "BLOCK_S", STEP_S)
     monkeypatch.setattr(decoding.core.receiver.ranks[0].transport, "expect", lambda *_: None)
     decoding.wait_until(decoding.core.engine.launch_at or decoding.now)
     decoding.turn()
@@ -349,7 +349,7 @@ def test_a_long_prompt_waits_for_tokens_after_which_the_next_step_is_launched_at
 ) -> None:
     """As of a sequence that does not run ahead: no step is in flight when its tokens are here. But after the second
     launch it has waited long enough."""
-    monkeypatch.setattr(decode_node.core, "BLOCK_S", STEP_S)
+    monkeypatch.setattr(decode_node.turn_budget, "BLOCK_S", STEP_S)
     monkeypatch.setattr(decoding.core.receiver.ranks[0].transport, "expect", lambda *_: None)
     if is_early:
         monkeypatch.setattr(decode_node.leases, "LONG_BLOCKS", 0)
@@ -369,7 +369,7 @@ def test_a_long_prompt_waits_for_tokens_after_which_the_next_step_is_launched_at
 def test_the_turn_that_grants_a_long_prompt_leaves_most_receives_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     decoding = Decoding(num_slots=6)
     monkeypatch.setattr(decode_node.leases, "LONG_BLOCKS", 0)
-    monkeypatch.setattr(decode_node.core, "BLOCK_S", SLACK_S)  # not before the launch
+    monkeypatch.setattr(decode_node.turn_budget, "BLOCK_S", SLACK_S)  # not before the launch
     monkeypatch.setattr(decoding.core.receiver.ranks[0].transport, "expect", lambda *_: None)
     message = Reserve(NEW, decoding.node.incarnation, 4 * PART_BLOCKS * BLOCK_SIZE, (), 1, 60.0, 60)
     decoding.core.handle(FromPeer("p", message), decoding.now)

@@ -1,0 +1,80 @@
+"""How many blocks a decode node's turn may grant and adopt, so that no launch and no token is late for it.
+
+A long prompt takes the engine's thread milliseconds to grant and to adopt. The first half of a turn, which ends with a
+launch, leaves it to the second, when tokens are out, and there it has to fit before the next launch. While there are
+long prompts, steps are launched early. Then no launch is late, and it is the next tokens that must not be: a long
+prompt is granted or adopted when a step has just begun, since then the end of one is furthest away, and only one with
+each step.
+"""
+
+from __future__ import annotations
+
+import math
+
+from decode_node.leases import is_long
+from engine.engine import Engine
+from engine.pace import SLACK_S
+from engine.step import StepResult
+
+BLOCK_S = 2.5e-6
+"""How long a block of a prompt delays the next launch, at most, if it is granted or adopted before (measured beside an
+H100: 1.5 us to grant, 1.3 to adopt, and 0.5 to 1 more for the launch of the first step with it)."""
+MOST_BRIEF = 2
+"""After so many launches, long prompts are granted and adopted even if the next launch is late for it."""
+
+
+class Budget:
+    """What half a turn may still grant and adopt, in blocks. one_long: a long prompt is the last, whatever is left."""
+
+    def __init__(self, num_blocks: float = math.inf, one_long: bool = False) -> None:
+        self._num_blocks, self._one_long = num_blocks, one_long
+
+    def spend(self, num_blocks: int) -> bool:
+        """False: a prompt with so many has to wait for another turn, and nothing was spent."""
+        if num_blocks > self._num_blocks:
+            return False
+        is_last = self._one_long and is_long(num_blocks)
+        self._num_blocks = 0 if is_last else self._num_blocks - num_blocks
+        return True
+
+
+class TurnBudget:
+    """The budgets of both halves of each turn. `is_brief`: the first half leaves what takes long to the second."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.is_brief = False
+        self._num_brief = 0  # launches since there was time for whatever was there
+
+    def before_launch(self) -> Budget:
+        engine = self._engine
+        may_launch = engine.has_room or engine.launches_early
+        self.is_brief = bool(engine.only_launches and may_launch and engine.num_running)
+        return self._budget(SLACK_S if self.is_brief else math.inf)
+
+    def after_launch(self, launched: bool, result: StepResult, now: float) -> Budget:
+        """launched: whether this turn launched a step; result: that of the steps that it retired."""
+        self._num_brief += launched
+        spare_s = self._spare_s(launched, result, now)
+        if spare_s == math.inf:
+            self._num_brief = 0
+        return self._budget(spare_s)
+
+    def _budget(self, spare_s: float) -> Budget:
+        return Budget(spare_s / BLOCK_S, one_long=self._hurries)
+
+    @property
+    def _hurries(self) -> bool:
+        """Whether a step runs, another is launched already or will be at once, and all that may be late is the turn
+        that passes on the tokens of the one that runs."""
+        return self._engine.launches_early and self._engine.device_busy_since is not None
+
+    def _spare_s(self, launched: bool, result: StepResult, now: float) -> float:
+        if self._hurries and not launched:
+            return SLACK_S  # a step that is launched early begins when another ends: then the next end is furthest away
+        if self._num_brief < MOST_BRIEF:
+            if result.num_tokens and self._engine.num_running:
+                return SLACK_S  # its tokens are told after this half, and another turn follows at once
+            if (due := self._engine.launch_at) is not None:
+                return max(SLACK_S, due - now)
+        return math.inf
