@@ -76,6 +76,7 @@ class Connection(HttpToolsProtocol):
         self._shared = shared
         self._limits = shared.limits
         self.url = b""
+        self._plain_head = b""  # of a request that asks for another protocol, as if it had not
         self._reading = _Reading.NOTHING
         self._overhead_bytes = 0  # fed since the last head or piece of a body ended: all else has no end of its own
         self._running: RequestResponseCycle | None = None  # `cycle` is the newest; with pipelining they differ
@@ -129,12 +130,10 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._overhead_bytes += len(data)
         try:
-            self.parser.feed_data(data)
+            self._feed(data)
         except httptools.HttpParserUpgrade:
-            if self._should_upgrade():
-                self._upgrade()
-                return
-            self.cycle.keep_alive = False  # it is answered as if it had not asked; what follows may be anything
+            self._upgrade()
+            return
         except httptools.HttpParserError as error:
             cause = error.__context__
             if isinstance(cause, _Refused):
@@ -148,6 +147,22 @@ class Connection(HttpToolsProtocol):
         elif self._reading is not _Reading.NOTHING or self.cycle is None or self.cycle.response_complete:
             self._watch()
 
+    def _feed(self, data: bytes) -> None:
+        """Parse it. What follows a head that asks for an upgrade, a parser takes for the other protocol. Where there is
+        none, another parser goes on with a head that does not ask: the request has its body, and others may follow.
+
+        Raises HttpParserUpgrade where a WebSocket begins, and HttpParserError."""
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                if not self._plain_head:
+                    raise
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+                data, self._plain_head = self._plain_head + data[upgrade.args[0] :], b""
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._reading = _Reading.HEAD
@@ -156,10 +171,12 @@ class Connection(HttpToolsProtocol):
         head_bytes = len(self.url) + sum([len(name) + len(value) + _HEADER_COST for name, value in self.headers])
         if head_bytes > self._limits.max_header_bytes or len(self.url) > MAX_URL_BYTES:
             raise self._too_large()
+        if self.parser.should_upgrade():
+            self._check_upgrade()
+            if self._plain_head:
+                return
         if self._read_timer is not None:
             self._stop_read_timer()
-        if self.parser.should_upgrade() and self._get_upgrade() == b"websocket":
-            self._prepare_upgrade()
         if len(self.pipeline) >= MAX_PIPELINED:
             raise _Refused(400, f"more than {MAX_PIPELINED} requests at once on one connection")
         super().on_headers_complete()
@@ -171,10 +188,24 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._plain_head:  # only its head has been read
+            return
         super().on_message_complete()
         self._reading = _Reading.NOTHING
         if self._read_timer is not None:
             self._stop_read_timer()
+
+    def _check_upgrade(self) -> None:
+        """Prepare for a WebSocket, or for reading the request as if it had not asked. Raises _Refused."""
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            raise _Refused(400, "CONNECT is for proxies.")
+        if self._get_upgrade() == b"websocket":
+            self._prepare_upgrade()
+            return
+        lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade"]
+        version = self.parser.get_http_version().encode()
+        self._plain_head = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, b"".join(lines))
 
     def _prepare_upgrade(self) -> None:
         """Let uvicorn's code upgrade when the request has come. Raises _Refused."""

@@ -285,14 +285,41 @@ async def test_what_is_no_request_is_refused_with_a_reason(data):
         assert (status, bool(message)) == (400, True)
 
 
+H2C = b"upgrade: h2c\r\nhttp2-settings: AA\r\n"
+
+
+@pytest.mark.parametrize("connection", [b"upgrade, http2-settings", b"upgrade, close"])
+@pytest.mark.parametrize(
+    "body",
+    [b"content-length: 3\r\n\r\nxyz", b"transfer-encoding: chunked\r\n\r\n3\r\nxyz\r\n0\r\n\r\n"],
+    ids=["length", "chunked"],
+)
 @on_uvloop
-async def test_other_upgrades_are_ignored_and_end_the_connection():
-    request = b"GET /a HTTP/1.1\r\nconnection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AA\r\n\r\n"
-    async with echoing() as port, peer(port) as client:
-        await client.send(request)
-        status, headers, body = await client.answer()
-        assert (status, headers["connection"], body) == (200, "close", b"/a 0")
-        await client.gone()
+async def test_requests_that_ask_for_another_protocol_are_answered_in_this_one(body, connection):
+    """As Java's client asks with each request, if it is not told otherwise."""
+    request = b"POST /a HTTP/1.1\r\nconnection: " + connection + b"\r\n" + H2C + body
+    async with echoing() as port:
+        for cut in (len(request), len(request) - len(body) // 2, 100):
+            async with peer(port) as client:
+                await client.send(request[:cut])
+                await client.send(request[cut:])
+                assert (await client.answer())[2] == b"/a 3"
+                if b"close" in connection:
+                    await client.gone()
+                else:
+                    await client.send(request + GET)
+                    assert [(await client.answer())[2] for _ in range(2)] == [b"/a 3", b"/a 0"]
+
+
+@on_uvloop
+async def test_such_requests_may_be_pipelined_and_have_the_same_limits():
+    async with echoing() as port:
+        async with peer(port) as client:
+            await client.send((b"GET /a HTTP/1.1\r\nconnection: upgrade\r\n" + H2C + b"\r\n") * 20)
+            assert [(await client.answer())[2] for _ in range(20)] == [b"/a 0"] * 20
+        async with peer(port) as client:
+            await client.send(b"GET /a HTTP/1.1\r\nconnection: upgrade\r\n" + H2C + HEADER * 5 + b"\r\n")
+            assert (await client.refusal())[0] == 431
 
 
 @on_uvloop
