@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from baton.guidance import LIMITS, guidance_grammar
 from baton.structured_output import StructuredOutput
+from node.structured_output.grammars import NO_TOKEN_LEFT
 
 
 class GuidanceBackend:
@@ -34,25 +35,27 @@ class GuidanceState:
 
     num_bytes = 0
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, no_token_left: bool = False) -> None:
         self._matcher = matcher
+        self._no_token_left = no_token_left
 
     @property
     def error(self) -> str | None:
-        return self._matcher.get_error() or None
+        return self._matcher.get_error() or (NO_TOKEN_LEFT if self._no_token_left else None)
 
     @property
     def finished(self) -> bool:
         return self._matcher.is_stopped()
 
     def accept(self, tokens: list[int]) -> None:
-        self._matcher.consume_tokens(tokens)
+        if not self._no_token_left:
+            self._no_token_left = self._matcher.try_consume_tokens(tokens) < len(tokens)
 
     def forced(self) -> list[int]:
         return self._matcher.compute_ff_tokens()
 
     def copy(self) -> GuidanceState:
-        return GuidanceState(self._matcher.deep_copy())
+        return GuidanceState(self._matcher.deep_copy(), self._no_token_left)
 
     def fill(self, mask: NDArray[np.int32]) -> None:
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)

@@ -8,6 +8,7 @@ from xgrammar import CompiledGrammar, GrammarMatcher
 
 from baton.structured_output import StructuredOutput
 from baton.xgrammar_compiler import XgrammarCompiler
+from node.structured_output.grammars import NO_TOKEN_LEFT
 
 
 class XgrammarBackend:
@@ -53,7 +54,7 @@ class XgrammarState:
         self._finished = None
         for token in tokens:
             if self.error is None and not self._matcher.accept_token(token):
-                self.error = f"token {token} does not match the grammar"
+                self.error = NO_TOKEN_LEFT
 
     def forced(self) -> list[int]:
         """None: of a text that must come next, the library's masks leave every way to cut it into tokens."""

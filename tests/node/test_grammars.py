@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from baton.structured_output import StructuredBackend, StructuredKind, StructuredOutput
 from node.structured_output import grammars
-from node.structured_output.grammars import GrammarMatcher, Grammars
+from node.structured_output.grammars import NO_TOKEN_LEFT, GrammarMatcher, Grammars
 
 CHECKPOINT = Path(__file__).parents[2] / "engine" / "checkpoints" / "baton-tiny"
 VOCAB_SIZE = 4096
@@ -198,9 +198,11 @@ def test_a_token_that_does_not_match_is_an_error_and_no_end(compiler: Compiler) 
     matcher = compiler(DIGITS)
     assert matcher.error is None
     matcher.accept(compiler.ids("x")[-1])
-    assert matcher.error is not None
+    assert matcher.error == f"structured_outputs: {NO_TOKEN_LEFT}"
     assert not matcher.finished
-    assert matcher.fork([compiler.ids("1")[-1]]).error is not None
+    assert matcher.fork([compiler.ids("1")[-1]]).error == matcher.error
+    rebuilt = compiler.grammars.matcher(DIGITS, [compiler.ids("1")[-1], compiler.ids("x")[-1], compiler.ids("2")[-1]])
+    assert rebuilt.error == matcher.error
 
 
 def test_the_same_text_of_another_kind_is_another_constraint(compiler: Compiler) -> None:
