@@ -14,7 +14,7 @@ from router.answer_reader import AnswerReading, Parsers
 from router.api_keys import salted
 from router.constraints import constrained, naming_tools
 from router.generation import Generation
-from router.generation_request import GenerationRequest, check_answer, encode
+from router.generation_request import GenerationRequest, check_answer, encode, num_kept_tokens, prompt_tokens
 from router.http.answers import dump_json, raw_json_response
 from router.http.best_of import BestOfShape
 from router.http.body import BodyReader
@@ -149,10 +149,11 @@ class GenerateRoutes:
         return WholeResponse(generation, kept, self._service.offload)
 
     async def _echoes(self, model: ServedModel, wanted: GenerationRequest, num_each: int) -> dict[int, str]:
-        """The text of the prompt, for each answer; `num_each`: to each prompt."""
+        """The text of the prompt, for each answer; `num_each`: to each prompt. Raises InvalidRequest or Overloaded."""
+        most = num_kept_tokens(wanted, model)
 
         def texts() -> list[str]:
-            return [p if isinstance(p, str) else model.tokenizer.decode(p) for p in wanted.prompts]
+            return [_text_of(prompt, model, wanted.add_special_tokens, most) for prompt in wanted.prompts]
 
         prompts = await self._service.offload.run(texts, sum(map(len, wanted.prompts)))
         _check_echo(num_each * sum(map(len, prompts)))
@@ -168,6 +169,15 @@ class GenerateRoutes:
             "parent": None,
             "max_model_len": model.max_model_len,
         }
+
+
+def _text_of(prompt: str | tuple[int, ...], model: ServedModel, add_special_tokens: bool, most: int | None) -> str:
+    """A prompt as text; of one that is cut to its last `most` tokens, the text of these. Raises InvalidRequest."""
+    if most is None and isinstance(prompt, str):
+        return prompt
+    tokens = prompt_tokens(prompt, model, add_special_tokens, most)
+    is_whole = most is None or len(tokens) < most
+    return prompt if is_whole and isinstance(prompt, str) else model.tokenizer.decode(tokens)
 
 
 def _check_echo(num_chars: int) -> None:

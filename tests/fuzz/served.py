@@ -46,9 +46,10 @@ CHAT_BODY = {
 }
 COMPLETION_BODY = {
     "model": "tiny",
-    "prompt": ["hi", "there"],
+    "prompt": ["hi", [5, 7]],
     "max_tokens": 8,
     "n": 2,
+    "echo": True,
     "stop": "x",
     "stop_token_ids": [3],
     "allowed_token_ids": [5, 7],

@@ -232,6 +232,19 @@ async def test_echo(client, nodes):
     assert "".join(c["choices"][0]["text"] for c in events(response.text)) == "the fox: hello world"
 
 
+async def test_what_is_echoed_of_a_truncated_prompt_is_what_is_kept(client):
+    text = "the quick brown fox"
+    ids = tiny_tokenizer().encode(text, False)
+    asked = {"echo": True, "logprobs": 0, "max_tokens": 0}
+    for kept in (3, len(ids) + 1, len(ids) + 2):
+        for prompt, num_special in ((text, 1), (list(ids), 0)):
+            wanted = {"prompt": prompt, "truncate_prompt_tokens": kept, **asked}
+            choice = (await client.post("/v1/completions", json=wanted)).json()["choices"][0]
+            assert choice["text"] == "".join(choice["logprobs"]["tokens"][num_special:])
+            assert choice["text"].endswith("fox")
+            assert (choice["text"] == text) == (kept > len(ids))
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_stop_string_ends_the_answer_and_frees_the_nodes(client, nodes, router, stream):
     hold = asyncio.Event()  # never set: only an abort ends the nodes' work

@@ -129,6 +129,8 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ("completions", {"prompt": [[1], []]}, 400, "prompt", "list of token ids"),
         ("completions", {"prompt": [400_000]}, 400, "prompt", "out of vocabulary"),
         ("completions", {"prompt": [-1]}, 400, "prompt", "out of vocabulary"),
+        ("completions", {"prompt": [-1], "echo": True}, 400, "prompt", "out of vocabulary"),
+        ("completions", {"prompt": ["x", [2**32]], "echo": True}, 400, "prompt", "out of vocabulary"),
         ("completions", {"prompt": [7] * 128}, 400, "prompt", "maximum context length is 128 tokens"),
         ("completions", {"prompt": "x", "suffix": "y"}, 400, "suffix", "not supported"),
         ("completions", {"prompt": "x", "prompt_logprobs": -1}, 400, "prompt_logprobs", "in [0, 20]"),
