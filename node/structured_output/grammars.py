@@ -22,7 +22,10 @@ _NUM_KEPT = 256
 """Compiled grammars that are kept for the next request with the same one."""
 _BYTES_KEPT = 512 * 2**20
 """The total of these, as far as their sizes are known."""
-NO_TOKEN_LEFT = "allowed_token_ids, min_tokens or logits_processors forbid every token that may come next"
+NO_TOKEN_LEFT = (
+    "no token that may come next can be chosen: allowed_token_ids, min_tokens and logits_processors forbid tokens, "
+    "and a text that must come cannot have that of a special token"
+)
 """The error of a state that gets a token which it does not accept: one is chosen even if all of them are forbidden."""
 
 

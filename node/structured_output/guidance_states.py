@@ -12,6 +12,10 @@ from baton.guidance import LIMITS, guidance_grammar
 from baton.structured_output import StructuredOutput
 from node.structured_output.grammars import NO_TOKEN_LEFT
 
+_NOT_VERBOSE = "\n<non-verbose/>"
+"""Ends what the library says of an error, where it would go on with its inner state."""
+_NOTHING_MATCHES = "NoExtensionBias"
+
 
 class GuidanceBackend:
     """Implements `node.structured_output.grammars.Backend`."""
@@ -41,7 +45,10 @@ class GuidanceState:
 
     @property
     def error(self) -> str | None:
-        return self._matcher.get_error() or (NO_TOKEN_LEFT if self._no_token_left else None)
+        if self._no_token_left:
+            return NO_TOKEN_LEFT
+        reason = self._matcher.get_error().partition(_NOT_VERBOSE)[0]
+        return "no output matches" if reason == _NOTHING_MATCHES else reason or None
 
     @property
     def finished(self) -> bool:
@@ -49,7 +56,8 @@ class GuidanceState:
 
     def accept(self, tokens: list[int]) -> None:
         if not self._no_token_left:
-            self._no_token_left = self._matcher.try_consume_tokens(tokens) < len(tokens)
+            num_taken = self._matcher.try_consume_tokens(tokens)
+            self._no_token_left = num_taken < len(tokens) and not self._matcher.is_error()
 
     def forced(self) -> list[int]:
         return self._matcher.compute_ff_tokens()

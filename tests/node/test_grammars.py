@@ -194,6 +194,18 @@ def test_what_cannot_be_compiled_is_ready_and_says_why(compiler: Compiler) -> No
         assert compiler(structured).error
 
 
+def test_what_nothing_matches_and_what_cannot_be_written_say_so(compiler: Compiler) -> None:
+    if compiler.backend is not StructuredBackend.GUIDANCE:
+        pytest.skip("XGrammar has no such limits")
+    matcher = compiler(StructuredOutput(StructuredKind.JSON, '{"$ref": "#"}'))
+    compiler.allowed(matcher)
+    assert matcher.error == "structured_outputs: no output matches"
+    matcher = compiler(StructuredOutput(StructuredKind.CHOICE, '["<|im_end|>"]'))
+    for token in compiler.allowed(matcher):
+        matcher.accept(token)
+    assert "special token" in (matcher.error or "")
+
+
 def test_a_token_that_does_not_match_is_an_error_and_no_end(compiler: Compiler) -> None:
     matcher = compiler(DIGITS)
     assert matcher.error is None
