@@ -243,8 +243,8 @@ def _generation_request(
         sampling["structured_outputs"] = wire.read_structured(request.structured_outputs)
     if request.logits_processors:
         sampling["logits_processors"] = wire.read_processors(request.logits_processors)
-    timeouts = [left_s] if left_s is not None else []
-    timeouts += [request.timeout_s] if request.HasField("timeout_s") else []
+    timeouts = [request.timeout_s] if request.HasField("timeout_s") else []  # first: min() keeps NaN there
+    timeouts += [left_s] if left_s is not None else []
     return GenerationRequest(
         request_id=request_id,
         prompts=(prompt,),

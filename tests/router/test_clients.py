@@ -252,6 +252,15 @@ async def test_grpc_deadline_of_the_call(stub, nodes, router):
     assert nodes.prefills[0].deadline_s < 1
 
 
+@pytest.mark.parametrize("timeout_s", [float("nan"), 0.0, -1.0])
+async def test_grpc_refuses_such_a_timeout_also_of_a_call_with_a_deadline(stub, nodes, timeout_s):
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        async for _ in stub.Generate(pb.GenerateRequest(prompt="x", timeout_s=timeout_s), timeout=20):
+            pass
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "above 0 seconds" in str(error.value.details())
+
+
 async def test_grpc_overload_tells_when_to_retry(stub, nodes):
     nodes.script = lambda prefill: Answer(error=Overloaded("full"))
     with pytest.raises(grpc.aio.AioRpcError) as error:
