@@ -4,6 +4,7 @@ below `/v1/messages`. `error_body` chooses, by the path alone, so that failures 
 from __future__ import annotations
 
 from collections.abc import MutableMapping
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import Request
@@ -79,13 +80,14 @@ async def on_baton_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
-    """Unknown paths and methods, and bodies that are too large. Avoids `request.url`, since Host may be garbage."""
+    """Unknown paths and methods, for which Starlette only repeats the status, and what says more itself, as of bodies
+    that are too large. Avoids `request.url`, since Host may be garbage."""
     assert isinstance(error, HTTPException)
     message = error.detail
-    if error.status_code == 404:
-        message = f"There is nothing at {request.scope['path']}."
-    elif error.status_code == 405:
-        message = f"{request.method} is not allowed at {request.scope['path']}."
+    if message == HTTPStatus(error.status_code).phrase:
+        path = request.scope["path"]
+        unknown = {404: f"There is nothing at {path}.", 405: f"{request.method} is not allowed at {path}."}
+        message = unknown.get(error.status_code, message)
     body = error_body(request.scope, error.status_code, message)
     return JSONResponse(body, error.status_code, error.headers)
 

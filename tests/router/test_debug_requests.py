@@ -88,9 +88,21 @@ async def test_a_limit_is_a_number_in_its_range(shared_client: httpx.AsyncClient
 
 
 @on_shared_loop
-@pytest.mark.parametrize("request_id", ["nobody", "a%20b", "a%0Arequests 5", "x" * 161])
-async def test_a_request_that_is_not_remembered_is_a_404(shared_client: httpx.AsyncClient, request_id: str) -> None:
-    assert (await shared_client.get(f"/debug/requests/{request_id}")).status_code == 404
+@pytest.mark.parametrize(
+    ("request_id", "says_"),
+    [
+        ("nobody", "No request 'nobody' is among"),
+        ("a%20b", "No request 'a b' is among"),
+        ("x" * 161, "is among those remembered"),
+        ("a%0Arequests 5", "There is nothing at"),  # no path may have a line's end
+    ],
+)
+async def test_a_request_that_is_not_remembered_is_a_404(
+    shared_client: httpx.AsyncClient, request_id: str, says_: str
+) -> None:
+    response = await shared_client.get(f"/debug/requests/{request_id}")
+    assert response.status_code == 404
+    assert says_ in error_of(response)["message"]
 
 
 async def test_timelines_need_a_key_where_others_do(nodes: FakeCluster) -> None:
