@@ -133,7 +133,7 @@ class NodeLink:
             info = read_node_info(await status.Describe(node_pb2.DescribeRequest(), timeout=DESCRIBE_TIMEOUT_S))
             self._reached = True
             if info.role is not self.role:
-                raise NodeUnavailable(f"is a {info.role.value} node, but configured under --{self.role.value}")
+                raise NodeUnavailable(f"is a {info.role.value} node, but wanted as a {self.role.value} node")
             self.incarnation = info.incarnation
             tokenizer = await self._models.tokenizer(info, lambda: _fetch_tokenizer(status, info))
             self._models.join(info, tokenizer, str(self.address))

@@ -194,7 +194,7 @@ async def test_an_address_in_the_wrong_role_is_removed_without_the_node(operator
     wrong = node.info.address.replace("127.0.0.1", "localhost")
     await operator.client.post("/admin/nodes", json={"role": "prefill", "address": wrong})
     link = cluster.find(wrong)
-    await operator.router.until(lambda: link.problem == "is a decode node, but configured under --prefill")
+    await operator.router.until(lambda: link.problem == "is a decode node, but wanted as a prefill node")
     await operator.client.delete(f"/admin/nodes/{wrong}")
     await operator.router.until(lambda: cluster.find(wrong) is None)
     assert (await operator.states())[node.info.address] == "up"

@@ -310,8 +310,8 @@ async def test_nodes_in_each_others_place_are_named(empty):
     prefill, decode = await empty.add(NodeRole.PREFILL), await empty.add(NodeRole.DECODE)
     router = Router(empty, prefill=(decode.host_port,), decode=(prefill.host_port,))
     await router.start()
-    await router.until(lambda: "is a prefill node, but configured under --decode" in router.problems())
-    await router.until(lambda: "is a decode node, but configured under --prefill" in router.problems())
+    await router.until(lambda: "is a prefill node, but wanted as a decode node" in router.problems())
+    await router.until(lambda: "is a decode node, but wanted as a prefill node" in router.problems())
     await router.stop()
 
 
