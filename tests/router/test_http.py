@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+from codecs import BOM_UTF8
 
 import httpx
 import pytest
 
+from router.http.parse import parse_json
 from tests.router.conftest import says
 from tests.router.fake_node import Answer
 from tests.router.http_shapes import CHAT, error_of
@@ -230,6 +232,13 @@ async def test_echo(client, nodes):
     assert body["choices"][0]["text"] == "the fox: hello world"
     response = await client.post("/v1/completions", json={"prompt": "the fox: ", "echo": True, "stream": True})
     assert "".join(c["choices"][0]["text"] for c in events(response.text)) == "the fox: hello world"
+
+
+async def test_a_body_may_begin_with_a_mark_of_its_byte_order(client):
+    """As files of some programs do, which curl sends as they are. Long bodies have a parser of their own."""
+    assert (await client.post("/v1/completions", content=BOM_UTF8 + b'{"prompt": "x"}')).status_code == 200
+    for number in (1, 70_000):
+        assert parse_json(BOM_UTF8 + json.dumps([1] * number).encode()) == [1] * number
 
 
 async def test_what_is_echoed_of_a_truncated_prompt_is_what_is_kept(client):
