@@ -38,7 +38,12 @@ def close(actual: Tensor, expected: Tensor, tolerance: Tolerance | None = None) 
     `tolerance.product`; without a tolerance, by at most rounding."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return False
+    return bool(close_rows(actual, expected, tolerance).all())
+
+
+def close_rows(actual: Tensor, expected: Tensor, tolerance: Tolerance | None = None) -> Tensor:
+    """For each row of two results of the same shape and dtype, [..., width], whether it is as `close` says: [...]."""
     bound = (tolerance or rounding(expected.dtype)).product
     largest = expected.float().abs().amax(dim=-1)
     difference = (actual.float() - expected.float()).abs().amax(dim=-1)
-    return bool((difference <= bound * largest).all())
+    return difference <= bound * largest

@@ -77,6 +77,29 @@ def test_routers_that_choose_otherwise(family: str, monkeypatch: pytest.MonkeyPa
     check_same_as_own(model, probed, family)
 
 
+def test_a_rule_that_chooses_the_same_for_most_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias that is added to logits (Kolibri), and not to the sigmoids that weights are made of (MiniMax-M2)."""
+    router_class = type(mixture_layers(built("minimax m2"))[0].gate)
+
+    def forward(self: Any, x: Tensor, e_score_correction_bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = F.linear(x, self.weight)
+        ids = (logits + e_score_correction_bias).topk(self.top_k).indices
+        weights = logits.sigmoid().gather(1, ids)
+        return logits, weights / weights.sum(-1, keepdim=True), ids
+
+    def mutate(model: PreTrainedModel) -> None:
+        for layer in mixture_layers(model):
+            layer.gate.weight *= 0.1
+            layer.e_score_correction_bias.copy_(torch.linspace(0, 3, 8))
+
+    monkeypatch.setattr(router_class, "forward", forward)
+    model = built("minimax m2")
+    mutate(model)
+    probed, report = fused(model)
+    assert [why for _, why in report.pieces["routing"].refused] == ["differs", "differs"]
+    check_same_as_own(model, probed, "minimax m2", mutate)
+
+
 def test_the_bias_of_a_choice_is_found_where_it_is_zero() -> None:
     """A fresh model's is; what a checkpoint has then counts."""
 

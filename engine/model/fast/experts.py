@@ -21,9 +21,14 @@ from engine.model.attention import row_slot_mapping_of
 from engine.model.experts import expert_modules, forward_of, own_forward, weights_of, why_not
 from engine.model.fast.tally import Tally
 from engine.model.fast.target import Target
-from engine.model.tolerance import Tolerance, close, rounding
+from engine.model.tolerance import Tolerance, close, close_rows, rounding
 
 _BIAS = "e_score_correction_bias"
+_CHOICES_OF_EACH = 32
+"""Tokens of each size for which rules of choice are compared: of a few experts, two rules may well choose the same for
+three tokens."""
+_FEW = 3
+"""Tokens, one of each size, for which a router's kernels are compared."""
 _ROUNDED_INPUTS = Tolerance(product=0.12, logits=0.5)
 """The tolerance for fp8 experts, whose inputs are rounded to fp8 twice."""
 
@@ -99,7 +104,7 @@ def fuse_routing(target: Target, tally: Tally) -> None:
 def _fuse_router(target: Target, module: Any) -> str | None:
     takes_bias = _BIAS in inspect.signature(module.forward).parameters
     own_bias = getattr(module, _BIAS, None)
-    x = target.inputs(module.weight.shape[1])[0]
+    x = target.inputs(module.weight.shape[1], _CHOICES_OF_EACH)[0]
     bias = None
     if takes_bias or own_bias is not None:
         generator = torch.Generator().manual_seed(1)
@@ -119,10 +124,11 @@ def _fuse_router(target: Target, module: Any) -> str | None:
             break
     else:
         return "differs"
+    few, weights, ids = x[:_FEW], weights[:_FEW], ids[:_FEW]  # these compare products, too, which rounding changes
     for num_tokens in ROUTER_KERNEL_TOKENS:
-        rows = x.repeat(-(-num_tokens // len(x)), 1)[:num_tokens]
+        rows = few.repeat(-(-num_tokens // len(few)), 1)[:num_tokens]
         _, *chosen = forward(rows, bias)[:: -1 if ids_first else 1]
-        if not _same_choice((chosen[0][: len(x)], chosen[1][: len(x)]), (weights, ids)):
+        if not _same_choice((chosen[0][: len(few)], chosen[1][: len(few)]), (weights, ids)):
             return "differs"
     target.patches.set_forward(module, forward)
     return None
@@ -180,11 +186,11 @@ def _forms(module: Any, top_k: int) -> list[Routing]:
 
 
 def _same_choice(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
-    """Whether the weights are equal, regardless of their order, and the chosen experts are, except for one token, for
-    which two experts may have equal scores."""
+    """Whether the weights are equal, regardless of their order, except for one token of 32, for which rounding may
+    choose otherwise; and the chosen experts, except for one token of three, for which two may have equal scores."""
     if actual[0].dtype != expected[0].dtype or actual[1].shape != expected[1].shape:
         return False
-    if not close(actual[0].sort(-1).values, expected[0].sort(-1).values):
-        return False
-    same = (actual[1].sort(-1).values == expected[1].sort(-1).values).all(-1)
-    return int(same.sum()) >= len(same) - 1
+    num_tokens = len(actual[1])
+    same_weights = close_rows(actual[0].sort(-1).values, expected[0].sort(-1).values)
+    same_experts = (actual[1].sort(-1).values == expected[1].sort(-1).values).all(-1)
+    return int(same_weights.sum()) >= num_tokens - num_tokens // 32 and int(same_experts.sum()) >= 2 * num_tokens / 3

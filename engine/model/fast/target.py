@@ -85,8 +85,9 @@ class Target:
     def config(self) -> Any:
         return self.model.config.get_text_config()
 
-    def inputs(self, width: int) -> Tensor:
-        """Random [1, 3, width] of the model's dtype: one token each with tiny, usual and large values."""
+    def inputs(self, width: int, num_of_each: int = 1) -> Tensor:
+        """Random [1, 3 * num_of_each, width] of the model's dtype: tokens with tiny, usual and large values in turn."""
         generator = torch.Generator().manual_seed(width)
-        rows = torch.randn(1, 3, width, generator=generator) * torch.tensor([[1e-3], [1.0], [5.0]])
+        sizes = torch.tensor([[1e-3], [1.0], [5.0]]).repeat(num_of_each, 1)
+        rows = torch.randn(1, 3 * num_of_each, width, generator=generator) * sizes
         return rows.to(self.model.device, self.model.dtype)
