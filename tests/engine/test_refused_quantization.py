@@ -103,6 +103,27 @@ def test_a_request_that_contradicts_the_checkpoint_is_refused(tmp_path: Path) ->
         load_model(Checkpoint.find("baton-tiny"), quantization="awq")
 
 
+@pytest.mark.parametrize(
+    ("form", "missing"),
+    [("gptq-desc-act", "desc_act without g_idx"), ("compressed-w4a16", "actorder without weight_g_idx")],
+)
+def test_ordered_columns_whose_groups_the_files_do_not_say_are_refused(form: str, missing: str, tmp_path: Path) -> None:
+    write(TINY, tmp_path, form)
+    file = tmp_path / "model.safetensors"
+    kept = {name: tensor for name, tensor in load_file(file).items() if not name.endswith("g_idx")}
+    save_file(kept, file, metadata={"format": "pt"})
+    if form == "compressed-w4a16":
+        config = json.loads((tmp_path / "config.json").read_text())
+        groups = config["quantization_config"]["config_groups"]
+        groups["group_0"]["weights"]["actorder"] = "weight"  # sorted by group when they were written
+        restate(tmp_path, config_groups=groups)
+        load_model(Checkpoint.open(tmp_path), load_format="safetensors")
+        groups["group_0"]["weights"]["actorder"] = "group"
+        restate(tmp_path, config_groups=groups)
+    with pytest.raises(UnsupportedModel, match=f"{missing}, which says"):
+        load_model(Checkpoint.open(tmp_path))
+
+
 def test_groups_of_unequal_sizes_are_refused(tmp_path: Path) -> None:
     write(TINY, tmp_path, "gptq-desc-act")
     tensors = load_file(tmp_path / "model.safetensors")

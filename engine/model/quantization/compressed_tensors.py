@@ -42,12 +42,14 @@ each has its own."""
 _SHAPE = "weight_shape"
 _SCALE = ".weight_scale"
 _STRATEGIES = ("tensor", "channel", "group", "block")
+_ORDERED = (True, "group", "dynamic")
+"""Values of `actorder` with which files have the group of each column. With others, columns are in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Scheme:
     """How a layer's weight is stored. packed: 4-bit (or 8-bit) codes in words of 32 bits. group: how many columns share
-    a scale; rows: how many rows do; 0: all."""
+    a scale; rows: how many rows do; 0: all. ordered: whether a group's columns may be anywhere."""
 
     type: str
     bits: int
@@ -56,6 +58,7 @@ class _Scheme:
     per_tensor: bool
     group: int
     rows: int
+    ordered: bool
 
     @classmethod
     def read(cls, weights: Mapping[str, Any], form: str) -> _Scheme:
@@ -74,7 +77,8 @@ class _Scheme:
         rows = int(block[0]) if strategy == "block" else 1
         if packed and strategy == "tensor" and not symmetric:
             raise UnsupportedModel("compressed-tensors: packed weights with one zero point cannot be run")
-        return cls(kind, bits, packed, symmetric, strategy == "tensor", group, rows)
+        ordered = bool(group) and weights.get("actorder") in _ORDERED
+        return cls(kind, bits, packed, symmetric, strategy == "tensor", group, rows, ordered)
 
 
 class CompressedTensors(WithStoredExperts):
@@ -144,6 +148,8 @@ class CompressedTensors(WithStoredExperts):
             parameters["weight_zero_point"] = torch.zeros(zeros, dtype=dtype)
         if f"{name}.weight_g_idx" in self._stored:
             parameters["weight_g_idx"] = torch.empty(columns, dtype=torch.int32)
+        elif scheme.ordered and self._stored and scheme.group < columns:
+            raise UnsupportedModel(f"{name}: actorder without weight_g_idx, which says to which group a column belongs")
         return parameters
 
     def process_weights_after_loading(self, name: str, module: nn.Linear, dtype: torch.dtype) -> LinearMethod:

@@ -94,6 +94,8 @@ class Gptq(WithStoredExperts):
         }
         if f"{name}.g_idx" in self._stored:
             found["g_idx"] = torch.empty(columns, dtype=torch.int32)
+        elif self._is_ordered and self._stored and group < columns:
+            raise UnsupportedModel(f"{name}: desc_act without g_idx, which says to which group each column belongs")
         return found
 
     def weight(
