@@ -313,7 +313,7 @@ def _forward_few_tokens(model: PreTrainedModel, first: int = 0) -> Tensor:
     ids, keep = (positions + first) % model.config.get_text_config().vocab_size, torch.tensor([1, 3], device=device)
     try:
         logits: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=keep).logits
-    except (LookupError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+    except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise UnsupportedModel(f"{type(model).__name__} does not run on a flattened batch: {error}") from error
     if logits.shape[:2] != (1, 2):
         raise UnsupportedModel(f"{type(model).__name__} does not honour logits_to_keep: logits {tuple(logits.shape)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub.constants
 import pytest
@@ -88,6 +89,28 @@ def test_a_file_that_cannot_be_parsed_is_named(copy: Path, name: str) -> None:
     (copy / name).write_text("{")
     with pytest.raises(UnsupportedModel, match=name.replace(".", r"\.")):
         Checkpoint.open(copy)
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"hidden_size": "64"}, "config.json: .*'hidden_size' expected int, got str"),
+        ({"quantization_config": "fp8"}, "config.json: AttributeError"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": "1e4"}},
+            "cannot build it from its config.json: Type",
+        ),
+        ({"compression_config": ["fp8"]}, r"configuration of quantized weights is no object, but \['fp8'\]"),
+        ({"num_key_value_heads": 0}, "cannot build it from its config.json: ZeroDivisionError"),
+    ],
+)
+def test_values_that_transformers_does_not_expect_are_told_in_one_line(
+    copy: Path, values: dict[str, Any], why: str
+) -> None:
+    change(copy / "config.json", **values)
+    with pytest.raises(UnsupportedModel, match=why) as raised:
+        loader.load_model(Checkpoint.open(copy))
+    assert "\n" not in str(raised.value)
 
 
 # ---- finding ----

@@ -52,6 +52,9 @@ class Checkpoint:
             config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
         except (ValueError, KeyError, OSError) as error:
             raise UnsupportedModel(f"{path}: {error}") from error
+        except Exception as error:  # of any kind, where transformers does not expect a value
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise UnsupportedModel(f"{path}: transformers cannot read its config.json: {reason}") from error
         return cls(path, stated, generation, config)
 
     @property

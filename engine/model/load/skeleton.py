@@ -30,12 +30,15 @@ _DUMMY_SEED = 0  # not --seed: nodes of one cluster must have the same weights
 def build_skeleton(config: Any, dtype: torch.dtype, attention: str) -> PreTrainedModel:
     """The model of that configuration on the CPU, in eval mode, with parameters in untouched memory.
 
-    Raises what transformers raises for a configuration without a model.
+    Raises what transformers raises for a configuration without a model, and ValueError for one with sizes of which no
+    model can be built.
     """
     config = copy.deepcopy(config)  # transformers writes the dtype and the attention into its argument
-    auto_class: Any = AutoModelForCausalLM
     with _BUILDING, no_init_weights():
-        model: Any = auto_class.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=False)
+        try:
+            model = _from_config(config, dtype, attention)
+        except (ArithmeticError, AssertionError, AttributeError, RuntimeError, TypeError) as error:
+            raise ValueError(f"transformers cannot build it from its config.json: {error!r}") from error
     model.tie_weights()  # skipped together with the initializers
     _keep_in_fp32(model, dtype)
     for tensor in model.state_dict(keep_vars=True).values():
@@ -43,6 +46,11 @@ def build_skeleton(config: Any, dtype: torch.dtype, attention: str) -> PreTraine
     model.initialize_weights()
     skeleton: PreTrainedModel = model.eval().requires_grad_(False)
     return skeleton
+
+
+def _from_config(config: Any, dtype: torch.dtype, attention: str) -> Any:
+    auto_class: Any = AutoModelForCausalLM
+    return auto_class.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=False)
 
 
 def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -67,7 +67,7 @@ def choose_quantization(
                 f"--quantization {requested}: the checkpoint is not quantized; {_ONLINE_NAMES} can be made"
             )
         return ONLINE[requested]()
-    stated = dict(stated if isinstance(stated, Mapping) else stated.to_dict())
+    stated = _as_mapping(stated)
     method = str(stated.get("quant_method"))
     if requested not in (None, method):
         raise UnsupportedModel(f"--quantization {requested}: the checkpoint is quantized already, by {method}")
@@ -79,6 +79,16 @@ def choose_quantization(
         known = ", ".join(QUANTIZATIONS)
         raise UnsupportedModel(f"its weights are quantized by {method}, which cannot be run; what can: {known}")
     return None
+
+
+def _as_mapping(stated: Any) -> Mapping[str, Any]:
+    """Raises UnsupportedModel for what neither config.json nor transformers has there."""
+    if isinstance(stated, Mapping):
+        return stated
+    if not hasattr(stated, "to_dict"):
+        raise UnsupportedModel(f"its configuration of quantized weights is no object, but {stated!r}")
+    found: Mapping[str, Any] = stated.to_dict()
+    return found
 
 
 def _made(method: str, stated: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> Quantization:
