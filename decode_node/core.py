@@ -162,7 +162,6 @@ class DecodeCore(RoleCore):
             case FromPeer(peer, Reserve() as reserve):
                 self._reserve(peer, reserve, now)
             case FromPeer(peer, Commit() as commit):
-                self._matchers.compile_ahead(commit.sampling)  # while the last parts travel
                 self._commit(peer, commit, now)
             case FromPeer(peer, Release() as release):
                 self._reservations.release(peer, release)
@@ -207,6 +206,7 @@ class DecodeCore(RoleCore):
     def _commit(self, peer: str, commit: Commit, now: float) -> None:
         processors, beams, refusal = None, None, None
         try:
+            self._matchers.compile_ahead(commit.sampling)  # while the last parts travel
             processors = self._processors.chain(commit.sampling.logits_processors)
             beams = beams_of(commit.attempt_id, commit.prompt_tokens, commit.sampling, self.engine)
         except BatonError as error:

@@ -25,16 +25,14 @@ class Matchers:
         """The matcher of a sample with that output, if it has one. Raises InvalidRequest."""
         if sampling.structured_outputs is None:
             return None
-        if self._grammars is None:
-            raise InvalidRequest("this node has no structured outputs", "structured_outputs")
-        matcher = self._grammars.matcher(sampling.structured_outputs, output)
+        matcher = self._known_grammars().matcher(sampling.structured_outputs, output)
         self._compiling.append((attempt_id, matcher))
         return matcher
 
     def compile_ahead(self, sampling: SamplingParams) -> None:
-        """Begin to compile what `make` will be asked for."""
-        if sampling.structured_outputs is not None and self._grammars is not None:
-            self._grammars.matcher(sampling.structured_outputs)
+        """Begin to compile what `make` will be asked for, which then raises nothing. Raises InvalidRequest."""
+        if sampling.structured_outputs is not None:
+            self._known_grammars().matcher(sampling.structured_outputs)
 
     def take_failed(self) -> list[tuple[AttemptId, InvalidRequest]]:
         """Attempts for whose matchers nothing can be compiled, each once, and why."""
@@ -46,3 +44,8 @@ class Matchers:
             elif (error := matcher.error) is not None:
                 failed.append((attempt_id, InvalidRequest(error, "structured_outputs")))
         return failed
+
+    def _known_grammars(self) -> Grammars:
+        if self._grammars is None:
+            raise InvalidRequest("this node has no structured outputs", "structured_outputs")
+        return self._grammars

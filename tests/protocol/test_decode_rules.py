@@ -11,6 +11,7 @@ from baton.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, Peer
 from baton.handoff_messages import Commit, CommitReply, Credit, Grant, Refuse, Release, Reserve
 from baton.messages import Abort, AttemptId, End, Prefill, Sample
 from baton.sampling import SamplingParams
+from baton.structured_output import StructuredKind, StructuredOutput
 from decode_node.core import DecodeCore
 from kv_transfer.parts import slot_bytes_for
 from kv_transfer.sender import KvSender
@@ -283,8 +284,8 @@ def test_one_that_leaves_the_midst_of_the_queue_lets_the_others_keep_their_order
     assert granted(answers(node)) == [waiting[2]]
 
 
-def commit(grant: Grant, deadline_s: float) -> Commit:
-    sampling = SamplingParams(max_tokens=5)
+def commit(grant: Grant, deadline_s: float, structured: StructuredOutput | None = None) -> Commit:
+    sampling = SamplingParams(max_tokens=5, structured_outputs=structured)
     prompt = tuple(range(2, 12))
     return Commit(grant.lease, grant.attempt_id, "d", prompt, (Sample(0, (3,)),), sampling, deadline_s)
 
@@ -295,6 +296,17 @@ def test_a_commit_says_the_same_deadline_again_and_cannot_prolong_it(node: Node)
     node.core.handle(FromPeer(PEER, commit(grant, 1e9)), 1.0)
     assert [message.error for message in answers(node) if isinstance(message, CommitReply)] == [None]
     assert node.core.next_deadline() == 61.0
+
+
+def test_a_node_without_structured_outputs_refuses_a_request_for_one_that_was_prefilled_elsewhere(node: Node) -> None:
+    (grant,) = reserve(node)
+    assert isinstance(grant, Grant)
+    structured = StructuredOutput(StructuredKind.REGEX, "[0-9]+")
+    node.core.handle(FromPeer(PEER, commit(grant, 60.0, structured)), 1.0)
+    (reply,) = (message for message in answers(node) if isinstance(message, CommitReply))
+    assert isinstance(reply.error, InvalidRequest)
+    assert node.core.idle
+    node.core.check_integrity()
 
 
 def test_the_answer_to_a_commit_is_remembered_until_it_cannot_come_again(node: Node) -> None:
