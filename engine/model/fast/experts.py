@@ -187,10 +187,11 @@ def _forms(module: Any, top_k: int) -> list[Routing]:
 
 def _same_choice(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
     """Whether the weights are equal, regardless of their order, except for one token of 32, for which rounding may
-    choose otherwise; and the chosen experts, except for one token of three, for which two may have equal scores."""
-    if actual[0].dtype != expected[0].dtype or actual[1].shape != expected[1].shape:
+    choose otherwise; and the chosen experts, for half of the tokens at least: in 16 bits, two often have equal
+    scores."""
+    if actual[0].dtype != expected[0].dtype or any(a.shape != e.shape for a, e in zip(actual, expected, strict=True)):
         return False
     num_tokens = len(actual[1])
     same_weights = close_rows(actual[0].sort(-1).values, expected[0].sort(-1).values)
     same_experts = (actual[1].sort(-1).values == expected[1].sort(-1).values).all(-1)
-    return int(same_weights.sum()) >= num_tokens - num_tokens // 32 and int(same_experts.sum()) >= 2 * num_tokens / 3
+    return int(same_weights.sum()) >= num_tokens - num_tokens // 32 and 2 * int(same_experts.sum()) >= num_tokens
