@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from baton.prompt_logprobs import MAX_PIECE_TOKENS, PromptLogprobs
 from engine.model.errors import UnsupportedModel
@@ -103,33 +102,45 @@ class HiddenStates:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._name = model.base_model_prefix
+        self._decoder: nn.Module = model
         self._given = _Given()
 
     @contextmanager
     def kept(self) -> Iterator[list[Tensor]]:
-        """Within the context, forwards append their hidden states, [num_tokens, hidden_size], to the list. Raises
+        """Within the context, the list holds the hidden states of the last forward, [num_tokens, hidden_size]. Raises
         UnsupportedModel if the model has no separate decoder."""
-        decoder = self._model.base_model
-        if decoder is self._model:
+        base: Any = self._model.base_model
+        if base is self._model:
             raise UnsupportedModel(f"{type(self._model).__name__} has no decoder that is apart from its head")
         kept: list[Tensor] = []
-        hook = decoder.register_forward_hook(lambda _, inputs, output: kept.append(output[0][0]))
+
+        def keep(decoder: nn.Module, _: object, output: Any) -> None:
+            # The model may call a module within its base (OPT). Where it calls both, the outer one ends last.
+            hidden = output.last_hidden_state
+            self._decoder, kept[:] = decoder, [hidden[0]]
+            self._given.output = replace(output, last_hidden_state=hidden.new_empty(0))
+
+        hooks = [decoder.register_forward_hook(keep) for decoder in {base, base.get_decoder()}]
         try:
             yield kept
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
 
     def head(self, arguments: Mapping[str, Any]) -> Head:
-        """The model's head. arguments: those of the forward that returned the hidden states."""
+        """The model's head. arguments: those of the forward that returned the hidden states, which were kept."""
+        decoder = self._decoder
+        path = next(name for name, module in self._model.named_modules() if module is decoder)
+        owner, _, name = path.rpartition(".")
+        parent = self._model.get_submodule(owner)
 
         def run(hidden: Tensor) -> Tensor:
-            decoder, self._given.hidden = self._model.base_model, hidden[None]
-            setattr(self._model, self._name, self._given)
+            self._given.hidden = hidden[None]
+            setattr(parent, name, self._given)
             try:
                 logits: Tensor = self._model(**{**arguments, "logits_to_keep": 0}).logits[0]
             finally:
-                setattr(self._model, self._name, decoder)
+                setattr(parent, name, decoder)
                 self._given.hidden = None
             return logits
 
@@ -137,9 +148,11 @@ class HiddenStates:
 
 
 class _Given(nn.Module):
-    """Stands in for a decoder. Mixtures of experts read their routers' logits from its output; there are none."""
+    """Stands in for a decoder. output: its own, of which the model may read more than hidden states (GPT-2, Gemma
+    4)."""
 
     hidden: Tensor | None = None
+    output: Any = None
 
-    def forward(self, *args: Any, **kwargs: Any) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=self.hidden)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return replace(self.output, last_hidden_state=self.hidden)

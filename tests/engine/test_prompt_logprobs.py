@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GPT2Config, OPTConfig
 
 from baton.messages import AttemptId
 from baton.prompt_logprobs import PromptTokenLogprob
@@ -85,6 +86,31 @@ def test_they_are_the_models_own(folder: Path, chunk: int, monkeypatch: pytest.M
 def test_those_of_mixtures(family: str, tmp_path: Path) -> None:
     """Whose classes read more of their decoder's output."""
     folder = tiny_models.save(tiny_models.MIXTURES[family], tmp_path)
+    engine = make(folder, max_num_batched_tokens=32)
+    engine.add(ask("a"))
+    check(folder, told(counting.run(engine), "a"))
+
+
+SMALL: dict[str, Any] = {"vocab_size": tiny_models.VOCAB_SIZE, "bos_token_id": 0, "eos_token_id": tiny_models.EOS}
+OTHERS = {
+    "gpt2": GPT2Config(**SMALL, n_embd=32, n_layer=2, n_head=2, n_positions=256, initializer_range=0.3),
+    "opt": OPTConfig(
+        **SMALL,
+        hidden_size=32,
+        word_embed_proj_dim=32,
+        ffn_dim=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=256,
+        init_std=0.3,
+    ),
+}
+
+
+@pytest.mark.parametrize("family", sorted(OTHERS))
+def test_those_of_classes_with_outputs_or_decoders_of_their_own(family: str, tmp_path: Path) -> None:
+    """GPT-2 reads cross attentions from its decoder's output. OPT's decoder is within its base model."""
+    folder = tiny_models.save(OTHERS[family], tmp_path)
     engine = make(folder, max_num_batched_tokens=32)
     engine.add(ask("a"))
     check(folder, told(counting.run(engine), "a"))
