@@ -134,6 +134,8 @@ class KvEventPublisher:
             self._pub.set_hwm(config.hwm)
             _open(self._pub, config.endpoint)
             if self._replay is not None and config.replay_endpoint is not None:
+                # A ROUTER drops what a subscriber's queue has no room for. A replay is sent all at once.
+                self._replay.set_hwm(config.buffer_steps + 1)
                 self._replay.bind(config.replay_endpoint)
         except zmq.ZMQError as error:
             self._end()

@@ -134,6 +134,27 @@ def test_missed_batches_are_sent_again(context: zmq.Context) -> None:
     published.close()
 
 
+def test_a_long_replay_comes_whole_to_a_subscriber_that_reads_slowly(context: zmq.Context) -> None:
+    num, batch = 2000, b"x" * 4096  # more than the buffers between the processes hold
+    published = publisher(replay_endpoint="tcp://127.0.0.1:*", buffer_steps=num)
+    published._sent.extend((number, batch) for number in range(num))
+    assert published._replay is not None
+    with context.socket(zmq.DEALER) as socket, context.socket(zmq.SUB) as follower:
+        socket.setsockopt(zmq.RCVTIMEO, WAIT_MS)
+        socket.setsockopt(zmq.RCVHWM, 1)
+        socket.connect(published._replay.getsockopt_string(zmq.LAST_ENDPOINT))
+        follower.subscribe(b"kv@")
+        follower.connect(published.endpoint)
+        socket.send_multipart((b"", (0).to_bytes(8, "big")))
+        numbers = [socket.recv_multipart()[1]]
+        while not follower.poll(20):  # the publisher's thread goes on once it has answered
+            published.publish([])
+        while numbers[-1] != END_OF_REPLAY:
+            numbers.append(socket.recv_multipart()[1])
+    published.close()
+    assert [int.from_bytes(number, "big") for number in numbers[:-1]] == list(range(num))
+
+
 def test_a_publisher_that_falls_behind_tells_less_and_never_blocks() -> None:
     published = publisher(max_queue_size=2)
     published.close()  # its thread takes nothing any more
