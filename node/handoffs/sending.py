@@ -59,10 +59,12 @@ class KvSending:
         return self.grant is not None and self.num_sent == len(self.parts)
 
     def spread(self, now: float, seconds: float) -> None:
-        """Have the parts that are computed leave evenly over so many seconds from now on; 0: at once."""
-        self.spread_until = now + seconds
-        if not seconds:
-            self.next_part_at = now
+        """Have the parts that are computed leave evenly over so many seconds from now on; 0: at once, also in a turn
+        that began before `now`."""
+        if seconds:
+            self.spread_until = now + seconds
+        else:
+            self.spread_until = self.next_part_at = 0.0
 
     def part_leaves(self, now: float, shape: TableShape) -> None:
         """The next part is gathered. Of the others that are computed, the next one leaves after an equal share of the

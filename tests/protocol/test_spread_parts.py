@@ -95,6 +95,20 @@ def test_when_the_prompt_is_computed_all_parts_leave_at_once() -> None:
     assert any(isinstance(message, Commit) for message in node.said)
 
 
+def test_the_last_parts_leave_in_the_turn_that_finds_the_prompt_computed() -> None:
+    """Before a step is launched, though the clock has gone on since the turn began."""
+    node = Spreading(BUDGET)
+    node.grant_all()
+    node.whole_chunks()
+    for _ in range(NUM_LAYERS):
+        node.node.model.advance()
+    began = node.world.now
+    node.world.now += 1e-6
+    node.core._take(node.core.engine.retire())
+    node.core._move_on(began)
+    assert node.num_left == node.num_parts
+
+
 def test_parts_leave_at_once_where_nothing_runs_beside_the_device() -> None:
     node = Spreading(BUDGET, ahead=False)
     node.grant_all()
