@@ -19,6 +19,10 @@ FORGETTING = 1 / 64
 MOST_SURPRISE = 4.0
 """A step that took more than this many times its predicted time counts as this many times: one that waited for a
 compiler must not make all others look slow. If steps have become slower for good, a few of them suffice."""
+LEAST_SURPRISE = 0.5
+"""Likewise, one that took less than this share of its predicted time counts as this share. A step looks short if the
+end of the step before it was noticed late; and in relative errors, one that seems to take a hundredth of its time
+outweighs ten thousand others."""
 MARGIN = 2.0
 """Added to the prediction for a step with prompts: this many times the mean share by which such steps took longer than
 predicted. Likewise subtracted where a step must not be predicted to be longer than it is."""
@@ -65,7 +69,7 @@ class StepTime:
         features = self._features(size)
         expected_s = self._price_of(features)  # at the last prediction's prices: finding new ones costs more
         if expected_s > 0 and self._sums[size.has_prompts].weight > 1:
-            took_s = min(took_s, MOST_SURPRISE * expected_s)
+            took_s = min(max(took_s, LEAST_SURPRISE * expected_s), MOST_SURPRISE * expected_s)
             if size.has_prompts:
                 surprise = took_s / expected_s - 1
                 self._excess += (max(surprise, 0.0) - self._excess) * 4 * FORGETTING

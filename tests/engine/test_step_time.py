@@ -93,6 +93,24 @@ def test_one_step_that_hung_changes_little_and_a_slower_device_is_noticed() -> N
     assert 1.8 < slower / h200(size) < 3.2
 
 
+@pytest.mark.parametrize("size", [decodes(12), mixed(12, 0, 480)])
+def test_a_step_whose_beginning_was_noticed_late_changes_little_and_a_faster_device_is_noticed(size: StepSize) -> None:
+    model = experienced()
+    before = model.predict(size)
+    model.learn(size, h200(size) / 100)
+    after = model.predict(size)
+    assert before is not None
+    assert after is not None
+    assert 0.8 * before < after
+    for _ in range(40):
+        for faster in (mixed(12, 0, 480), decodes(12)):
+            model.learn(faster, h200(faster) / 10)
+            model.predict(size)
+    learned = model.predict(size)
+    assert learned is not None
+    assert learned < 0.2 * before
+
+
 def test_long_decoding_does_not_wipe_out_what_a_prompt_costs() -> None:
     model, size = experienced(), mixed(12, 0, 480)
     for _ in range(1000):
