@@ -22,8 +22,8 @@ cost."""
 class PromptBudget:
     """The budget that is left for prompts in one step.
 
-    size: the step without prompts. limit_s: the limit of the step's time; None: only tokens are limited, as in a step
-        that no stream waits for.
+    size: the step without prompts; forced runs of streams are in it, as prompt tokens. limit_s: the limit of the step's
+        time; None: only tokens are limited, as in a step that no stream waits for.
     """
 
     def __init__(self, config: EngineConfig, step_time: StepTime, size: StepSize, limit_s: float | None) -> None:
@@ -78,7 +78,8 @@ class PromptBudget:
         num_fitting = bisect.bisect_left(lengths, True, key=lambda length: not self._fits(start, length))
         if num_fitting:
             return lengths[num_fitting - 1]
-        return 0 if taken else min(wanted, sizes[0] if sizes else LEAST_CHUNK)
+        is_first = self._size.num_seqs == self._num_decodes
+        return min(wanted, sizes[0] if sizes else LEAST_CHUNK) if is_first else 0
 
     def _in_a_graph(self, start: int, wanted: int) -> int:
         """As many of the tokens as the largest graph has room for, unless there is no graph or a step launched op by op

@@ -3,9 +3,10 @@
 Each sequence has `num_launched_tokens`, which catches up with its tokens. A decode is the case where only the last
 token is left (vLLM's v1 scheduler made this the one rule), followed by the sequence's draft tokens, if any. If the
 sequence runs ahead, a token that a launched step is sampling already counts. Every step includes all sequences that
-generate and have a token to compute. Besides them it has prompt chunks, of running sequences first and then of waiting
-ones, in the order in which they are due, within a budget of tokens. Only prompts use the budget: otherwise a
-prompt as long as the budget would take one more step whenever another sequence generates.
+generate and have a token to compute, or a few that came at once (`TokenMatcher.forced`). Besides them it has prompt
+chunks, of running sequences first and then of waiting ones, in the order in which they are due, within a budget of
+tokens. Single tokens use none of the budget: otherwise a prompt as long as the budget would take one more step whenever
+another sequence generates.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from engine.block_tables import BlockTables
 from engine.config import EngineConfig
 from engine.pace import NO_PROMPTS, StepSize
 from engine.prefix_cache import Evicted
-from engine.prompt_budget import PromptBudget
+from engine.prompt_budget import LEAST_CHUNK, PromptBudget
 from engine.sequence import Sequence, SequenceState
 from engine.step import Chunk
 from engine.step_time import StepTime
@@ -168,30 +169,38 @@ class Scheduler:
         return True
 
     def _schedule_running(self, plan: Plan) -> PromptBudget:
-        """Add chunks of the running sequences: first of those with only their last token to go, which use no budget.
-        Returns the budget that is left."""
+        """Add chunks of the running sequences: first of streams, which wait for no prompt. Returns the budget that is
+        left for prompts."""
         prompts = list[tuple[Sequence, int]]()
         has_streams, has_windows = False, self._has_windows
-        max_model_len = self._config.max_model_len
+        max_model_len, num_forced = self._config.max_model_len, 0
+        most_forced = self._config.max_num_batched_tokens
         for seq in self._running:
             to_go = seq.num_tokens_to_go(max_model_len)
-            if to_go == 1 + len(seq.draft_tokens) and not (has_windows and self._tables.is_growing(seq)):
+            if to_go > 0 and has_windows and self._tables.is_growing(seq):
+                prompts.append((seq, to_go))
+            elif to_go == 1 + len(seq.draft_tokens):
                 self._take_chunk(plan, seq, to_go)
                 has_streams = True
+            elif _is_forced_run(seq, to_go) and num_forced + to_go <= most_forced:
+                self._take_chunk(plan, seq, to_go)
+                has_streams = True
+                num_forced += to_go
             elif to_go > 0:
                 prompts.append((seq, to_go))
             elif not seq.hand_off:
                 has_streams = True  # its next token is decided when a step retires, and then waits for this one
-        budget = self._budget(plan, has_streams)
+        budget = self._budget(plan, has_streams, num_forced)
         for seq, to_go in prompts:
             if budget.has_room:
                 self._take_prompt(plan, seq, budget, to_go)
         return budget
 
-    def _budget(self, plan: Plan, has_streams: bool) -> PromptBudget:
-        """The budget for prompts beside the chunks that the plan has."""
+    def _budget(self, plan: Plan, has_streams: bool, num_forced: int) -> PromptBudget:
+        """The budget for prompts beside the chunks that the plan has, of which `num_forced` tokens are of forced
+        runs."""
         limit_s = self._config.target_itl_s if has_streams else None
-        size = StepSize.of(plan.chunks) if limit_s is not None else NO_PROMPTS
+        size = StepSize.of(plan.chunks) if limit_s is not None or num_forced else NO_PROMPTS
         return PromptBudget(self._config, self._step_time, size, limit_s)
 
     def _admit(self, plan: Plan, budget: PromptBudget) -> None:
@@ -285,6 +294,12 @@ class Scheduler:
         assert num_claimed == self._blocks.num_claimed, "claimed blocks are miscounted"
         self.waiting.check_integrity()
         assert len({*self._running, *self.waiting}) == self.num_running + len(self.waiting)
+
+
+def _is_forced_run(seq: Sequence, to_go: int) -> bool:
+    """Whether the sequence is a stream of which several tokens came at once, since its matcher left no alternative to
+    them. What a preempted stream computes again is mostly longer, and waits its turn as a prompt."""
+    return 0 < to_go <= LEAST_CHUNK and seq.generates and seq.num_launched_tokens >= len(seq.prompt_tokens)
 
 
 def _is_stalled(seq: Sequence) -> bool:

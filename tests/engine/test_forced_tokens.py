@@ -20,6 +20,7 @@ from engine.engine import Engine
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.runner import TorchModelRunner
+from engine.prompt_budget import LEAST_CHUNK
 from engine.sequence import Sequence
 from tests.engine import tiny_models
 from tests.engine.counting import make, run, sequence
@@ -119,6 +120,37 @@ def test_what_needs_the_sampler_s_part_is_sampled(wish: dict[str, Any]) -> None:
     engine.add(sequence(5, max_tokens=6, matcher=Places(ALLOWED), **wish))
     run(engine)
     assert [chunk.length for batch in model.batches for chunk in batch] == [5, *[1] * 5]
+
+
+@pytest.mark.parametrize("target_itl_s", [None, 1e-9])
+def test_forced_tokens_wait_neither_for_a_prompt_nor_for_the_target(target_itl_s: float | None) -> None:
+    """Though a prompt that came earlier takes what the budget leaves. It goes on, too."""
+    engine, model = make(num_blocks=400, max_model_len=800, max_num_batched_tokens=50, target_itl_s=target_itl_s)
+    engine.add(prompt := sequence(700, first=0, max_tokens=1))
+    engine.compute(engine.schedule(0.0))
+    for first in (100, 200):  # as from a prefill node
+        stream = sequence(5, first=first, max_tokens=9, matcher=Places(ALLOWED))
+        stream.block_table = engine.allocate(2)
+        engine.adopt(stream, {0: (10,)}, [])
+    while engine.num_running > 1:
+        engine.compute(engine.schedule(0.0))
+        engine.check_integrity()
+    steps = model.batches[1:]
+    others = [[chunk.length for chunk in batch if chunk.sequence is not prompt] for batch in steps]
+    assert others == [[1, 1], [4, 4], [2, 2], [1, 1]]
+    assert all(len(batch) == 3 for batch in steps), "the prompt waits"
+    assert all(sum(chunk.length for chunk in batch if not chunk.is_decode) <= 50 for batch in steps)
+
+
+def test_what_a_stream_computes_again_is_computed_as_a_prompt() -> None:
+    engine, model = make(num_blocks=400, max_model_len=800, target_itl_s=1e-9)
+    engine.add(sequence(5, max_tokens=20))
+    engine.compute(engine.schedule(0.0))
+    engine.add(seq := sequence(2, output=range(98), max_tokens=200))
+    while not seq.num_output_tokens > 98:
+        engine.compute(engine.schedule(0.0))
+    lengths = [chunk.length for batch in model.batches for chunk in batch if chunk.sequence is seq]
+    assert lengths == [LEAST_CHUNK] * 3 + [4]
 
 
 # ---- with a model ----
