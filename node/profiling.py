@@ -18,7 +18,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Protocol
 
-from baton.errors import BatonError, DeadlineExceeded, InternalError, InvalidRequest
+from baton.errors import DeadlineExceeded, InternalError, InvalidRequest
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +154,8 @@ class Profiling:
             await self._on_engine(recording.end)
             if recording.error is not None:
                 raise recording.error
-        except BatonError:
+        except DeadlineExceeded:
+            self._call(recording.end)  # once the engine goes on: the next profile could not begin beside this one
             raise
         except Exception as error:
             raise InternalError(f"the profiler failed: {error}") from error

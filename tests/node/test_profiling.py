@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -162,6 +163,26 @@ async def test_an_engine_that_hangs_is_not_waited_for(steps, tmp_path, monkeypat
     profiles = Profiling(tmp_path, "n", lambda _: Future(), steps.watch, Noting)
     with pytest.raises(DeadlineExceeded, match="no turn"):
         await profiles.answer(b"")
+
+
+@pytest.mark.parametrize("hangs", ["begin", "end"])
+async def test_a_profile_that_was_given_up_ends_when_the_engine_goes_on(steps, tmp_path, monkeypatch, hangs):
+    monkeypatch.setattr(profiling, "_TURN_S", 0.01)
+    goes_on = threading.Event()
+    trace = Noting()
+    if hangs == "begin":
+        monkeypatch.setattr(trace, "start", lambda: goes_on.wait(WAIT_S) and trace._note("start"))
+    asked = asyncio.create_task(profiler(steps, tmp_path, trace).answer(b'{"timeout": 0.01}'))
+    if hangs == "end":
+        async with asyncio.timeout(WAIT_S):
+            await steps.watched.wait()
+        steps.call(lambda: goes_on.wait(WAIT_S))
+    with pytest.raises(DeadlineExceeded, match="no turn"):
+        await asked
+    goes_on.set()
+    await asyncio.wrap_future(steps.call(lambda: None))
+    assert trace.notes == ["start", "stop"]
+    assert steps.watcher is None
 
 
 @pytest.mark.parametrize(
