@@ -216,6 +216,8 @@ class Sessions:
         session.end(reason)
 
     def _receive_all(self, session: _Session, message: node_pb2.RouterMessage) -> None:
+        if self._by_epoch.get(session.epoch) is not session:
+            return  # read before its call has ended: the epoch's work is that of its new session
         for single in wire.split_router_message(message):
             self._receive(session, single)
 

@@ -169,6 +169,19 @@ async def test_a_second_session_of_an_epoch_takes_the_place_of_the_first():
         assert len(await node.role.saw(SessionLost, 3)) == 3
 
 
+async def test_what_an_old_session_of_the_epoch_still_reads_is_no_work_of_the_new_one():
+    """The router counts that work as lost, and nobody would wait for it."""
+    posted = []
+    hub = Sessions("i1", lambda event: posted.append(event) or len(posted), metrics(), Limits(), Trust())
+    old = hub._open(1)
+    hub._receive_all(old, wire.write_router_message(prefill(WORK)))
+    new = hub._open(1)
+    hub._receive_all(old, wire.write_router_message(prefill(AttemptId(1, "late", 0))))
+    hub._receive_all(new, wire.write_router_message(prefill(AttemptId(1, "r", 1))))
+    asked = [event.message.attempt_id for event in posted if isinstance(event, FromRouter)]
+    assert asked == [WORK, AttemptId(1, "r", 1)]
+
+
 async def test_a_clean_end_and_a_vanished_router_are_both_losses():
     async with running(PREFILL_SIDE, NodeRole.PREFILL) as node:
         async with session(node) as router:
