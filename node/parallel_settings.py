@@ -8,6 +8,9 @@ from baton.address import HostPort
 from node.eplb_config import EplbConfig
 from node.model_settings import ModelSettings
 
+LONGEST_S = 365 * 86_400.0
+"""The longest time limit: threads cannot wait for an infinite one, nor can anything be filed by when it ends."""
+
 
 class ParallelSettings(ModelSettings):
     """Among how many processes the model is divided, and how they find each other. See docs/parallel.md."""
@@ -45,6 +48,7 @@ class ParallelSettings(ModelSettings):
     distributed_timeout_seconds: float = Field(
         300.0,
         gt=0,
+        le=LONGEST_S,
         description="for how long the hosts of a node, or data parallel nodes, wait for each other at a start",
     )
     enable_expert_parallel: bool = Field(

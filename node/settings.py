@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from baton.address import HostPort
 from baton.node_info import NodeRole
 from baton.settings import ListenAddress, Sizes
-from node.parallel_settings import ParallelSettings
+from node.parallel_settings import LONGEST_S, ParallelSettings
 
 GIB = 1024**3
 METRICS_PORT_OFFSET = 1000
@@ -73,7 +73,7 @@ class NodeSettings(ParallelSettings):
     )
     max_waiting: int = Field(4096, ge=1, description="requests that may queue; more are refused with 429")
     request_timeout: float = Field(
-        3600.0, gt=0, description="seconds that a request may take at most, whatever its router allows"
+        3600.0, gt=0, le=LONGEST_S, description="seconds that a request may take at most, whatever its router allows"
     )
 
     step_timeout: float = Field(

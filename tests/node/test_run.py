@@ -14,8 +14,11 @@ import pytest
 import torch
 import uvloop
 
+from baton.messages import AttemptId
 from engine.model.parallel.group import ONE_RANK
 from engine.model.parallel.others import Kind
+from node.fences import Fences
+from node.parallel_settings import LONGEST_S
 from node.peers import nodes
 from node.peers.nodes import PeerNodes
 from node.ranks import forks, process
@@ -111,6 +114,15 @@ def test_a_node_may_be_told_to_stop_at_any_time() -> None:
 def test_ranks_hosts_and_other_nodes_are_given_up_after_the_silence_that_is_set() -> None:
     settings = NodeSettings(model="nowhere", silence_timeout=7.0)
     assert forks.Limits.of(settings).silence == nodes.Limits.of(settings).silence == 7.0
+
+
+@pytest.mark.parametrize("flag", ["request_timeout", "distributed_timeout_seconds"])
+@pytest.mark.parametrize("seconds", [float("inf"), 1e10])
+def test_a_time_limit_for_which_no_thread_can_wait_is_refused(flag: str, seconds: float) -> None:
+    """With an infinite one, a router's first Abort without a deadline ended the engine's thread."""
+    with pytest.raises(ValueError, match=flag):
+        NodeSettings(model="nowhere", **{flag: seconds})  # type: ignore[arg-type]
+    Fences(LONGEST_S).fence(AttemptId(1, "r", 0), 0.0)
 
 
 class Link:
