@@ -325,10 +325,10 @@ class Pool:
                 if load.num_blocks_total > known.load.num_blocks_total:
                     self._largest[node.version.name] = node
 
-    def handed_over(self, decode: str, handoff_s: float) -> None:
+    def handed_over(self, decode: str, handoff_s: float, now: float) -> None:
         """A handoff to this decode node took that long."""
         if node := self._nodes.get(decode):
-            node.handoff_s.learn(handoff_s)
+            node.handoff_s.learn(handoff_s, now)
 
     # ---- what failed ----
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 PRIOR_S_PER_TOKEN = 1e-4
 """While nothing is known of any node: then all are alike, and the value hardly matters."""
 PRIOR_S = 0.5
@@ -10,6 +12,8 @@ FAMILIAR = 4.0
 """Lengths up to this many times the longest so far are expected to go on as before."""
 FORGETTING = 1 / 32
 """Share by which the weight of earlier observations falls with each new one."""
+FADING_S = 10.0
+"""Without a new observation, a `FadingMean` falls to a third in this time."""
 MOST_SURPRISE = 4.0
 """An observation counts as at most this many times what was expected: a prompt that waited for a compiler must not make
 its node look slow for a minute. If the node has become slower for good, a few observations suffice. The very first one
@@ -96,3 +100,22 @@ class Mean:
     def learn(self, observed: float) -> None:
         self._weight = (1 - FORGETTING) * self._weight + 1
         self.value += (observed - self.value) / self._weight
+
+
+class FadingMean:
+    """A mean that decides who is observed next: a node that looks slow gets no requests, and nothing better would be
+    learned of it. So what is known falls towards zero in time, until the node is tried again, and what is then observed
+    counts for the more. Times are those of the caller's clock."""
+
+    def __init__(self) -> None:
+        self._value = self._weight = self._learned_at = 0.0
+
+    def learn(self, observed: float, now: float) -> None:
+        silent_s = max(0.0, now - self._learned_at)
+        self._weight = (1 - FORGETTING) * self._weight * math.exp(-silent_s / FADING_S) + 1
+        self._value += (observed - self._value) / self._weight
+        self._learned_at = now
+
+    def at(self, now: float) -> float:
+        silent_s = now - self._learned_at
+        return self._value * math.exp(-silent_s / FADING_S) if self._value and silent_s > 0 else self._value

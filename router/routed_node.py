@@ -11,7 +11,7 @@ from baton.node_info import NodeInfo, NodeRole
 from baton.table_shape import TableShape
 from baton.telemetry.pools import PoolState
 from router.policies import Candidate
-from router.rates import Mean, PrefillTime
+from router.rates import FadingMean, Mean, PrefillTime
 from router.versions import ModelVersion, version_of
 
 Place = tuple[NodeRole, str]
@@ -42,7 +42,7 @@ class Node:
     last_placed: int = 0
     """Number of the last placement that gave it a prompt to compute."""
     prefill_time: PrefillTime = field(default_factory=PrefillTime)
-    handoff_s: Mean = field(default_factory=Mean)
+    handoff_s: FadingMean = field(default_factory=FadingMean)
     held_s: Mean = field(default_factory=Mean)
     """How long requests have their blocks there, until they end."""
     num_tokens: int = 0
@@ -129,7 +129,7 @@ class Node:
             num_cached,
             self.queue_s(now) if self.num_prompts or self.waiting_of_others else 0.0,
             num_uncached / rate if rate else self.prefill_time.predict(num_uncached),
-            self.handoff_s.value,
+            self.handoff_s.at(now),
             load.num_running,
             (in_use if in_use > spoken_for else spoken_for) + num_tokens / capacity,
             load.target_itl_s > 0,

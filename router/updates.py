@@ -116,7 +116,7 @@ class Updates:
         self.kv_flows.add(attempt.prefill, incarnation, adopted.transfer_bytes)
         if not attempt.visited:
             state.timings.adopted(adopted)
-            self._pool.handed_over(incarnation, adopted.handoff_s)
+            self._pool.handed_over(incarnation, adopted.handoff_s, now)
 
     def _flows(self, state: RequestState, attempt: Attempt, item: Tokens) -> bool:
         """Take the next tokens of a sample in full flow, as nearly all updates are. False: it may be otherwise, and

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from baton.messages import Adopted, End, HandedOff, KvEvents, Load, SampleEnd, Started, Tokens
+from baton.messages import Adopted, End, HandedOff, KvEvents, Load, Prefill, SampleEnd, Started, Tokens
 from baton.node_info import NodeRole, TransportEndpoint
 from baton.sampling import FinishReason, SamplingParams
 from router.rates import PRIOR_S_PER_TOKEN
@@ -189,6 +189,26 @@ def test_cost_goes_where_the_prompt_is_cached() -> None:
         rig.collect()
         assert rig.prefills[-1][0] == "p2"
         computed(rig, f"r{i}", 0.1)
+
+
+def test_one_slow_handoff_does_not_keep_a_decode_node_out_of_use() -> None:
+    """The first one connects the two nodes. A request every 0.1 s, for two minutes."""
+    rig = RouterRig("p1", "d1", "d2", policy="cost")
+    targets = list[str]()
+    for i in range(1200):
+        now = i / 10
+        rig.core.submit(RoutedRequest(f"r{i}", tuple(range(10)), 1, SamplingParams(max_tokens=8), 60.0), now)
+        rig.collect()
+        prefill = rig.sent.pop().message
+        assert isinstance(prefill, Prefill)
+        assert prefill.decode
+        targets.append(prefill.decode.incarnation)
+        handoff_s = 0.004 if i else 2.0
+        rig.say("p1", prefill, Started(0, 0.0), Tokens(0, 0, (5,)), HandedOff(0.01), now=now)
+        rig.say(targets[-1], prefill, Adopted(handoff_s, 0, 9), OVER, End(), now=now)
+        rig.sent.clear()
+        rig.emitted.clear()
+    assert targets[-500:].count(targets[0]) > 100
 
 
 @pytest.mark.parametrize(("target_itl_s", "expected"), [(0.025, "d1"), (0.0, "p1")])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.rates import PRIOR_S_PER_TOKEN, Mean, PrefillTime
+from router.rates import FADING_S, PRIOR_S_PER_TOKEN, FadingMean, Mean, PrefillTime
 
 
 @given(st.floats(1e-6, 1e-4), st.lists(st.integers(200, 10_000), min_size=1, max_size=50))
@@ -94,3 +96,16 @@ def test_a_mean_forgets() -> None:
     for _ in range(200):
         mean.learn(5.0)
     assert mean.value == pytest.approx(5.0, rel=0.01)
+
+
+def test_what_is_not_observed_any_more_fades_and_the_next_observation_counts() -> None:
+    mean = FadingMean()
+    assert mean.at(5.0) == 0.0
+    mean.learn(2.0, 5.0)
+    assert mean.at(5.0) == mean.at(4.0) == 2.0
+    assert mean.at(5.0 + FADING_S) == pytest.approx(2.0 / math.e)
+    mean.learn(0.01, 5.0 + 5 * FADING_S)
+    assert mean.at(5.0 + 5 * FADING_S) < 0.03
+    for i in range(200):
+        mean.learn(1.0, 100.0 + i / 10)
+    assert mean.at(120.0) == pytest.approx(1.0, rel=0.02)
