@@ -31,6 +31,8 @@ from router.retry_budget import RetryBudget
 from router.updates import Updates
 from router.waiting import WaitingRoom
 
+STOPPED = "the server was stopped before the request had finished"
+
 
 class RouterCore:
     """All live requests of one router, as their clients see them; `attempts` has them as the nodes do.
@@ -183,7 +185,7 @@ class RouterCore:
     def stop(self, now: float) -> None:
         """End all live requests: the router stops."""
         for state in self.requests:
-            self.requests.end(state, NodeUnavailable("the server was stopped before the request had finished"), now)
+            self.requests.end(state, NodeUnavailable(STOPPED), now)
 
     # ---- time ----
 

@@ -16,13 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.errors import BatonError
+from baton.errors import BatonError, NodeUnavailable
 from baton.messages import Abort, AttemptId, KvEvents, Load, Migrate, Prefill, Update
 from baton.node_info import NodeInfo, NodeRole
 from baton.telemetry.pools import PoolState
 from baton.telemetry.timeline import Timeline
 from router.actions import Emit, ToNode
-from router.core import RouterCore
+from router.core import STOPPED, RouterCore
 from router.kv_flows import KvFlow
 from router.request_metrics import RequestMetrics
 from router.request_state import AttemptState, RequestEnd, RequestEvent, RoutedRequest
@@ -63,6 +63,7 @@ class Dispatcher:
         self._timer: asyncio.TimerHandle | None = None
         self._armed_for = 0.0  # the deadline that it is set to
         self._carrying_out = False
+        self.is_closed = False
         self._cause = ""
         self._idle = asyncio.Event()
         self._idle.set()
@@ -72,10 +73,13 @@ class Dispatcher:
     def submit(self, request: RoutedRequest, sink: Sink, received: float) -> None:
         """Place a request that arrived at `received` (`time.monotonic`), when its deadline began to count.
 
-        Its events go to `sink`, RequestEnd last. Raises BatonError, and then `sink` is not called.
+        Its events go to `sink`, RequestEnd last. Raises BatonError, after `close` NodeUnavailable; then `sink` is not
+        called.
         """
         now = time.monotonic()
         try:
+            if self.is_closed:
+                raise NodeUnavailable(STOPPED)
             self._core.submit(request, received, now)
         except BatonError as error:
             self._request_metrics.refused(error, time.monotonic() - received, request)
@@ -218,7 +222,8 @@ class Dispatcher:
         await self._idle.wait()
 
     def close(self) -> None:
-        """End all live requests: their clients are told that the server was stopped."""
+        """End all live requests, and take no more: their clients are told that the server was stopped."""
+        self.is_closed = True
         now = time.monotonic()
         self._core.stop(now)
         self._carry_out(now)

@@ -190,16 +190,16 @@ class RouterServer:
         timeout_s = self._settings.drain_timeout
         self.cluster.drain()
         self._http.stop()
-        ending = [self._http_task, asyncio.create_task(self._grpc.stop(timeout_s + _CLOSE_S))]
-        waits = [asyncio.create_task(self.dispatcher.drained()), asyncio.create_task(hurry.wait())]
-        done, _ = await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if waits[0] not in done:
+        ending = asyncio.gather(self._http_task, self._grpc.stop(timeout_s + _CLOSE_S))
+        hurrying = asyncio.create_task(hurry.wait())
+        # not for the dispatcher: it does not know of requests yet whose body still comes, or is tokenized
+        await asyncio.wait((ending, hurrying), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        hurrying.cancel()
+        if self.admission.num_requests:
             log.warning("requests still running are cancelled")
-        for wait in waits:
-            wait.cancel()
         self.dispatcher.close()
+        await ending
         self._service.close()
-        await asyncio.gather(*ending)
         if self._siblings is not None:
             self._siblings.close()
         await self.cluster.close()
