@@ -104,7 +104,7 @@ class Supervisor:
         self._command = command
         self._drain_timeout_s = drain_timeout_s
         self._live: dict[int, Worker] = {}
-        self._stopping = False
+        self._stopping = asyncio.Event()
 
     async def run(self, stop: asyncio.Event, hurry: asyncio.Event) -> bool:
         """Until `stop`; with `hurry` running requests are cut off. False: a worker could not start."""
@@ -113,7 +113,7 @@ class Supervisor:
             stopping = asyncio.create_task(stop.wait())
             first: set[asyncio.Future[Any]] = {stopping, *keeping}
             done, _ = await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-            self._stopping = True
+            self._stopping.set()
             stopping.cancel()
             await self._drain(keeping, hurry)
         return all(task.result() for task in keeping & done)
@@ -121,26 +121,36 @@ class Supervisor:
     async def _keep(self, index: int, directory: str) -> bool:
         """Have that worker running until the end. False: its first process ended before it was up."""
         backoff_s, first = FIRST_BACKOFF_S, True
-        while not self._stopping:
-            worker, began = Worker(index, self._command, directory), time.monotonic()
-            self._live[index] = worker
-            was_up = await worker.up()
-            if was_up:
-                log.info("worker=%d pid=%d up", index, worker.pid)
-            code = await worker.ended()
-            del self._live[index]
-            if self._stopping:
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            was_up, how = await self._run_once(index, directory)
+            if self._stopping.is_set():
                 break
             if first and not was_up:
-                log.error("worker=%d code=%d could not start", index, code)
+                log.error("worker=%d %s could not start", index, how)
                 return False
             first = False
             if was_up and time.monotonic() - began > LAST_BACKOFF_S:
                 backoff_s = FIRST_BACKOFF_S
-            log.warning("worker=%d code=%d ended, and is started again in %.1f s", index, code, backoff_s)
-            await asyncio.sleep(backoff_s)
+            log.warning("worker=%d %s ended, and is started again in %.1f s", index, how, backoff_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(backoff_s):
+                    await self._stopping.wait()
             backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
         return True
+
+    async def _run_once(self, index: int, directory: str) -> tuple[bool, str]:
+        """Whether it was up, and how it ended, for logs."""
+        try:
+            worker = self._live[index] = Worker(index, self._command, directory)
+        except OSError as error:  # the machine lacks memory, processes or files for now: the other workers go on
+            return False, f"error={error.strerror!r}"
+        was_up = await worker.up()
+        if was_up:
+            log.info("worker=%d pid=%d up", index, worker.pid)
+        code = await worker.ended()
+        del self._live[index]
+        return was_up, f"code={code}"
 
     async def _drain(self, keeping: set[asyncio.Task[bool]], hurry: asyncio.Event) -> None:
         """Ask all to end, once more if there is hurry, and kill those that are late."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import re
@@ -152,6 +153,54 @@ async def test_a_worker_that_hangs_is_killed_and_comes_back(monkeypatch: pytest.
         assert first._process.returncode == -signal.SIGKILL
         stop.set()
         assert await running
+
+
+async def test_a_worker_that_cannot_be_started_for_now_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.01)
+    starts, comes_back = [0, 0], asyncio.Event()
+
+    def command(index: int, up_fd: int, directory: str) -> list[str]:
+        """Worker 0 ends at once, and has no room to start again at first."""
+        starts[index] += 1
+        if starts[0] == 2:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        if starts[0] == 3:
+            comes_back.set()
+        return says_that_it_is_up(up_fd, 3600 * index)
+
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    running = asyncio.create_task(supervisor.Supervisor(2, command, 0.1).run(stop, hurry))
+    async with asyncio.timeout(PATIENCE_S):
+        await asyncio.wait((running, asyncio.create_task(comes_back.wait())), return_when=asyncio.FIRST_COMPLETED)
+        assert not running.done()
+        stop.set()
+        assert await running
+    assert starts[1] == 1
+
+
+async def test_a_stop_does_not_wait_for_a_worker_that_would_be_started_again_later(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 2 * PATIENCE_S)
+    stop, hurry, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    class Noted(supervisor.Worker):
+        async def ended(self) -> int:
+            code = await super().ended()
+            ended.set()
+            return code
+
+    monkeypatch.setattr(supervisor, "Worker", Noted)
+    running = asyncio.create_task(
+        supervisor.Supervisor(1, lambda index, up_fd, directory: says_that_it_is_up(up_fd, 0), 0.1).run(stop, hurry)
+    )
+    async with asyncio.timeout(PATIENCE_S):
+        await ended.wait()
+        stop.set()
+        assert await running
+
+
+def says_that_it_is_up(up_fd: int, lasts_s: float) -> list[str]:
+    """What it runs, instead of a router."""
+    return [sys.executable, "-c", f"import os, time; os.write({up_fd}, b'up'); time.sleep({lasts_s})"]
 
 
 STARTS_A_WORKER = """
