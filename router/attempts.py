@@ -163,8 +163,10 @@ class Attempts:
         self._outbox.to_node(attempt.prefill, state.prefill(attempt, target, now))
 
     def is_on(self, incarnation: str) -> bool:
-        """Whether an attempt still needs that node."""
-        return any(attempt.depends_on(incarnation) for _, attempt in self._live.values())
+        """Whether an attempt still needs that node, or may be about to: nobody knows yet whether it has moved there."""
+        return any(
+            attempt.depends_on(incarnation) or attempt.target == incarnation for _, attempt in self._live.values()
+        )
 
     # ---- moving ----
 

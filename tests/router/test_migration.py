@@ -109,6 +109,14 @@ def test_a_request_that_stays_is_asked_again_after_a_while(moving: Moving) -> No
     assert moving.outcomes == {"moved": 1, "stayed": 1}
 
 
+def test_a_target_is_needed_until_it_is_known_whether_the_request_has_moved(moving: Moving) -> None:
+    """It is drained, too: the end of its session would abort what it has got meanwhile."""
+    moving.rig.core.drain_node(moving.new, True, 2.0)
+    assert moving.rig.core.is_on(moving.new)
+    moving.say(moving.old, STAYED)
+    assert not moving.rig.core.is_on(moving.new)
+
+
 def test_a_target_that_is_lost_leaves_the_request_where_it_is(moving: Moving) -> None:
     moving.rig.core.node_lost(moving.new, "died", 2.0)
     moving.rig.collect()
