@@ -39,12 +39,12 @@ class Migrations:
     def empty(self, incarnation: str, now: float) -> None:
         """Have all requests that generate on the node move to others, as far as they can now."""
         node = self._pool.get(incarnation)
-        if node is None:
+        if node is None or not (targets := self._pool.targets(node, now)):
             return
         for state, attempt in self._attempts.generating_on(incarnation):
             if is_movable(attempt) and now >= attempt.ask_at:
-                targets = [n for n in self._pool.targets(node, now) if attempt.may_go_to(n.info.incarnation)]
-                if fitting := [n for n in targets if n.info.incarnation not in state.avoid]:
+                possible = [n for n in targets if attempt.may_go_to(n.info.incarnation)]
+                if fitting := [n for n in possible if n.info.incarnation not in state.avoid]:
                     self.ask(state, attempt, node, min(fitting, key=lambda n: n.seats_taken))
 
     def ask(self, state: RequestState, attempt: Attempt, node: Node, target: Node) -> None:

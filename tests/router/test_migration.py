@@ -19,8 +19,11 @@ from baton.messages import (
     Tokens,
 )
 from baton.node_info import NodeRole
-from baton.sampling import FinishReason
+from baton.sampling import FinishReason, SamplingParams
 from router.migrations import ASK_AGAIN_S
+from router.pool import Pool
+from router.request_state import RoutedRequest
+from router.routed_node import Node
 from tests.router.rig import RouterRig, info
 
 ADOPTED = Adopted(0.1, 0, 9)
@@ -194,3 +197,26 @@ def test_a_request_does_not_return_to_where_it_was(moving: Moving) -> None:
     moving.rig.collect()
     migrates = [action for action in moving.rig.sent if isinstance(action.message, Migrate)]
     assert [action.incarnation for action in migrates] == [moving.old, moving.new]
+
+
+def test_a_node_that_leaves_looks_for_others_once_for_all_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its loads asks again, and it may have a thousand requests, among a hundred nodes."""
+    rig = RouterRig("p1", "d1")
+    for i in range(3):
+        rig.core.submit(RoutedRequest(f"r{i}", (1, 2, 3), 1, SamplingParams(max_tokens=8), 60.0), 0.0)
+    rig.collect()
+    for _, prefill in rig.prefills:
+        rig.say("p1", prefill, Started(0, 0.0), Tokens(0, 0, (1,)), HANDED_OFF)
+        rig.say("d1", prefill, ADOPTED)
+    rig.core.node_up(info("d2", NodeRole.DECODE), 1.0)
+    looks, targets = list[str](), Pool.targets
+
+    def noted(pool: Pool, source: Node, now: float) -> list[Node]:
+        looks.append(source.info.incarnation)
+        return targets(pool, source, now)
+
+    monkeypatch.setattr(Pool, "targets", noted)
+    rig.core.drain_node("d1", True, 2.0)
+    rig.collect()
+    assert len([a for a in rig.sent if isinstance(a.message, Migrate)]) == 3
+    assert looks == ["d1"]
