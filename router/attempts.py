@@ -93,7 +93,8 @@ class Attempts:
 
     def place_waiting(self, now: float) -> list[tuple[RequestState, BatonError]]:
         """A node has come, or has told its load: what waits is placed, in the order in which it is due. Of each version
-        the first for which there is no room has the others wait. Returns those that wait in vain."""
+        the first for which there is no room has the others wait, and so does the first of nodes of which no pair fits.
+        Returns those that wait in vain."""
         in_vain = list[tuple[RequestState, BatonError]]()
         for tasks in self._waiting.queues():
             for task in tasks:
@@ -103,6 +104,8 @@ class Attempts:
                     in_vain.append((task.request_state, error))
                     continue
                 except NodeUnavailable as misfit:  # a node that fits may come yet, and the request has a deadline
+                    if self._pool.why_not_ready(task.request_state.version):
+                        break  # a thousand may wait: each would compare all nodes, for nothing, with each load
                     task.error = misfit
                     continue
                 if placement is None or not placement.has_room:

@@ -115,6 +115,7 @@ class RouterCore:
         """Place nothing more on the node, or place work there again. What it has goes on, if it can on other nodes."""
         if node := self.pool.get(incarnation):
             node.drains = drains
+            self._place_waiting(now)
             self._empty_if_leaving(incarnation, now)
 
     def _empty_if_leaving(self, incarnation: str, now: float) -> None:

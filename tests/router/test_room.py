@@ -158,6 +158,20 @@ def test_what_only_an_avoided_node_could_hold_goes_there_and_nobody_waits_for_it
     assert [prefill.decode.incarnation for _, prefill in rig.prefills if prefill.decode] == ["d1", "d1"]
 
 
+def test_what_only_a_node_could_hold_that_fits_no_other_holds_nobody_up() -> None:
+    rig = RouterRig("p1", "d1", "d2")
+    load(rig, 0)
+    rig.core.node_load("d2", Load(0, 1, 0, 20), 0.0)
+    submit(rig, "long", 50 * 16)
+    submit(rig, "short", 3)
+    rig.core.node_lost("d1", "is upgraded", 1.0)
+    other = info("d1", NodeRole.DECODE)
+    rig.core.node_up(dataclasses.replace(other, layout=dataclasses.replace(other.layout, block_size=8)), 1.0)
+    rig.core.node_load("d2", Load(0, 0, 20, 20), 1.0)
+    rig.collect()
+    assert placed(rig) == ["short"]
+
+
 def test_decode_nodes_alone_get_what_they_can_hold() -> None:
     rig = RouterRig("d1", "d2", with_prefill=False)
     rig.core.node_load("d1", Load(0, 0, 20, 20), 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -11,8 +12,10 @@ from baton.messages import Adopted, End, HandedOff, Load, Prefill, Tokens
 from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
 from router.circuit_breakers import MAX_FAILURES
+from router.placement import Placement
+from router.pool import Pool
 from router.recovery import MAX_ATTEMPTS
-from router.request_state import AttemptState, RoutedRequest
+from router.request_state import AttemptState, RequestEnd, RoutedRequest
 from tests.router.rig import RouterRig, info
 
 
@@ -109,6 +112,39 @@ def test_nodes_that_do_not_fit_are_nothing_to_wait_for() -> None:
     rig.core.node_up(dataclasses.replace(wrong, layout=dataclasses.replace(wrong.layout, block_size=32)), 0.0)
     with pytest.raises(NodeUnavailable, match="block_size 16 != 32"):
         submit(rig, "a")
+
+
+def test_nodes_that_do_not_fit_are_compared_once_for_all_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand may wait, and each load of each node asks again."""
+    rig = RouterRig("p1")
+    for name in "abc":
+        submit(rig, name)
+    asked, choose = list[float](), Pool.choose
+
+    def noted(pool: Pool, avoid: set[str], now: float, *more: Any) -> Placement | None:
+        asked.append(now)
+        return choose(pool, avoid, now, *more)
+
+    monkeypatch.setattr(Pool, "choose", noted)
+    wrong = info("d1", NodeRole.DECODE)
+    rig.core.node_up(dataclasses.replace(wrong, layout=dataclasses.replace(wrong.layout, block_size=32)), 2.0)
+    rig.core.node_load("p1", Load(), 3.0)
+    assert asked == [2.0, 3.0]
+    rig.core.tick(60.0)
+    rig.collect()
+    errors = [e.event.error for e in rig.emitted if isinstance(e.event, RequestEnd)]
+    assert [type(error) for error in errors] == [NodeUnavailable] * 3
+    assert all("block_size 16 != 32" in str(error) for error in errors)
+
+
+def test_a_node_that_is_wanted_again_gets_what_waits() -> None:
+    rig = RouterRig("p1", "d1")
+    rig.core.drain_node("d1", True, 0.0)
+    submit(rig, "a")
+    assert placed(rig) == []
+    rig.core.drain_node("d1", False, 1.0)
+    rig.collect()
+    assert placed(rig) == ["a"]
 
 
 def test_a_node_that_stops_gets_nothing_new() -> None:
