@@ -24,7 +24,7 @@ from pydantic import Field
 
 from baton import wire
 from baton.log_levels import LogLevels
-from baton.messages import Abort, Adopted, End, HandedOff, Migrate, Prefill, SampleEnd, Started, Tokens, Update
+from baton.messages import Abort, Adopted, End, HandedOff, Load, Migrate, Prefill, SampleEnd, Started, Tokens, Update
 from baton.node_info import NodeRole
 from baton.sampling import FinishReason
 from baton.settings import Settings, parse
@@ -91,6 +91,7 @@ class Router:
             info = scripted_info(role, "localhost:1", self.tokenizer)
             self._server.models.join(info, self.tokenizer, f"localhost:{role.value}")
             self._server.dispatcher.node_up(info, self._sent)
+            self._server.dispatcher.handle_node_message(info.incarnation, Load())
         http = HttpServer(self._server.app, self._server.limits)
         http.config.load()
         self.pipe = Pipe()

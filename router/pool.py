@@ -59,11 +59,13 @@ class Pool:
         self._largest: dict[str, Node] = {}  # decode nodes that were ever here, by the name of their model
 
     def add(self, info: NodeInfo) -> None:
-        """A node that is here already keeps its counts."""
+        """A node that is here already keeps its counts. One that is new counts as empty until its first load: all that
+        waits, which is more than it can hold, would else be placed there at once."""
         if node := self._nodes.get(info.incarnation):
             node.info = info
         else:
-            self._nodes[info.incarnation] = Node(info, Load(), prefill_time=PrefillTime(self._prefill_time))
+            empty = Load(num_blocks_free=info.num_blocks, num_blocks_total=info.num_blocks)
+            self._nodes[info.incarnation] = Node(info, empty, prefill_time=PrefillTime(self._prefill_time))
         self._forget_pairs(info.incarnation)
         for other in self.infos():
             if other.role is not info.role:

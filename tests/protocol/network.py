@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from baton.handoff_messages import DecodeToPrefill, PrefillToDecode
-from baton.messages import Abort, KvEvents, Migrate, Prefill, Update
+from baton.messages import Abort, KvEvents, Load, Migrate, Prefill, Update
 from node.events import FromPeer, FromRouter, PeerClosed, PeerOpened, SessionLost, SessionOpened, TargetEvent
 from router.core import RouterCore
 from tests.protocol.node import PART_BLOCKS, Node, outward
@@ -81,6 +81,7 @@ class Sessions:
         def up() -> None:
             node.subscribed = True
             self._router.node_up(node.info, self._clock())
+            self._router.node_load(node.incarnation, Load(), self._clock())  # no credits: its own queue is raced, too
 
         self._streams.send(ROUTER, node.incarnation, opened)
 

@@ -317,7 +317,7 @@ def node_info(role: NodeRole, node_id: str, address: str) -> NodeInfo:
         served_model_name="tiny",
         max_model_len=128,
         max_num_seqs=8,
-        num_blocks=64,
+        num_blocks=4096,
         layout=LAYOUT,
         endpoints=(),
         tokenizer_digest=tiny_tokenizer().digest,

@@ -6,7 +6,7 @@ from random import Random
 
 from baton.errors import BatonError
 from baton.layout import KvLayout, LayerKv
-from baton.messages import Abort, Prefill, Tokens, Update
+from baton.messages import Abort, Load, Prefill, Tokens, Update
 from baton.node_info import GenerationDefaults, NodeInfo, NodeRole
 from baton.sampling import SamplingParams
 from router.actions import Emit, ToNode
@@ -59,6 +59,7 @@ class RouterRig:
         self.emitted: list[Emit] = []
         for name in names:
             self.core.node_up(info(name, NodeRole.PREFILL if name[0] == "p" else NodeRole.DECODE), 0.0)
+            self.core.node_load(name, Load(), 0.0)  # which says nothing of its blocks: there is room
 
     def submit(self, n: int = 1) -> Prefill:
         """Request `r`, at time 0."""

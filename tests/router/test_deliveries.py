@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from baton import wire
-from baton.messages import Adopted, End, HandedOff, Prefill, SampleEnd, Started, Tokens, Update
+from baton.messages import Adopted, End, HandedOff, Load, Prefill, SampleEnd, Started, Tokens, Update
 from baton.node_info import NodeRole
 from baton.sampling import FinishReason, SamplingParams
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
@@ -64,6 +64,7 @@ class Streams:
         self.dispatcher = Dispatcher(core, RequestMetrics(RouterMetrics(new_registry(ROUTER)), lambda: "m"))
         for name, role in (("p", NodeRole.PREFILL), ("d", NodeRole.DECODE)):
             self.dispatcher.node_up(info(name, role), sent.append)
+            self.dispatcher.handle_node_message(name, Load())
         self.sent = sent
         self.deliveries = Deliveries()
         self.connections: list[Connection] = []

@@ -245,6 +245,21 @@ def test_another_decode_node_with_room_is_chosen() -> None:
     assert prefill.decode.incarnation == "d2"
 
 
+def test_the_first_of_several_nodes_that_come_does_not_get_all_that_waits() -> None:
+    """Its loads say what it has done with it only later."""
+    rig = RouterRig("p1")
+    for i in range(9):
+        submit(rig, f"r{i}")
+    for name in ("d1", "d2"):
+        rig.core.node_up(info(name, NodeRole.DECODE), 1.0)
+    rig.collect()
+    targets = [prefill.decode.incarnation for _, prefill in rig.prefills if prefill.decode]
+    assert targets == ["d1"] * 3 + ["d2"] * 3, "with three blocks each"
+    rig.core.node_load("d1", Load(0, 0, 9, 9), 1.1)
+    submit(rig, "behind")
+    assert len(rig.prefills) == 6, "they are promised"
+
+
 def test_an_idle_node_gets_what_it_may_refuse_itself() -> None:
     rig = RouterRig("p1", "d1")
     rig.core.node_load("d1", Load(0, 0, 1, 9), 0.0)
