@@ -145,15 +145,16 @@ class RouterCore:
 
     # ---- from clients ----
 
-    def submit(self, request: RoutedRequest, now: float, submitted: float | None = None) -> None:
-        """Place a new request, or have it wait for a node. Its time counts from `now`, when it was received;
-        `submitted`: when what came before this call was done; None: at once. Raises InvalidRequest; Overloaded;
-        NodeUnavailable when the present nodes do not fit together, or when too many requests wait already."""
+    def submit(self, request: RoutedRequest, now: float, received: float | None = None) -> None:
+        """Place a new request, or have it wait for a node. Its deadline and its age count from when it was `received`,
+        before its body was read and tokenized; None: now. Raises InvalidRequest; Overloaded; NodeUnavailable when the
+        present nodes do not fit together, or when too many requests wait already."""
         if request.request_id in self.requests:
             raise InvalidRequest(f"request id {request.request_id} is in use", "request_id")
         samples = [SampleState(i) for i in range(request.n)]
-        state = RequestState(request, now, now + request.deadline_s, samples)
-        state.record.submitted_at_s = max(0.0, submitted - now) if submitted is not None else 0.0
+        arrived = now if received is None else received
+        state = RequestState(request, arrived, arrived + request.deadline_s, samples)
+        state.record.submitted_at_s = now - arrived
         placement = self._attempts.choose(state, samples, now)
         self._attempts.place_or_wait(Unplaced(state, samples, request.request_id, 0), placement, now)
         self.requests.add(state)

@@ -80,7 +80,7 @@ class Dispatcher:
         try:
             if self.is_closed:
                 raise NodeUnavailable(STOPPED)
-            self._core.submit(request, received, now)
+            self._core.submit(request, now, received)
         except BatonError as error:
             self._request_metrics.refused(error, time.monotonic() - received, request)
             raise

@@ -47,9 +47,8 @@ class RequestRecord:
     def placed(
         self, attempt: int, samples: tuple[int, ...], nodes: tuple[str, str], estimate: Estimate, at_s: float
     ) -> AttemptTimeline:
-        """`nodes`: those that compute the prompt and generate; the same one if it does both. A request that is placed
-        at once is so when it is submitted, although its time counts from its receipt."""
-        timeline = AttemptTimeline(attempt, samples, *nodes, estimate, max(at_s, self.submitted_at_s))
+        """`nodes`: those that compute the prompt and generate; the same one if it does both."""
+        timeline = AttemptTimeline(attempt, samples, *nodes, estimate, at_s)
         self.num_attempts += 1
         if len(self.attempts) < MAX_ATTEMPTS:
             self.attempts.append(timeline)

@@ -6,6 +6,7 @@ import asyncio
 import time
 
 from baton.errors import DeadlineExceeded
+from baton.messages import Abort, Migrate, Prefill
 from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
@@ -34,4 +35,19 @@ async def test_every_deadline_is_kept_though_nobody_submits_again() -> None:
             assert time.monotonic() - begun >= deadline_s, "before its time"
             order.append(name)
     assert order == ["first", "second", "last"]
+    dispatcher.close()
+
+
+async def test_a_node_has_what_is_left_of_a_requests_time() -> None:
+    """It was received long ago: its body came slowly."""
+    dispatcher = Dispatcher(RouterCore(1), RequestMetrics(RouterMetrics(new_registry(ROUTER)), lambda: "m"))
+    sent: list[Prefill | Abort | Migrate] = []
+    for name, role in (("p1", NodeRole.PREFILL), ("d1", NodeRole.DECODE)):
+        dispatcher.node_up(info(name, role), sent.append)
+    request = RoutedRequest("r", (1, 2), 1, SamplingParams(), 60.0)
+    dispatcher.submit(request, lambda event: None, time.monotonic() - 50.0)
+    (prefill,) = sent
+    assert isinstance(prefill, Prefill)
+    assert 0 < prefill.deadline_s <= 10.0
+    assert prefill.age_s >= 50.0
     dispatcher.close()

@@ -178,6 +178,20 @@ def test_cost_counts_what_is_computed_of_the_first_prompt_in_the_queue() -> None
     assert (node.queue_s(99.0), node.num_prompts) == (0.0, 0)
 
 
+def test_what_a_client_takes_to_send_its_request_is_not_the_nodes_time() -> None:
+    rig = RouterRig("p1", "d1", policy="cost")
+    rig.core.submit(RoutedRequest("slow", (1,) * 100, 1, SamplingParams(max_tokens=8), 60.0), 30.0, 5.0)
+    rig.collect()
+    ((_, prefill),) = rig.prefills
+    assert (prefill.deadline_s, prefill.age_s) == (35.0, 25.0)
+    node = rig.core.pool.get("p1")
+    assert node
+    assert node.queue_s(30.0) == pytest.approx(node.to_prefill_s)
+    rig.say("p1", prefill, Started(0, 0.0), Tokens(0, 0, (5,)), HandedOff(0.02), now=30.02)
+    assert node.prefill_time.predict(100) == pytest.approx(0.02)
+    assert rig.core.next_deadline() == 65.0
+
+
 def test_cost_goes_where_the_prompt_is_cached() -> None:
     rig = RouterRig("p1", "p2", "p3", "d1", policy="cost")
     hashes = (b"a" * 32, b"b" * 32)

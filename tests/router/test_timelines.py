@@ -19,7 +19,7 @@ PREPARED = Preparation(1_700_000_000.0, 0.01, 0.04)
 
 def submit(rig: RouterRig, submitted: float = 0.05, n: int = 1):
     request = RoutedRequest("r", (1, 2, 3), n, SamplingParams(max_tokens=8), 60.0, preparation=PREPARED)
-    rig.core.submit(request, 0.0, submitted)
+    rig.core.submit(request, submitted, 0.0)
     rig.collect()
     return rig.prefills[-1][1] if rig.prefills else None
 
