@@ -1,7 +1,7 @@
 """Which running request moves from a decode node that is fuller than another one.
 
-One at a time from each node, and then none for a while, so that the nodes' loads tell of it before the next is chosen:
-the largest that does not make the other node the fuller one.
+One at a time from or to each node, and then none for a while, so that the nodes' loads tell of it before the next is
+chosen: the largest that does not make the other node the fuller one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Rebalancing:
         self._attempts = attempts
         self._migrations = migrations
         self._above = above
-        self._not_before: dict[str, float] = {}  # by incarnation of the fuller node
+        self._not_before: dict[str, float] = {}  # by incarnation
 
     def forget(self, incarnation: str) -> None:
         self._not_before.pop(incarnation, None)
@@ -31,15 +31,19 @@ class Rebalancing:
     def loaded(self, incarnation: str, now: float) -> None:
         """The node has told its load."""
         node = self._pool.get(incarnation)
-        if self._above is None or node is None or now < self._not_before.get(incarnation, 0.0):
+        if self._above is None or node is None or self._rests(node, now):
             return
-        target = min(self._pool.targets(node, now), key=lambda other: other.in_use, default=None)
+        targets = [other for other in self._pool.targets(node, now) if not self._rests(other, now)]
+        target = min(targets, key=lambda other: other.in_use, default=None)
         if target is None or node.in_use - target.in_use <= self._above:
             return
         num_tokens = int((node.in_use - target.in_use) / 2 * min(node.capacity, target.capacity))
         if chosen := self._choose(node, target, num_tokens):
-            self._not_before[incarnation] = now + PAUSE_S
+            self._not_before[incarnation] = self._not_before[target.info.incarnation] = now + PAUSE_S
             self._migrations.ask(*chosen, node, target)
+
+    def _rests(self, node: Node, now: float) -> bool:
+        return now < self._not_before.get(node.info.incarnation, 0.0)
 
     def _choose(self, node: Node, target: Node, num_tokens: int) -> tuple[RequestState, Attempt] | None:
         """The request on the node with the most tokens, up to so many, that may move to the target."""

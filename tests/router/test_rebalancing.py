@@ -68,3 +68,20 @@ def test_a_request_that_has_moved_does_not_come_back() -> None:
     rig.core.node_load("d2", Load(0, 1, 0, NUM_BLOCKS), 5.0)
     rig.collect()
     assert rig.sent[known:] == []
+
+
+def test_two_nodes_do_not_fill_a_third_one_between_their_loads() -> None:
+    rig = RouterRig("d1", "d3", with_prefill=False, migrate_above=0.3)
+    for name in "abcd":
+        rig.core.submit(RoutedRequest(name, (1,) * 40, 1, SamplingParams(max_tokens=8), 60.0), 0.0)
+        rig.collect()
+        rig.say(rig.prefills[-1][0], rig.prefills[-1][1], Tokens(0, 0, (1,)))
+    rig.core.node_up(info("d2", NodeRole.DECODE), 0.0)
+    asked = list[list[str]]()
+    for now in (1.0, 1.0 + PAUSE_S):
+        known = len(rig.sent)
+        for name in ("d1", "d3"):
+            rig.core.node_load(name, Load(0, 2, NUM_BLOCKS - 8, NUM_BLOCKS), now)
+        rig.collect()
+        asked.append([action.incarnation for action in rig.sent[known:] if isinstance(action.message, Migrate)])
+    assert asked == [["d1"], ["d1"]], "d2 has said nothing of the first one when d3 is heard"
