@@ -92,11 +92,11 @@ class Updates:
     def _handed_off(
         self, state: RequestState, attempt: Attempt, handed_off: HandedOff, incarnation: str, now: float
     ) -> None:
-        if attempt.handed_off or incarnation != attempt.prefill:
+        if attempt.handed_off or attempt.decode is None or incarnation != attempt.prefill:
             return
         self._attempts.prefilled(state, attempt, now)
         attempt.handed_off = True
-        if attempt.decode and not attempt.visited:
+        if not attempt.visited:
             self._pool.pair_breakers.worked((attempt.prefill, attempt.decode))
         self._pool.worked(attempt.prefill)
         if not attempt.visited:

@@ -275,3 +275,14 @@ def test_after_its_last_word_a_prefill_node_is_told_nothing_more() -> None:
     rig.core.cancel("r", 1.0)
     rig.collect()
     assert [a.incarnation for a in rig.sent if isinstance(a, ToNode) and isinstance(a.message, Abort)] == ["d1"]
+
+
+def test_a_node_that_computes_all_alone_cannot_have_handed_it_over() -> None:
+    """Else its loss would go unnoticed, and the request would wait for its deadline."""
+    rig = RouterRig("d1", "d2", with_prefill=False)
+    prefill = rig.submit()
+    ((first, _),) = rig.prefills
+    rig.say(first, prefill, Tokens(0, 0, (5,)), HANDED_OFF)
+    rig.core.node_lost(first, "died", 2.0)
+    rig.collect()
+    assert [name for name, _ in rig.prefills] == [first, {"d1": "d2", "d2": "d1"}[first]]
