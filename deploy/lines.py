@@ -24,6 +24,6 @@ class NamedLines:
             self._heads[name] = f"\x1b[{COLOURS[i % len(COLOURS)]}m{head}{RESET}" if coloured else head
 
     def __call__(self, name: str, line: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the reader is gone: no reason to stop serving
+        with contextlib.suppress(OSError):  # the reader is gone, or the disk is full: no reason to stop serving
             self._stream.write(f"{self._heads[name]} {line}\n")
             self._stream.flush()

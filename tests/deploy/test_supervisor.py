@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from deploy.lines import NamedLines
 from deploy.plan import Child
 from deploy.supervisor import MAX_LINE_BYTES, Backoff, Supervisor
 from tests.deploy.spawned import PATH, wait_for_end
@@ -81,6 +83,12 @@ async def test_lines_carry_the_name_of_who_wrote_them(tmp_path: Path) -> None:
         await heard.until("a", "up")
         await heard.until("b", "up")
         assert heard.of("a") == ["to stdout ['an', 'argument']", "to stderr", "up"]
+
+
+def test_a_full_disk_loses_lines_and_nothing_else() -> None:
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        stream = io.TextIOWrapper(full, write_through=True)
+        NamedLines(stream, ["a"])("a", "text")
 
 
 async def test_endless_line_comes_in_pieces_and_the_last_needs_no_end(tmp_path: Path) -> None:
