@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 DEFAULT_MODEL = "baton-tiny"
 CLOSED = "the LLM is closed"
+FORKED = "an LLM works only in the process that made it, not in a fork of it, which has none of its threads"
 
 
 class Host:
@@ -39,6 +41,7 @@ class Host:
         self._background = Background("baton-llm")
         self._lock = threading.Lock()
         self._closed = False
+        self._process = os.getpid()
         self._serial = itertools.count()
         try:
             self.submit(backend.start()).result()
@@ -57,10 +60,10 @@ class Host:
         return str(next(self._serial))
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run it on the background loop. Raises RuntimeError when closed."""
-        if self._closed:
+        """Run it on the background loop. Raises RuntimeError when closed, and in a fork of the process."""
+        if self._closed or self._is_forked:
             work.close()
-            raise RuntimeError(CLOSED)
+            raise RuntimeError(CLOSED if self._closed else FORKED)
         return self._background.submit(work)
 
     async def encode(self, prompts: Sequence[Asked], params: Sequence[SamplingParams | None]) -> list[Encoded]:
@@ -120,8 +123,15 @@ class Host:
         by_prompt = dict(zip(order, results, strict=True))
         return [by_prompt[i] for i in range(len(prompts))]
 
+    @property
+    def _is_forked(self) -> bool:
+        return os.getpid() != self._process
+
     def close(self) -> None:
-        """End all requests, threads and engines. Idempotent; not on one of its own threads."""
+        """End all requests, threads and engines. Idempotent; not on one of its own threads. In a fork of the process
+        there is nothing to end."""
+        if self._is_forked:
+            return
         with self._lock:
             if self._closed:
                 return

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import re
+import signal
 import threading
 
 import pytest
@@ -330,6 +333,23 @@ def test_an_llm_without_users_ends_by_itself():
     for thread in new:
         thread.join(60)
     assert not [thread for thread in new if thread.is_alive()]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_cannot_use_it_and_ends_at_once(llm):
+    child = os.fork()
+    if not child:
+        signal.alarm(60)  # ends a child that hangs
+        told = ""
+        with contextlib.suppress(BaseException):
+            try:
+                llm.generate("Once", GREEDY, use_tqdm=False)
+            except RuntimeError as error:
+                told = str(error)
+        llm.close()
+        os._exit(0 if "a fork" in told else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert llm.generate("Once", GREEDY, use_tqdm=False)
 
 
 def test_a_failed_engine_ends_all_requests_by_name():
