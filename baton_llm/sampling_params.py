@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ _WHOLE = ("n", "top_k", "min_tokens", "beam_width")
 _WHOLE_OR_NONE = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
 _FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens")
 _TOKEN_LISTS = ("stop_token_ids", "allowed_token_ids")
+_PROCESSORS = "a list of names, or of dicts with `name`, `args` and `kwargs`"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,17 +104,25 @@ class SamplingParams:
         for name in _FLAGS:
             _check(isinstance(getattr(self, name), bool), name, "True or False", getattr(self, name))
         _check(self.logprobs is None or self.logprobs >= 0, "logprobs", "0 or more, or None", self.logprobs)
-        _check(_are_texts(self.stops), "stop", "a text or a list of texts", self.stop)
-        _check(
-            isinstance(self.structured_outputs or {}, Mapping), "structured_outputs", "a dict", self.structured_outputs
-        )
-        _check(_are_texts(self.bad_words or ()), "bad_words", "a list of texts", self.bad_words)
-        for name in _TOKEN_LISTS:
-            _check(all(map(_is_whole, getattr(self, name) or ())), name, "a list of token ids", getattr(self, name))
-        _check(self.allowed_token_ids != [], "allowed_token_ids", "a list with token ids, or None", [])
-        biases = self.logit_bias or {}
+        self._check_lists()
+        stated, biases = self.structured_outputs, self.logit_bias
+        _check(stated is None or isinstance(stated, Mapping), "structured_outputs", "a dict or None", stated)
         is_map = isinstance(biases, Mapping) and all(map(_is_whole, biases)) and all(map(_is_number, biases.values()))
-        _check(is_map, "logit_bias", "a dict of token ids and numbers", self.logit_bias)
+        _check(biases is None or is_map, "logit_bias", "a dict of token ids and numbers, or None", biases)
+
+    def _check_lists(self) -> None:
+        """Lists are read more than once, so an iterator is none."""
+        stop, words, allowed = self.stop, self.bad_words, self.allowed_token_ids
+        is_stop = stop is None or isinstance(stop, str) or _is_list(stop, _is_text)
+        _check(is_stop, "stop", "a text or a list of texts", stop)
+        _check(words is None or _is_list(words, _is_text), "bad_words", "a list of texts", words)
+        for name in _TOKEN_LISTS:
+            ids = getattr(self, name)
+            _check(ids is None or _is_list(ids, _is_whole), name, "a list of token ids", ids)
+        _check(allowed is None or len(allowed) > 0, "allowed_token_ids", "a list with token ids, or None", allowed)
+        processors = self.logits_processors
+        are_processors = processors is None or _is_list(processors, lambda wanted: isinstance(wanted, str | Mapping))
+        _check(are_processors, "logits_processors", _PROCESSORS, processors)
 
 
 def default_params(defaults: GenerationDefaults) -> SamplingParams:
@@ -150,11 +159,11 @@ def request_of(
 def _processor(wanted: str | Mapping[str, Any]) -> LogitsProcessor:
     if isinstance(wanted, str):
         return LogitsProcessor(wanted)
-    given = dict(wanted) if isinstance(wanted, Mapping) else {}
+    given = dict(wanted)
     name = given.pop("name", None) or given.pop("qualname", None)
     known = isinstance(name, str) and not given.keys() - {"args", "kwargs"}
     known = known and isinstance(given.get("args", []), list) and isinstance(given.get("kwargs", {}), dict)
-    _check(known, "logits_processors", "names, or dicts with `name`, `args` and `kwargs`", wanted)
+    _check(known, "logits_processors", _PROCESSORS, wanted)
     return LogitsProcessor.of(str(name), given.get("args"), given.get("kwargs"))
 
 
@@ -163,8 +172,13 @@ def _check(holds: bool, param: str, kind: str, value: object) -> None:
         raise InvalidRequest(f"{param} must be {kind}, not {value!r}", param)
 
 
-def _are_texts(values: Iterable[object]) -> bool:
-    return not isinstance(values, str) and all(isinstance(value, str) for value in values)
+def _is_list(value: object, is_item: Callable[[object], bool]) -> bool:
+    """Or a tuple or a set."""
+    return isinstance(value, Sequence | Set) and not isinstance(value, str | bytes) and all(map(is_item, value))
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
 def _is_whole(value: object) -> bool:
