@@ -10,6 +10,7 @@ def check_server_url(url: str) -> str:
     try:
         parts = urlsplit(url)
         good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not parts.query
+        (parts.hostname or "").encode("idna")  # a name that cannot be looked up, such as a..b
     except ValueError:
         good = False
     if not good or not url.isascii() or any(character.isspace() for character in url):

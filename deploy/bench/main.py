@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import uvloop
 from tqdm import tqdm
 
 from baton.open_files import raise_open_files
-from baton.settings import EXIT_USAGE, parse
+from baton.settings import EXIT_USAGE, flag_name, parse
 from deploy.bench.client import Client, RequestFailed, Target
 from deploy.bench.figures import figures
 from deploy.bench.goodput import Limits, highest_rate
@@ -26,24 +28,27 @@ from deploy.bench.report import as_json, environment, report
 from deploy.bench.settings import BenchSettings
 
 EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print a report, and exit: 1 if a request failed, unless --allow-failures."""
+    """Measure, print a report, and exit: 1 if a request failed, unless --allow-failures, and 130 on Ctrl-C, with a
+    report of the runs that are over."""
     settings = parse(BenchSettings, argv)
     try:
         planner = Planner(settings)
     except (OSError, ValueError) as error:
         _fail(f"--trace-file: {error}", EXIT_USAGE)
-        return
-    if settings.png_file and not is_available():
-        _fail("--png-file: needs matplotlib: pip install baton-serve[plots]", EXIT_USAGE)
+    _check_files(settings)
     raise_open_files()
+    bench = Bench(settings, planner)
     try:
-        results = uvloop.run(Bench(settings, planner).run())
+        results = uvloop.run(bench.run())
     except RequestFailed as error:
         _fail(str(error), EXIT_FAILED)
-        return
+    except KeyboardInterrupt:
+        print(report(bench.results.runs, None, bench.results.details))
+        _fail("interrupted", EXIT_INTERRUPTED)
     text = report(results.runs, results.goodput, results.details)
     print(text)
     try:
@@ -54,7 +59,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.exit(EXIT_FAILED if failed and not settings.allow_failures else 0)
 
 
-def _fail(text: str, code: int) -> None:
+def _check_files(settings: BenchSettings) -> None:
+    """That results can be written, before they take hours."""
+    for name in ("result_file", "html_file", "png_file"):
+        path: Path | None = getattr(settings, name)
+        if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+            _fail(f"{flag_name(name)}: cannot write {path}", EXIT_USAGE)
+    if settings.png_file and not is_available():
+        _fail("--png-file: needs matplotlib: pip install baton-serve[plots]", EXIT_USAGE)
+
+
+def _fail(text: str, code: int) -> NoReturn:
     sys.stderr.write(f"{BenchSettings.prog}: {text}\n")
     sys.exit(code)
 
@@ -80,22 +95,24 @@ class Bench:
         headers = (("authorization", f"Bearer {key.get_secret_value()}"),) if key else ()
         self._client = Client(Target(settings.url, headers))
         self._path = "chat/completions" if settings.endpoint == "chat" else "completions"
+        self.results = Results(settings.model or "")
 
     async def run(self) -> Results:
         """Raises RequestFailed if the server lists no model, or refuses to warm up."""
         settings = self._settings
         try:
-            self._results = Results(settings.model or await self._first_model())
-            for request in self._planner.plan(self._results.model, 0, "warm-up", None)[: settings.num_warmups]:
+            self.results.model = settings.model or await self._first_model()
+            warm_up = itertools.cycle(self._planner.plan(self.results.model, 0, "warm-up", None))
+            for request in itertools.islice(warm_up, settings.num_warmups):
                 await self._client.stream(self._path, request.body, settings.request_timeout)
             if settings.searches:
-                self._results.goodput = await self._search()
+                self.results.goodput = await self._search()
             else:
                 for seed in settings.seeds:
                     await self._measure(f"seed {seed}", seed, settings.request_rate)
         finally:
             self._client.close()
-        return self._results
+        return self.results
 
     async def _first_model(self) -> str:
         listed = await self._client.get("models", self._settings.request_timeout)
@@ -105,7 +122,7 @@ class Bench:
             raise RequestFailed("no_model", "the server lists none: name one with --model") from None
 
     async def _measure(self, name: str, seed: int, rate: float | None) -> list[Outcome]:
-        planned = self._planner.plan(self._results.model, seed, name, rate)
+        planned = self._planner.plan(self.results.model, seed, name, rate)
         quiet = not self._settings.progress or not sys.stderr.isatty()
         with tqdm(total=len(planned), desc=name, unit="req", disable=quiet, leave=False) as bar:
             outcomes = await run_load(
@@ -113,9 +130,9 @@ class Bench:
                 lambda body: self._client.stream(self._path, body, self._settings.request_timeout),
                 lambda _: bar.update(),
             )
-        self._results.runs[name] = figures(outcomes)
-        self._results.outcomes[name] = outcomes
-        self._results.details |= {outcome.error: outcome.detail for outcome in outcomes if outcome.error}
+        self.results.runs[name] = figures(outcomes)
+        self.results.outcomes[name] = outcomes
+        self.results.details |= {outcome.error: outcome.detail for outcome in outcomes if outcome.error}
         return outcomes
 
     async def _search(self) -> dict[str, Any]:
@@ -127,7 +144,8 @@ class Bench:
             trials = tried[f"seed {seed}"] = list[dict[str, float]]()
 
             async def attains(rate: float, seed: int = seed, trials: list[dict[str, float]] = trials) -> bool:
-                share = limits.share(await self._measure(f"seed {seed} at {rate:.3f}/s", seed, rate))
+                name = f"seed {seed}, trial {len(trials) + 1} at {rate:.3f}/s"  # of its own, however close rates are
+                share = limits.share(await self._measure(name, seed, rate))
                 trials.append({"rate": rate, "share": share})
                 return share >= settings.goodput_share
 

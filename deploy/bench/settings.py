@@ -74,8 +74,12 @@ class BenchSettings(Settings):
             raise ValueError("--trace-file: needed with --workload trace, and only there")
         if self.workload == "multi-turn" and self.arrival != "poisson":
             raise ValueError("--arrival: conversations of --workload multi-turn arrive as poisson")
+        if self.workload == "trace" and self.arrival != "poisson" and self.request_rate is None and not self.searches:
+            raise ValueError("--arrival: a trace has times of its own, unless there is a --request-rate")
         if (self.goodput_ttft is None) != (self.goodput_itl is None):
             raise ValueError("--goodput-ttft, --goodput-itl: one needs the other")
+        if self.searches and self.request_rate is not None:
+            raise ValueError("--request-rate: the search for goodput tries rates of its own")
         if self.goodput_min_rate >= self.goodput_max_rate:
             raise ValueError("--goodput-min-rate: must be below --goodput-max-rate")
         return self

@@ -9,6 +9,7 @@ prompts that begin with the same ids begin with the same tokens.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,8 +28,8 @@ class Entry:
     hash_ids: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if self.timestamp < 0 or self.input_length < 1 or self.output_length < 1:
-            raise ValueError("timestamp must be 0 or more, input_length and output_length 1 or more")
+        if not 0 <= self.timestamp < math.inf or self.input_length < 1 or self.output_length < 1:
+            raise ValueError("timestamp must be 0 or more and finite, input_length and output_length 1 or more")
         if len(self.hash_ids) != -(-self.input_length // BLOCK_TOKENS):
             needed = -(-self.input_length // BLOCK_TOKENS)
             raise ValueError(

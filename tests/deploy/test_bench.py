@@ -9,6 +9,7 @@ import math
 import ssl
 from pathlib import Path
 from random import Random
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -25,6 +26,7 @@ from deploy.bench.page import page
 from deploy.bench.plan import PlannedRequest, Planner
 from deploy.bench.settings import BenchSettings
 from deploy.bench.stats import percentile, summary
+from deploy.bench.trace import read_trace
 from tests.certificates import Certificate, make_certificate
 
 FIRST_S, GAP_S, TOKENS = 0.06, 0.03, 5
@@ -124,6 +126,12 @@ async def test_figures_are_those_of_the_stub(endpoint):
     assert run["e2e_ms"]["p50"] > (FIRST_S + (TOKENS - 1) * GAP_S) * 1e3 - 1
 
 
+async def test_as_many_warm_ups_are_sent_as_asked_for():
+    async with Stub() as stub:
+        await results_of(stub, "--seeds=1", "--num-prompts=1", "--num-warmups=3")
+    assert len(stub.bodies) == 3 + 1
+
+
 async def test_refused_requests_are_counted_by_kind():
     async with Stub(refuse=3) as stub:
         results = await results_of(stub, "--seeds=1", "--num-prompts=9", "--request-rate=500", "--num-warmups=0")
@@ -185,6 +193,11 @@ async def test_connections_are_used_again():
         (["--goodput-ttft=1"], "--goodput-ttft, --goodput-itl"),
         (["--workload=multi-turn", "--arrival=fixed"], "--arrival"),
         (["--workload=trace", "--trace-file=/no/such/file"], "--trace-file"),
+        (["--workload=trace", "--trace-file=/no/such/file", "--arrival=burst"], "--arrival"),
+        (["--goodput-ttft=1", "--goodput-itl=1", "--request-rate=4"], "--request-rate"),
+        (["--result-file=/no/such/folder/result.json"], "--result-file: cannot write"),
+        (["--html-file=/"], "--html-file: cannot write"),
+        (["--url=http://a..b"], "--url: must be http"),
     ],
 )
 def test_bad_flags_exit_with_2(flags, told, capsys):
@@ -192,6 +205,14 @@ def test_bad_flags_exit_with_2(flags, told, capsys):
         main(flags)
     assert ended.value.code == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("timestamp", ["NaN", "Infinity", "-1"])
+def test_a_trace_has_times_that_can_be(timestamp, tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(f'{{"timestamp": {timestamp}, "input_length": 5, "output_length": 2, "hash_ids": [1]}}\n')
+    with pytest.raises(ValueError, match="line 1: timestamp must be 0 or more"):
+        read_trace(path)
 
 
 @given(st.sampled_from(["poisson", "fixed", "burst"]), st.integers(1, 200), st.floats(0.01, 1e4), st.integers(1, 50))
@@ -307,6 +328,31 @@ async def test_goodput_is_the_median_of_the_seeds():
     assert results.goodput is not None
     assert results.goodput["requests_per_s"] == 400
     assert [trial["share"] for trial in results.goodput["trials"]["seed 1"]] == [1, 1]
+
+
+async def test_rates_that_are_almost_the_same_have_prompts_of_their_own():
+    async with Stub() as stub:
+        flags = ("--goodput-ttft=5", "--goodput-itl=5", "--goodput-steps=2")
+        close = ("--goodput-min-rate=400", "--goodput-max-rate=400.0001")
+        settings = settings_of(stub.url, *flags, *close, "--seeds=1", "--num-prompts=1", "--num-warmups=0")
+        bench = Bench(settings, Planner(settings))
+        with patch.object(Limits, "share", side_effect=[1, 0, 1, 0]):
+            results = await bench.run()
+    assert len(results.runs) == 4
+    assert len({body["prompt"] for body in stub.bodies}) == 4
+
+
+def test_ctrl_c_reports_the_runs_that_are_over(capsys):
+    async def run(bench: Bench) -> None:
+        bench.results.runs["seed 1"] = figures([Outcome(0, 0, 1, (0.5, 1), output_tokens=2)])
+        raise KeyboardInterrupt
+
+    with patch.object(Bench, "run", run), pytest.raises(SystemExit) as ended:
+        main(["--url=http://127.0.0.1:1"])
+    assert ended.value.code == 130
+    told = capsys.readouterr()
+    assert "seed 1: 1 answered" in told.out
+    assert told.err == "baton bench: interrupted\n"
 
 
 def test_the_page_is_self_contained():
