@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baton.errors import InvalidRequest
 from baton_llm.sampling_params import SamplingParams
 
 
@@ -25,9 +26,11 @@ class BeamSearchParams:
 
     def sampling_params(self) -> SamplingParams:
         """Raises InvalidRequest."""
+        if not isinstance(self.beam_width, int) or self.beam_width < 1:
+            raise InvalidRequest(f"beam_width must be 1 or more, not {self.beam_width!r}", "beam_width")
         return SamplingParams(
-            n=max(self.beam_width, 1),
-            beam_width=max(self.beam_width, 1),
+            n=self.beam_width,
+            beam_width=self.beam_width,
             max_tokens=self.max_tokens,
             ignore_eos=self.ignore_eos,
             temperature=self.temperature,

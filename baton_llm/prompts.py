@@ -10,7 +10,7 @@ from typing import Any, NotRequired, TypedDict, TypeVar
 from baton.errors import InvalidRequest
 from baton.priority import check_priority
 from baton.sampling import MAX_CACHE_SALT_CHARS
-from baton_llm.sampling_params import SamplingParams
+from baton_llm.sampling_params import SamplingParams, is_text
 
 T = TypeVar("T")
 
@@ -89,6 +89,8 @@ def read_prompt(prompt: object) -> str | tuple[int, ...] | Salted:
 
 def _plain(prompt: object) -> str | tuple[int, ...]:
     if isinstance(prompt, str):
+        if not is_text(prompt):
+            raise InvalidRequest(f"a prompt must not have half of a surrogate pair, as {_short(prompt)} has", "prompts")
         return prompt
     if _is_token_ids(prompt):
         return tuple(prompt)  # type: ignore[arg-type]
@@ -152,7 +154,7 @@ def _of_dict(prompt: Mapping[Any, Any]) -> str | tuple[int, ...] | Salted:
     value = prompt[named[0]]
     if isinstance(value, str) != (named[0] == "prompt") or isinstance(value, Mapping):
         raise InvalidRequest(f"`{named[0]}` must not be {_short(value)}", "prompts")
-    if not isinstance(salt, str | None) or len(salt or "") > MAX_CACHE_SALT_CHARS:
+    if salt is not None and (not is_text(salt) or len(salt) > MAX_CACHE_SALT_CHARS):
         most = f"a text of at most {MAX_CACHE_SALT_CHARS} characters"
         raise InvalidRequest(f"`cache_salt` must be {most}, not {_short(salt)}", "cache_salt")
     return Salted(_plain(value), salt) if salt else _plain(value)

@@ -113,9 +113,9 @@ class SamplingParams:
     def _check_lists(self) -> None:
         """Lists are read more than once, so an iterator is none."""
         stop, words, allowed = self.stop, self.bad_words, self.allowed_token_ids
-        is_stop = stop is None or isinstance(stop, str) or _is_list(stop, _is_text)
+        is_stop = stop is None or is_text(stop) or _is_list(stop, is_text)
         _check(is_stop, "stop", "a text or a list of texts", stop)
-        _check(words is None or _is_list(words, _is_text), "bad_words", "a list of texts", words)
+        _check(words is None or _is_list(words, is_text), "bad_words", "a list of texts", words)
         for name in _TOKEN_LISTS:
             ids = getattr(self, name)
             _check(ids is None or _is_list(ids, _is_whole), name, "a list of token ids", ids)
@@ -177,8 +177,15 @@ def _is_list(value: object, is_item: Callable[[object], bool]) -> bool:
     return isinstance(value, Sequence | Set) and not isinstance(value, str | bytes) and all(map(is_item, value))
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
+def is_text(value: object) -> bool:
+    """Not one with half of a surrogate pair, as bytes become that are no UTF-8: it has no tokens."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_whole(value: object) -> bool:

@@ -41,7 +41,8 @@ class StructuredBackend(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
     """One constraint. `text`, by kind: a JSON schema; nothing; a regular expression; a JSON list of strings; a grammar
-    in the form of the backend; a structural tag in JSON. Raises InvalidRequest for a text that is too long."""
+    in the form of the backend; a structural tag in JSON. Raises InvalidRequest for a text that is too long, or that has
+    half of a surrogate pair."""
 
     kind: StructuredKind
     text: str = ""
@@ -53,11 +54,16 @@ class StructuredOutput:
                 f"{MAX_STRUCTURED_CHARS}",
                 "structured_outputs",
             )
+        try:
+            self.text.encode()
+        except UnicodeEncodeError:
+            text = f"structured_outputs: {self.kind.value} has half of a surrogate pair"
+            raise InvalidRequest(text, "structured_outputs") from None
 
     @property
     def digest(self) -> bytes:
         """Stands for it where many are remembered: a text may be long."""
-        return hashlib.blake2b(f"{self.kind.value}:{self.text}".encode(errors="surrogatepass"), digest_size=16).digest()
+        return hashlib.blake2b(f"{self.kind.value}:{self.text}".encode(), digest_size=16).digest()
 
     @property
     def is_gbnf(self) -> bool:

@@ -99,3 +99,10 @@ def test_what_does_not_go_with_it_is_refused(fields, param):
     with pytest.raises(InvalidRequest) as refused:
         SamplingParams(**{"beam_width": 2, "temperature": 0.0, **fields})
     assert refused.value.param == param
+
+
+@pytest.mark.parametrize("width", [0, -2, "2", 11])
+def test_a_width_that_cannot_be_is_refused(llm, width):
+    with pytest.raises(InvalidRequest) as refused:
+        llm.beam_search("x", BeamSearchParams(beam_width=width, max_tokens=2))
+    assert refused.value.param == "beam_width"
