@@ -16,6 +16,7 @@ from baton import wire
 from baton.address import HostPort
 from baton.channels import CHANNEL_OPTIONS
 from baton.errors import (
+    PARAM_KEY,
     BatonError,
     CacheExhausted,
     DeadlineExceeded,
@@ -161,8 +162,11 @@ class RemoteBackend:
 
 
 def _raise(error: grpc.aio.AioRpcError) -> NoReturn:
-    kind = _ERRORS.get(error.code().name, InternalError)
-    raise kind(error.details() or error.code().name) from None
+    kind, text = _ERRORS.get(error.code().name, InternalError), error.details() or error.code().name
+    if kind is InvalidRequest:
+        beside: Any = error.trailing_metadata() or ()
+        raise InvalidRequest(text, dict(beside).get(PARAM_KEY)) from None
+    raise kind(text) from None
 
 
 def _message(request: GenerationRequest, model: str) -> pb.GenerateRequest:

@@ -13,7 +13,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from baton import wire
-from baton.errors import BatonError, InternalError, InvalidRequest, RequestCancelled
+from baton.errors import PARAM_KEY, BatonError, InternalError, InvalidRequest, RequestCancelled
 from baton.sampling import NAMES
 from baton.telemetry import request_scope
 from baton.telemetry.trace_context import HEADER as TRACE_HEADER
@@ -285,13 +285,19 @@ async def _answered(
             _log_end(method, "OK", received)
         return result
     _log_end(method, error.grpc_status, received)
-    retry = (("retry-after", str(retry_after_s(error))),) if error.retryable else ()
     try:
         async with asyncio.timeout(_ABORT_S):
-            await context.abort(grpc.StatusCode[error.grpc_status], error.message, retry)
+            await context.abort(grpc.StatusCode[error.grpc_status], error.message, _beside(error))
     except (TimeoutError, grpc.aio.InternalError):  # the client does not read earlier messages, or has left
         raise asyncio.CancelledError from None
     raise error  # abort raises; this tells the type checker
+
+
+def _beside(error: BatonError) -> tuple[tuple[str, str], ...]:
+    """What the call's trailing metadata says of an error."""
+    param = error.param if isinstance(error, InvalidRequest) else None
+    named = ((PARAM_KEY, param),) if param and param.isascii() and param.isprintable() else ()
+    return (*named, ("retry-after", str(retry_after_s(error)))) if error.retryable else named
 
 
 def authorization_of(metadata: Iterable[Any] | None) -> str:

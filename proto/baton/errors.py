@@ -37,6 +37,10 @@ class BatonError(Exception):
         return str(self.args[0]) if self.args else type(self).__name__
 
 
+PARAM_KEY = "error-param"
+"""Where the router's trailing metadata over gRPC has an InvalidRequest's `param`."""
+
+
 class InvalidRequest(BatonError):
     """The client's mistake. `param` names the offending field, if there is one."""
 

@@ -69,11 +69,13 @@ def _ask(address: str) -> None:
         assert llm.get_default_sampling_params() == SamplingParams(temperature=0.7, top_p=0.9)
         with pytest.raises(NotImplementedError, match="/tokenize"):
             llm.get_tokenizer()
-        with pytest.raises(InvalidRequest, match="trust-request-chat-template"):
+        with pytest.raises(InvalidRequest, match="trust-request-chat-template") as template:
             llm.chat([{"role": "user", "content": "hi"}], use_tqdm=False, chat_template="x")
+        assert template.value.param == "chat_template"
         with pytest.raises(PromptsFailed) as failed:
             llm.generate(ONE_WRONG, use_tqdm=False)
-        assert isinstance(failed.value.errors[1], InvalidRequest)
+        assert isinstance(refused := failed.value.errors[1], InvalidRequest)
+        assert refused.param == "prompt"
         assert failed.value.outputs[0].outputs[0].text == "hello world"
     with pytest.raises(InvalidRequest, match=r"serves .*, not another"):
         LLM("another", router=address)

@@ -22,6 +22,7 @@ from tests.router.fake_node import Answer
 from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
 
 
 @pytest.fixture
@@ -222,24 +223,26 @@ async def test_grpc_stops_and_samples(stub, nodes):
 
 
 @pytest.mark.parametrize(
-    ("request_", "status", "says_"),
+    ("request_", "status", "says_", "param"),
     [
-        (pb.GenerateRequest(), grpc.StatusCode.INVALID_ARGUMENT, "no input"),
-        (pb.GenerateRequest(prompt="x", model="other"), grpc.StatusCode.NOT_FOUND, "does not exist"),
-        (pb.GenerateRequest(prompt="x", top_p=2), grpc.StatusCode.INVALID_ARGUMENT, "top_p"),
-        (pb.GenerateRequest(prompt="x", logprobs=-1), grpc.StatusCode.INVALID_ARGUMENT, "logprobs"),
-        (pb.GenerateRequest(prompt_tokens=pb.TokenIds(ids=b"abc")), grpc.StatusCode.INVALID_ARGUMENT, "multiple"),
-        (pb.GenerateRequest(prompt="x" * 4000), grpc.StatusCode.INVALID_ARGUMENT, "maximum context length"),
-        (pb.GenerateRequest(prompt="x", timeout_s=0.1), grpc.StatusCode.DEADLINE_EXCEEDED, "not finished"),
+        (pb.GenerateRequest(), INVALID, "no input", "input"),
+        (pb.GenerateRequest(prompt="x", model="other"), grpc.StatusCode.NOT_FOUND, "does not exist", "model"),
+        (pb.GenerateRequest(prompt="x", top_p=2), INVALID, "top_p", "top_p"),
+        (pb.GenerateRequest(prompt="x", logprobs=-1), INVALID, "logprobs", "logprobs"),
+        (pb.GenerateRequest(prompt_tokens=pb.TokenIds(ids=b"abc")), INVALID, "multiple", "prompt_tokens"),
+        (pb.GenerateRequest(prompt="x" * 4000), INVALID, "maximum context length", "prompt"),
+        (pb.GenerateRequest(prompt="x", timeout_s=0.1), grpc.StatusCode.DEADLINE_EXCEEDED, "not finished", None),
     ],
 )
-async def test_grpc_errors(stub, nodes, request_, status, says_):
+async def test_grpc_errors(stub, nodes, request_, status, says_, param):
     nodes.script = says("x", hold=asyncio.Event())
     with pytest.raises(grpc.aio.AioRpcError) as error:
         async for _ in stub.Generate(request_):
             pass
     assert error.value.code() is status
     assert says_ in str(error.value.details())
+    metadata: Any = error.value.trailing_metadata()
+    assert dict(metadata).get("error-param") == param
 
 
 async def test_grpc_deadline_of_the_call(stub, nodes, router):

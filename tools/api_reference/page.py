@@ -39,6 +39,8 @@ _GRPC = """\
 ## gRPC
 
 The service `baton.v1.Generation`. Ranges are those of HTTP. A field without a name *over HTTP* has none there.
+Of an error that a field causes, the trailing metadata has its name as `error-param`; of one that may be
+tried again, `retry-after` in seconds.
 
 """
 
