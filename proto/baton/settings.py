@@ -35,11 +35,11 @@ EXIT_USAGE = 2
 
 
 def _connect_address(value: object) -> object:
-    return HostPort.parse(value) if isinstance(value, str) else value
+    return value if isinstance(value, HostPort) else HostPort.parse(str(value))
 
 
 def _listen_address(value: object) -> object:
-    return HostPort.parse(value, allow_port_0=True) if isinstance(value, str) else value
+    return value if isinstance(value, HostPort) else HostPort.parse(str(value), allow_port_0=True)
 
 
 def _address_list(value: object) -> object:
@@ -121,9 +121,10 @@ def parse(cls: type[S], argv: Sequence[str] | None = None) -> S:
 
 def load(cls: type[S], flags: Mapping[str, Any]) -> S:
     """Settings from `flags` (by field name), the environment and the file. Raises SettingsError."""
-    path = flags.get("config") or os.environ.get(env_name("config"))
+    variables = {name.upper(): value for name, value in os.environ.items() if value}  # read in lower case too
+    path = flags.get("config") or variables.get(env_name("config"))
     in_file = _read_file(cls, Path(path)) if path else {}
-    from_file = {name: value for name, value in in_file.items() if not os.environ.get(env_name(name))}
+    from_file = {name: value for name, value in in_file.items() if env_name(name) not in variables}
     try:
         return cls(**{**from_file, **flags})  # pydantic-settings adds the environment below these
     except ValidationError as error:

@@ -70,6 +70,13 @@ def test_flag_beats_environment_beats_file_beats_default(config, monkeypatch):
     assert (settings.max_num_seqs, settings.share, settings.high, settings.low) == (7, 0.25, 20, 0)
 
 
+def test_a_variable_in_lower_case_beats_the_file_too(config, monkeypatch):
+    monkeypatch.setenv("baton_config", config("max-num-seqs: 3\nhigh: 20\n"))
+    monkeypatch.setenv("baton_max_num_seqs", "5")
+    settings = parse(Example, [])
+    assert (settings.max_num_seqs, settings.high) == (5, 20)
+
+
 def test_the_file_may_be_named_by_the_environment_and_spell_keys_with_underscores(config, monkeypatch):
     monkeypatch.setenv("BATON_CONFIG", config("max_num_seqs: 3\nnodes: ['a:1', 'b:2']\n"))
     settings = parse(Example, [])
@@ -153,6 +160,8 @@ def test_a_bad_variable_is_named(capsys, monkeypatch):
         ("max-num-seqs: 1\nlow: 2\nmax-num-seqs: 2", "'max-num-seqs' is there twice"),
         ("low: 2026-13-01", "is not YAML: month must be in 1..12"),
         ("low: " + 3000 * "[", "is not YAML: maximum recursion depth exceeded"),
+        ("listen: 8000", "): must be HOST:PORT, not '8000'"),
+        ("listen: {host: a, port: 1}", "): must be HOST:PORT, not "),
         ("- 3", "must map names to values"),
         ("a: [", "is not YAML"),
     ],
