@@ -15,6 +15,8 @@ import baton
 from baton.setting_names import closest
 from baton.settings import EXIT_USAGE
 
+EXIT_INTERRUPTED = 130
+
 
 @dataclass(frozen=True, slots=True)
 class Subcommand:
@@ -60,7 +62,8 @@ SUBCOMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a subcommand. Exits with 2, naming the nearest one, if there is no such subcommand."""
+    """Run a subcommand. Exits with 2, naming the nearest one, if there is no such subcommand, and with 130 on a Ctrl-C
+    that the subcommand leaves to us."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments:
         sys.stderr.write(usage())
@@ -71,7 +74,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif name == "--version":
         print_version(rest)
     elif name in SUBCOMMANDS:
-        load(SUBCOMMANDS[name].entry)(rest)
+        try:
+            load(SUBCOMMANDS[name].entry)(rest)
+        except KeyboardInterrupt:
+            sys.exit(EXIT_INTERRUPTED)
     else:
         meant = closest(name, SUBCOMMANDS)
         hint = f", did you mean {meant!r}?" if meant else "; `baton --help` lists them"

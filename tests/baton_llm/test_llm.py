@@ -342,7 +342,7 @@ def test_an_llm_without_users_ends_by_itself():
 def test_a_fork_cannot_use_it_and_ends_at_once(llm):
     child = os.fork()
     if not child:
-        signal.alarm(60)  # ends a child that hangs
+        signal.alarm(20)  # ends a child that hangs
         told = ""
         with contextlib.suppress(BaseException):
             try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -32,6 +33,13 @@ def test_arguments_reach_the_subcommand(name, capsys):
         command.main([name, "--no-such-flag"])
     assert ended.value.code == 2
     assert "--no-such-flag" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_a_subcommand_without_a_traceback(capsys):
+    with patch("deploy.command.print_version", side_effect=KeyboardInterrupt), pytest.raises(SystemExit) as ended:
+        command.main(["version"])
+    assert ended.value.code == 130
+    assert capsys.readouterr() == ("", "")
 
 
 def test_version_bench_and_top_import_no_torch():
