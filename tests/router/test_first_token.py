@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 
 import pytest
@@ -157,7 +156,10 @@ async def test_a_stop_string_within_the_first_token() -> None:
     assert tokens == Tokens(0, 0, (5,))
     assert isinstance(end, RequestEnd)
     assert end.error is None
-    aborts = [(to, dataclasses.replace(message, deadline_s=round(message.deadline_s))) for to, message in sent[1:]]
-    assert aborts == [(node, Abort(attempt_id, (), 60)) for node in ("p1", "d1")]
+    assert [to for to, _ in sent[1:]] == ["p1", "d1"]
+    for _, message in sent[1:]:
+        assert isinstance(message, Abort)
+        assert (message.attempt_id, message.samples) == (attempt_id, ())
+        assert 59 < message.deadline_s <= 60
     assert registry.get_sample_value("baton:generation_tokens_total", {"model_name": "m", "role": "router"}) == 1
     dispatcher.close()
