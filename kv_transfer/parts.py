@@ -171,6 +171,11 @@ class PartPlanner:
         return _Round(most, tuple(slices))
 
 
+def _can_have_checksums(num_pieces: int, piece_bytes: int) -> bool:
+    """Whether a slot has room for so many, and they can be computed; a part without pieces has none."""
+    return num_pieces == 0 or (num_pieces <= MAX_PIECES and piece_bytes > 0 and piece_bytes % CHECKSUM_BYTES == 0)
+
+
 class PartHeader(NamedTuple):
     """The slice `what` of `num_blocks` blocks, as `num_pieces` pieces of `piece_bytes`. `checked`: with checksums.
     `drain`: the part is empty, since the sender does not need the credit."""
@@ -227,8 +232,8 @@ class PartHeader(NamedTuple):
         _, version, flags, lease, part, num_blocks, num_pieces, piece_bytes, *what, digest = _FIELDS.unpack(fields)
         if version != _VERSION:
             raise TransferError(f"KV part of version {version}, not {_VERSION}")
-        if flags & _CHECKED and num_pieces > MAX_PIECES:
-            raise TransferError(f"KV part of {num_pieces} pieces with checksums, more than {MAX_PIECES}")
+        if flags & _CHECKED and not _can_have_checksums(num_pieces, piece_bytes):
+            raise TransferError(f"KV part of {num_pieces} pieces of {piece_bytes} bytes cannot have checksums")
         carried = num_blocks, KvSlice(*what), num_pieces, piece_bytes
         return cls(lease, part, *carried, digest, bool(flags & _CHECKED), bool(flags & _DRAIN))
 

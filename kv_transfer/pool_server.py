@@ -13,7 +13,7 @@ from torch import Tensor
 from baton.errors import TransferError
 from baton.layout import KvLayout
 from kv_transfer.copies import Mark
-from kv_transfer.parts import CHECKSUM_BYTES, PartHeader
+from kv_transfer.parts import PartHeader
 from kv_transfer.slices import Rows
 from kv_transfer.slot_copies import SlotCopies
 from kv_transfer.staging import Staging
@@ -229,8 +229,7 @@ class _Link:
             header = PartHeader.parse(data)
         except TransferError:
             return 0
-        fits = header.message_bytes <= self._staging.slot_bytes and not header.piece_bytes % CHECKSUM_BYTES
-        if not header.checked or not header.num_pieces or not fits:
+        if not header.checked or not header.num_pieces or header.message_bytes > self._staging.slot_bytes:
             return 0
         with self._copies.on_device():
             return self._copies.num_damaged(slot, header)

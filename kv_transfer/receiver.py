@@ -12,7 +12,7 @@ from baton.errors import TransferError
 from baton.layout import KvLayout, KvSlice, LayerKv
 from kv_transfer.copies import Mark, Move
 from kv_transfer.mover import KvMover, PartFailed
-from kv_transfer.parts import CHECKSUM_BYTES, PartHeader, tag_of
+from kv_transfer.parts import PartHeader, tag_of
 from kv_transfer.remote import RemotePool
 from kv_transfer.slots import SlotOwner, Slots
 from kv_transfer.transport import Arrived, Failed, OperationEvent, PeerDisconnected, Sent, Transport, TransportEvent
@@ -309,8 +309,6 @@ class KvReceiver(KvMover):
             if self.verify:
                 raise TransferError(f"part {header.part} of lease {header.lease} has no checksums")
             return
-        if header.piece_bytes % CHECKSUM_BYTES:
-            raise TransferError(f"part {header.part} has checksums of pieces of {header.piece_bytes} bytes")
         num_damaged = self._copies.num_damaged(slot, header) if header.num_pieces else 0
         if num_damaged:
             self.num_damaged_pieces += num_damaged

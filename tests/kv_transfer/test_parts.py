@@ -39,7 +39,7 @@ headers = st.builds(
     num_blocks=st.integers(0, 2**32 - 1),
     what=st.builds(KvSlice, *[st.integers(0, 2**16 - 1)] * 4),
     num_pieces=st.integers(0, MAX_PIECES),
-    piece_bytes=st.integers(0, 2**32 - 1),
+    piece_bytes=st.integers(1, 2**29 - 1).map(lambda words: 8 * words),  # so that they can have checksums
     layout_digest=st.binary(min_size=16, max_size=16),
     checked=st.booleans(),
     drain=st.booleans(),
@@ -88,9 +88,10 @@ def test_a_slot_holds_the_blocks_that_it_was_made_for(part_blocks: int, block_by
     assert part_blocks_for(size - 1, block_bytes) == max(0, part_blocks - 1)
 
 
-def test_more_pieces_than_a_slot_has_checksums_for_are_refused() -> None:
-    header = PartHeader(1, 0, 1, LAYOUT.whole, MAX_PIECES + 1, 8, LAYOUT.digest(), checked=True)
-    with pytest.raises(TransferError, match="more than 4096"):
+@pytest.mark.parametrize(("num_pieces", "piece_bytes"), [(MAX_PIECES + 1, 8), (1, 12), (5, 0)])
+def test_pieces_that_cannot_have_checksums_are_refused(num_pieces: int, piece_bytes: int) -> None:
+    header = PartHeader(1, 0, 1, LAYOUT.whole, num_pieces, piece_bytes, LAYOUT.digest(), checked=True)
+    with pytest.raises(TransferError, match=f"{num_pieces} pieces of {piece_bytes} bytes cannot have checksums"):
         PartHeader.parse(header.pack())
 
 

@@ -13,12 +13,12 @@ import torch
 
 from baton.errors import TransferError
 from baton.layout import KvLayout, LayerKv
-from kv_transfer.parts import slot_bytes_for
+from kv_transfer.parts import PartHeader, slot_bytes_for
 from kv_transfer.remote import RemoteLink
 from kv_transfer.sender import KvSender, PartFailed
 from kv_transfer.slot_copies import SlotCopies
 from kv_transfer.staging import Staging
-from kv_transfer.transport import PeerDisconnected
+from kv_transfer.transport import Arrived, PeerDisconnected
 from kv_transfer.transports.memory import MemoryHub, MemoryTransport
 from tests.kv_transfer.wire import CallWire
 
@@ -308,6 +308,21 @@ def test_a_transport_that_fails_ends_the_rank(scene: Scene, monkeypatch: pytest.
     monkeypatch.setattr(scene.there, "poll", fails)
     scene.there.wake()
     assert [str(failure) for failure in scene.wire.failures] == ["the transport failed"]
+
+
+def test_a_header_that_makes_no_sense_is_passed_on_for_its_part_to_be_refused(scene: Scene) -> None:
+    """The rank computes checksums before anybody has looked at the header."""
+    scene.connect()
+    header = PartHeader(1, 0, 1, LAYOUT.whole, 5, 0, LAYOUT.digest(), checked=True).pack()
+    for staging in (scene.link.staging, scene.peer.staging):
+        slot = staging.take()
+        assert slot == 0
+        staging.lend(slot)
+    scene.link.transport.expect("d", 7, 0, SLOT_BYTES)
+    scene.peer.push("p", 7, 0, 40, header)
+    scene.hub.deliver_all()
+    assert scene.link.transport.poll() == [Arrived("d", 7, 0, header)]
+    assert scene.wire.failures == []
 
 
 def test_closing_ends_what_is_under_way(scene: Scene) -> None:
