@@ -1,7 +1,7 @@
 """The message format: a part is pieces of some blocks, in one message with a header and a tag of its own.
 
     0                            num_pieces * piece_bytes, rounded up to 8
-    | piece | piece | ...        | checksum of each piece, if asked for |
+    | piece | piece | ...        | checksum of each piece, with the part's tag, if asked for |
 
 A part carries the same slice of each of its blocks, from one rank to another: block by block, then layer by layer, K
 then V, head by head. Of a block of a KV group these are the group's layers in that slice, which may be none. A piece
@@ -30,7 +30,7 @@ PART_BITS = 23
 LEASE_BITS = TAG_BITS - PART_BITS
 
 _MAGIC = b"BTNP"
-_VERSION = 4
+_VERSION = 5
 _FIELDS = struct.Struct("<4sHHQIIII4H16s4x")
 """magic, version, flags, lease, part, blocks, pieces, bytes per piece, layers and heads, layout digest."""
 _CRC = struct.Struct("<I")
@@ -176,6 +176,14 @@ def _can_have_checksums(num_pieces: int, piece_bytes: int) -> bool:
     return num_pieces == 0 or (num_pieces <= MAX_PIECES and piece_bytes > 0 and piece_bytes % CHECKSUM_BYTES == 0)
 
 
+class Checksums(NamedTuple):
+    """The checksums of a part are at that byte of its slot, each combined (XOR) with the part's tag: what a slot has of
+    another part, which came in place of this one or before it, has the wrong ones."""
+
+    at: int
+    tag: int
+
+
 class PartHeader(NamedTuple):
     """The slice `what` of `num_blocks` blocks, as `num_pieces` pieces of `piece_bytes`. `checked`: with checksums.
     `drain`: the part is empty, since the sender does not need the credit."""
@@ -195,7 +203,12 @@ class PartHeader(NamedTuple):
         return self.num_pieces * self.piece_bytes
 
     @property
-    def checksums_at(self) -> int:
+    def checksums(self) -> Checksums | None:
+        """Where its checksums are; None: it has none."""
+        return Checksums(self._checksums_at, tag_of(self.lease, self.part)) if self.checked else None
+
+    @property
+    def _checksums_at(self) -> int:
         """The offset of the checksums, aligned to their size."""
         return -(-self.payload_bytes // CHECKSUM_BYTES) * CHECKSUM_BYTES
 
@@ -203,7 +216,7 @@ class PartHeader(NamedTuple):
     def message_bytes(self) -> int:
         """Bytes that the transport moves besides this header; one at least, as messages cannot be empty: for a drained
         part, and for one whose blocks have no layer in the slice."""
-        return max(1, self.checksums_at + self.num_pieces * CHECKSUM_BYTES if self.checked else self.payload_bytes)
+        return max(1, self._checksums_at + self.num_pieces * CHECKSUM_BYTES if self.checked else self.payload_bytes)
 
     def pack(self) -> bytes:
         """64 bytes, of which the last four are a checksum."""
@@ -234,6 +247,7 @@ class PartHeader(NamedTuple):
             raise TransferError(f"KV part of version {version}, not {_VERSION}")
         if flags & _CHECKED and not _can_have_checksums(num_pieces, piece_bytes):
             raise TransferError(f"KV part of {num_pieces} pieces of {piece_bytes} bytes cannot have checksums")
+        tag_of(lease, part)  # raises
         carried = num_blocks, KvSlice(*what), num_pieces, piece_bytes
         return cls(lease, part, *carried, digest, bool(flags & _CHECKED), bool(flags & _DRAIN))
 

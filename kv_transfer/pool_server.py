@@ -13,7 +13,7 @@ from torch import Tensor
 from baton.errors import TransferError
 from baton.layout import KvLayout
 from kv_transfer.copies import Mark
-from kv_transfer.parts import PartHeader
+from kv_transfer.parts import Checksums, PartHeader
 from kv_transfer.slices import Rows
 from kv_transfer.slot_copies import SlotCopies
 from kv_transfer.staging import Staging
@@ -118,7 +118,8 @@ class _Link:
     def handle(self, message: Mapping[str, Any]) -> None:
         match message["do"]:
             case "gather":
-                self._copies.gather(message["slot"], message["ids"], _rows(message["rows"]), message["checksums_at"])
+                checksums = None if message["checksums"] is None else Checksums(*message["checksums"])
+                self._copies.gather(message["slot"], message["ids"], _rows(message["rows"]), checksums)
             case "scatter":
                 slot = message["slot"]
                 mark = self._marks[slot].result(_LAUNCH_S)

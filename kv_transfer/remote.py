@@ -21,7 +21,7 @@ from baton.errors import TransferError
 from kv_transfer.async_operation import DONE, AsyncOperation, Target
 from kv_transfer.copies import Mark, Move
 from kv_transfer.events import EventSource
-from kv_transfer.parts import MAX_PIECES, PartHeader
+from kv_transfer.parts import MAX_PIECES, Checksums, PartHeader
 from kv_transfer.slices import Rows
 from kv_transfer.slots import Slots
 from kv_transfer.transport import CONNECT_S, Arrived, Failed, PeerDisconnected, Sent, TransportEvent
@@ -104,10 +104,10 @@ class RemoteCopies:
         return None
 
     def gather(
-        self, slot: int, ids: Sequence[int], rows: Rows, checksums_at: int | None, placed: Target | None = None
+        self, slot: int, ids: Sequence[int], rows: Rows, checksums: Checksums | None, placed: Target | None = None
     ) -> AsyncOperation:
         assert placed is None, "no slot of a peer is in reach"
-        self._send("gather", slot, ids, rows, checksums_at=checksums_at)
+        self._send("gather", slot, ids, rows, checksums=checksums)
         return DONE
 
     def scatter(self, slot: int, ids: Sequence[int], rows: Rows, not_before: Mark, in_advance: bool = False) -> Move:

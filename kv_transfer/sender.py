@@ -114,9 +114,8 @@ class KvSender(KvMover):
         header = PartHeader(lease, part, len(blocks), what, num_rows, rows.sent_bytes, sent.digest, checked)
         if (out := self._take(peer, header)) is None:
             return False
-        sums_at = header.checksums_at if checked else None
         placed = self.transport.acquire_remote_slot(peer, out.tag, out.num_bytes)
-        storing = self._copies.gather(out.slot, ids, rows, sums_at, placed)
+        storing = self._copies.gather(out.slot, ids, rows, header.checksums, placed)
         if placed is None:
             self._copies.when_done(out.slot, partial(self._push, out))
         else:

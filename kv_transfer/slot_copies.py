@@ -17,7 +17,7 @@ from baton_kernels.event_thread import EventThread
 from baton_kernels.fp8_kv.moves import QuantizingMoves
 from kv_transfer.async_operation import DONE, AsyncOperation, CudaEventOperation, Target
 from kv_transfer.copies import Mark
-from kv_transfer.parts import CHECKSUM_BYTES, MAX_PIECES, PartHeader
+from kv_transfer.parts import CHECKSUM_BYTES, MAX_PIECES, Checksums, PartHeader
 from kv_transfer.slices import Rows
 from kv_transfer.staging import Staging
 
@@ -71,14 +71,14 @@ class SlotCopies:
         slot: int,
         ids: Sequence[int],
         rows: Rows,
-        checksums_at: int | None,
+        checksums: Checksums | None,
         placed: Target | None = None,
     ) -> AsyncOperation:
-        """Copy the rows `ids` (of `Rows.of`) to the start of the slot, and their checksums, if wanted, to its byte
-        `checksums_at`. placed: the peer's slot to use instead, from `Transport.acquire_remote_slot`."""
+        """Copy the rows `ids` (of `Rows.of`) to the start of the slot, and their checksums, if wanted, to where
+        `checksums` says. placed: the peer's slot to use instead, from `Transport.acquire_remote_slot`."""
         memory = self._staging.memory(slot) if placed is None else placed.memory
         if ids:
-            self._gather(slot, ids, rows, checksums_at, memory)
+            self._gather(slot, ids, rows, checksums, memory)
         if placed is not None:
             placed.signal(self._stream)
         launched = self._launched(slot)
@@ -129,7 +129,8 @@ class SlotCopies:
             return
         for rows in kinds:
             if gathers:
-                self.gather(0, [0], rows, -(-rows.sent_bytes // CHECKSUM_BYTES) * CHECKSUM_BYTES)
+                at = -(-rows.sent_bytes // CHECKSUM_BYTES) * CHECKSUM_BYTES
+                self.gather(0, [0], rows, Checksums(at, tag=0))
             else:
                 self.scatter(0, [0], rows, None)()
             self._stream.synchronize()
@@ -139,17 +140,18 @@ class SlotCopies:
     def num_damaged(self, slot: int, header: PartHeader) -> int:
         """How many of the pieces that have arrived in the slot, at least one, differ from their checksums. header: the
         part's, already checked. Waits some tens of microseconds for a GPU."""
-        memory = self._staging.memory(slot)
+        memory, checksums = self._staging.memory(slot), header.checksums
+        assert checksums is not None
         with self._staging.reading():
             rows = memory[: header.payload_bytes].view(header.num_pieces, header.piece_bytes)
-            sent = memory[header.checksums_at :][: header.num_pieces * CHECKSUM_BYTES].view(torch.int64)
-            return int((block_checksums(rows) != sent).sum())
+            sent = memory[checksums.at :][: header.num_pieces * CHECKSUM_BYTES].view(torch.int64)
+            return int((block_checksums(rows) ^ checksums.tag != sent).sum())
 
-    def _gather(self, slot: int, ids: Sequence[int], rows: Rows, checksums_at: int | None, memory: Tensor) -> None:
+    def _gather(self, slot: int, ids: Sequence[int], rows: Rows, checksums: Checksums | None, memory: Tensor) -> None:
         pool, moves = self._take_rows(slot, ids, rows)
         num_rows = len(ids)
         moves.gather(self._ids[slot], num_rows, rows.offset, rows.row_bytes, memory, self._stream)()
-        if checksums_at is None:
+        if checksums is None:
             return
         with torch.cuda.stream(self._stream):
             if rows.is_converted:
@@ -158,7 +160,7 @@ class SlotCopies:
             else:
                 pieces = pool[:, rows.offset : rows.offset + rows.row_bytes]
                 sums = block_checksums(pieces, self._ids[slot][:num_rows])
-            memory[checksums_at:][: sums.nbytes].view(torch.int64).copy_(sums)
+            torch.bitwise_xor(sums, checksums.tag, out=memory[checksums.at :][: sums.nbytes].view(torch.int64))
 
     def _uploaded_ids(self, slot: int, num_ids: int) -> Tensor:
         """The slot's ids in the device's memory, for work that is queued from now on."""

@@ -39,6 +39,27 @@ def test_who_asks_for_checksums_takes_no_part_without(hub_pair: tuple[Side, Side
     assert receiver.mover.num_free_slots == NUM_SLOTS
 
 
+@pytest.mark.parametrize("came", [[1, 0], [0, 0]])
+def test_what_is_whole_but_of_another_part_has_the_wrong_checksums(
+    hub_pair: tuple[Side, Side], came: list[int]
+) -> None:
+    """came: whose bytes come with the headers of two parts: they are exchanged, or the second part's never come, and
+    the slot has those of an earlier one."""
+    sender, receiver = hub_pair
+    for part in range(2):
+        sender.pool[part] = 1 + part
+        assert receiver.mover.expect(sender.name, 1, part, [2 + part])
+        assert sender.mover.send(receiver.name, 1, part, [part], checked=True)
+    sent = [sender.staging.memory(slot).clone() for slot in range(2)]
+    for slot, part in enumerate(came):
+        sender.staging.memory(slot).copy_(sent[part])
+    sender.transport.hub.deliver_all()
+    right = [part for part in range(2) if came[part] == part]
+    assert [event.part for event in receiver.mover.poll() if isinstance(event, PartLanded)] == right
+    assert receiver.mover.num_damaged_pieces == 2 - len(right)
+    assert receiver.pool[2:4, 0].tolist() == [1 if 0 in right else 0, 0]
+
+
 def test_a_part_that_is_under_way_when_its_lease_ends_touches_no_block(hub_pair: tuple[Side, Side]) -> None:
     sender, receiver = hub_pair
     for lease in (1, 2):

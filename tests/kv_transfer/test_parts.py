@@ -53,6 +53,13 @@ def test_a_header_survives_the_way(header: PartHeader) -> None:
     assert PartHeader.parse(data) == header
 
 
+@pytest.mark.parametrize(("lease", "part"), [(1 << LEASE_BITS, 0), (0, 1 << PART_BITS)])
+def test_a_header_of_a_part_that_no_tag_can_name_is_refused(lease: int, part: int) -> None:
+    header = PartHeader(lease, part, 1, LAYOUT.whole, 1, 8, LAYOUT.digest())
+    with pytest.raises(TransferError, match="beyond 39 and 23 bits"):
+        PartHeader.parse(header.pack())
+
+
 @given(headers, st.integers(0, 63), st.integers(1, 255))
 def test_a_damaged_header_is_refused(header: PartHeader, position: int, change: int) -> None:
     data = bytearray(header.pack())
