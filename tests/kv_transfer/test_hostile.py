@@ -11,6 +11,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -30,8 +31,10 @@ from kv_transfer.transports.carriers.completion_flags import CompletionFlags, Ho
 from kv_transfer.transports.carriers.ipc import IpcCarrier, IpcTransport
 from kv_transfer.transports.host_memory import REGION_BYTES, HostMemory
 from kv_transfer.transports.memory import MemoryHub, MemoryTransport
+from kv_transfer.transports.pair import links
 from kv_transfer.transports.pair.address import _MAGIC, PairAddress, _checksum
 from kv_transfer.transports.pair.channel import Channel, Frame, Kind
+from kv_transfer.transports.pair.ends import Inbound
 from kv_transfer.transports.pair.transport import PairTransport
 from kv_transfer.transports.ucx.address import pack_address, unpack_address
 from tests.kv_transfer.ordered import ordered_carrier
@@ -311,6 +314,46 @@ def test_what_is_out_of_turn_ends_the_link_and_no_part_has_arrived(said: list[tu
     list(peer.until_lost(outward))
     assert [type(event).__name__ for event in transport.poll()] == ["Failed", "PeerDisconnected"]
     peer.close()
+    is_well(transport)
+    transport.close()
+
+
+def inbound(transport: PairTransport) -> list[Inbound]:
+    """The connections that it has not closed, after the turn in which it is now."""
+    found = Future[list[Inbound]]()
+    transport._pair.call(lambda: found.set_result(transport._pair._ends.of(Inbound)))
+    return found.result(DEADLINE_S)
+
+
+def test_who_was_granted_a_slot_is_waited_for() -> None:
+    transport, staging = transport_of("ipc")
+    peer = Peer(transport)
+    inward, _ = peer.call(), peer.answer("peer")
+    slot = staging.take()
+    assert slot is not None
+    staging.lend(slot)
+    transport.expect("peer", 1, slot, SLOT_BYTES)
+    assert peer.hear(inward).kind is Kind.GRANT
+    transport.disconnect("peer")
+    assert list(peer.until_lost(inward)) == []
+    assert len(inbound(transport)) == 1
+    inward.send(Kind.BYE)
+    peer.close()
+    transport.close()
+
+
+def test_who_calls_and_is_not_known_in_time_is_forgotten_though_he_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "_UNCLAIMED", 2)
+    transport, _ = transport_of("ipc")
+    peers = [Peer(transport) for _ in range(5)]
+    for number, peer in enumerate(peers):
+        peer.address = replace(peer.theirs, id=f"{number:032x}")
+        peer.call()
+    for peer in peers[:3]:
+        list(peer.until_lost(peer.channels[0]))
+    assert [end.remote for end in inbound(transport)] == [peer.address.id for peer in peers[3:]]
+    for peer in peers:
+        peer.close()
     is_well(transport)
     transport.close()
 

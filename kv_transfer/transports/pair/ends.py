@@ -81,11 +81,13 @@ class Outbound:
 
 @dataclass(eq=False, slots=True)
 class Inbound:
-    """The receiving end. The peer's end of stream means that it writes no more; without a BYE before, it died."""
+    """The receiving end. The peer's end of stream means that it writes no more; without a BYE before, it died.
+    `has_granted`: a slot was granted on it."""
 
     channel: Channel
     receiving: Receiving
     remote: str
+    has_granted: bool = False
     said_bye: bool = False
     broke_at: float = 0.0
     over: bool = False
@@ -98,7 +100,10 @@ class Inbound:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing writes into the slots granted here any more."""
+        """Whether nothing writes into the slots granted here any more. If there were none, nobody waits for the peer,
+        who may keep its end open for ever."""
+        if not self.has_granted:
+            return True
         if not self.over and self.broke_at:
             self.over = time.monotonic() - self.broke_at > DEATH_S
         return self.over and all(native.query() for native in self.leaving)

@@ -110,7 +110,7 @@ class Messages:
 
     def _grant(self, inward: Inbound, expect: Expect) -> None:
         place = inward.receiving.export_slot(self._staging.memory(expect.slot))
-        expect.granted = True
+        expect.granted = inward.has_granted = True
         inward.channel.send(Kind.GRANT, expect.tag, expect.num_bytes, place)
 
     def _launch(self, link: Link, tag: int) -> None:
