@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 
 from baton import wire
 from baton.cluster_secret import HANDOFF, NotTrusted, admit
-from baton.errors import BatonError, InvalidRequest
+from baton.errors import BatonError, InvalidRequest, NodeUnavailable
 from baton.handoff_messages import Hello
 from baton.messages import Auth
 from baton.streams import ENDED, EOF, HELLO_S, STOPPED
@@ -38,12 +38,15 @@ class HandoffServer:
     """Serves one stream for each prefill incarnation. Asyncio thread only.
 
     A second stream of an incarnation replaces the first, which the peer has given up although this node did not notice.
+    Its connection comes after the role knows that the first has ended: receives for leases of the first, posted on the
+    second's connection, would keep their slots as long as that lasts.
     """
 
     def __init__(self, ours: HandoffEnd) -> None:
         self._ours = ours
         self._streams: dict[str, HandoffStream] = {}
         self._opened: dict[str, int] = {}  # peer -> number of the PeerOpened of its stream
+        self._closing: dict[str, asyncio.Future[None]] = {}  # by peer: until the role has handled its PeerClosed
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # one stream of a peer at a time
 
     def deliver(self, turn: Turn) -> None:
@@ -124,7 +127,7 @@ class HandoffServer:
             self._ours.transport.disconnect(peer)
             del self._streams[peer]
             if self._opened.pop(peer, None):
-                self._ours.post(PeerClosed(peer, reason))
+                self._close(peer, reason)
             log.info("handoff over peer=%s node=%s reason=%s", peer, theirs.node_id, reason)
         if reason != ENDED:
             await context.abort(grpc.StatusCode.ABORTED, reason)
@@ -134,7 +137,20 @@ class HandoffServer:
         try:
             check_target(self._ours.hello, theirs)
             check_hello(self._ours.hello, theirs)
+            await self._until_closed(theirs.incarnation)
             await connect(self._ours.transport, theirs.incarnation, routes_to(self._ours.hello, theirs))
         except BatonError as error:
             return error
         return None
+
+    def _close(self, peer: str, reason: str) -> None:
+        self._ours.post(PeerClosed(peer, reason))
+        handled = self._closing[peer] = self._ours.handled()
+        handled.add_done_callback(lambda _: self._closing.pop(peer))
+
+    async def _until_closed(self, peer: str) -> None:
+        """Wait until the role has handled the end of the peer's previous stream. Raises NodeUnavailable."""
+        if (handled := self._closing.get(peer)) is not None:
+            await asyncio.wait([handled], timeout=CONNECT_S)
+            if not handled.done():
+                raise NodeUnavailable("the decode node has not taken note yet that the last stream ended")

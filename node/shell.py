@@ -168,6 +168,7 @@ class Node:
             hello=make_hello(info, self._parts.part_blocks),
             transport=self._parts.transport,
             post=self._loop.post,
+            handled=lambda: asyncio.wrap_future(self._loop.run_engine_call(lambda: None)),
             trust=trust,
             limits=limits,
             silence_s=self._settings.silence_timeout,

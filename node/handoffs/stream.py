@@ -52,12 +52,14 @@ Post = Callable[[Event], int]
 
 @dataclass(frozen=True, slots=True)
 class HandoffEnd:
-    """This node's end of its handoff streams. `hello` describes it; `post` takes events for the role; `limits` are on
-    messages to it; a peer that is silent for `silence_s` is given up."""
+    """This node's end of its handoff streams. `hello` describes it; `post` takes events for the role, which has handled
+    them all once what `handled` returns is done; `limits` are on messages to it; a peer that is silent for `silence_s`
+    is given up."""
 
     hello: Hello
     transport: PeerTransport
     post: Post
+    handled: Callable[[], asyncio.Future[None]]
     trust: Trust
     limits: wire.Limits
     silence_s: float

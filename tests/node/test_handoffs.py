@@ -20,6 +20,7 @@ from baton.sampling import SamplingParams
 from baton.trust import Trust
 from baton.v1 import node_pb2_grpc
 from baton.wire import Limits
+from decode_node import handoffs
 from decode_node.handoffs import HandoffServer
 from decode_node.server import DECODE_SIDE, DecodeNode
 from node.events import ClosePeer, FromPeer, PeerClosed, PeerOpened, TargetEvent, ToDecode, ToPrefill
@@ -215,6 +216,7 @@ async def test_what_was_said_before_the_end_was_heard_is_dropped_and_a_new_reser
                 hello=make_hello(p.info, 4),
                 transport=p.transport,
                 post=lambda e: posted.append(e) or len(posted),
+                handled=asyncio.get_running_loop().create_future,
                 trust=Trust(),
                 limits=Limits(),
                 silence_s=WAIT_S,
@@ -265,6 +267,40 @@ async def test_a_second_stream_of_a_prefill_node_takes_the_place_of_the_first():
                 pass
             assert message == GRANT
         await d.role.saw(PeerClosed, 2)
+
+
+def that_waits(go: threading.Event):
+    """The script of a role that takes note of the end of a stream when it may."""
+
+    def script(event):
+        assert not isinstance(event, PeerClosed) or go.wait(WAIT_S)
+        return []
+
+    return script
+
+
+async def test_a_peer_is_connected_anew_once_the_role_knows_that_its_last_stream_ended():
+    """Else receives for its leases are posted on the new connection, where nothing is sent for them."""
+    go = threading.Event()
+    async with pair(script=that_waits(go)) as (_, d), opened(d) as first:
+        assert isinstance(await hear(first), Hello)
+        async with opened(d) as second:
+            assert await end_of(first) == "a new stream of the peer took its place"
+            hello = asyncio.create_task(hear(second))
+            await asyncio.wait([hello], timeout=0.05)
+            assert [n for n, _ in d.transport.notes] == ["connect", "disconnect"]
+            go.set()
+            assert (await hello).error is None
+        await d.role.saw(PeerClosed, 2)
+
+
+async def test_a_peer_is_refused_if_the_role_does_not_take_note_in_time(monkeypatch):
+    monkeypatch.setattr(handoffs, "CONNECT_S", 0.01)
+    go = threading.Event()
+    async with pair(script=that_waits(go)) as (_, d), opened(d) as first, opened(d) as second:
+        await end_of(first)
+        assert "has not taken note" in (await hear(second)).error.message
+        go.set()
 
 
 HELLO = Hello("p9", "prefill-9", LAYOUT, (TransportEndpoint(0, "memory", b"there"),), "d1", 4)
