@@ -111,6 +111,7 @@ class _Link:
         self._links = threading.Lock()  # guards the next two
         self._connecting: dict[str, int] = {}  # by peer: calls under way
         self._unwanted: set[str] = set()  # peers to disconnect when these calls are over
+        self._polling = threading.Lock()  # held until what was polled is sent
         while staging.take() is not None:
             pass
         transport.subscribe(self._operations_ended)
@@ -147,7 +148,7 @@ class _Link:
 
     def begin_connect(self, peer: str) -> None:
         """One call of `connect` follows."""
-        with self._links:
+        with self._polling, self._links:
             self._connecting[peer] = self._connecting.get(peer, 0) + 1
             self._unwanted.discard(peer)
 
@@ -165,16 +166,22 @@ class _Link:
                     self._unwanted.discard(peer)
                 if is_unwanted:  # with the lock, so that it does not cut off a connection that begins now
                     self._transport.disconnect(peer)
+            self.poll()
 
     def close(self) -> None:
         self._transport.close()
 
     def poll(self) -> None:
-        """Report disconnected peers. On any thread."""
+        """Report disconnected peers. On any thread. Does nothing while a peer is being connected, after which this is
+        called again: the transport still knows then which losses were of earlier connections, and the other end could
+        not tell."""
         try:
-            for event in self._transport.poll():
-                assert isinstance(event, PeerDisconnected)
-                self._send(event="disconnected", peer=event.peer, reason=event.reason)
+            with self._polling:
+                if self._connecting:
+                    return
+                for event in self._transport.poll():
+                    assert isinstance(event, PeerDisconnected)
+                    self._send(event="disconnected", peer=event.peer, reason=event.reason)
         except RuntimeError as error:  # the transport has failed
             self._fail(error)
 

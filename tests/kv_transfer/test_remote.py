@@ -188,6 +188,20 @@ def test_a_loss_that_was_told_late_is_not_that_of_a_new_connection(scene: Scene)
     assert len(scene.link.transport.poll()) == 1
 
 
+def test_a_peer_that_is_lost_as_soon_as_it_is_connected_is_told_of(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connect(*where: Any) -> None:
+        MemoryTransport.connect(scene.there, *where)
+        scene.hub.kill("d")
+
+    monkeypatch.setattr(scene.there, "connect", connect)
+    scene.connect()
+    assert scene.wakes.acquire(timeout=SOON_S)
+    (lost,) = scene.link.transport.poll()
+    assert isinstance(lost, PeerDisconnected)
+
+
 def test_a_slot_can_be_used_again_at_once(scene: Scene) -> None:
     scene.connect()
     for part in range(3 * NUM_SLOTS):
