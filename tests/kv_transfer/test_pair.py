@@ -53,6 +53,16 @@ def test_loopback_is_tried_on_the_same_machine_alone() -> None:
     assert HERE.reachable_from(replace(HERE, boot="other")) == ("10.0.0.1", "fd00::1")
 
 
+def test_a_machine_of_very_many_addresses_is_reached_at_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one with a bridge for each of its containers."""
+    many = ("127.0.0.1", *(f"10.0.0.{number}" for number in range(1, 99)))
+    monkeypatch.setattr("kv_transfer.transports.pair.transport.hosts_of", lambda _: many)
+    staging = staging_for("ipc", 1, 64, "cpu")
+    transport = IpcTransport(staging, lambda: None, host="0.0.0.0")
+    assert PairAddress.unpack(transport.info(), "it").hosts == many[:64]
+    transport.close()
+
+
 def test_an_interface_has_its_own_addresses() -> None:
     assert "127.0.0.1" in hosts_of("lo")
     assert set(hosts_of("lo")) <= set(hosts_of(None))

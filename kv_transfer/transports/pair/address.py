@@ -13,7 +13,8 @@ from baton.errors import TransferError
 _MAGIC = b"BTNC"
 _SUM_BYTES = 16
 _MOST_BYTES = 64 << 10
-_MOST_HOSTS = 64
+MOST_HOSTS = 64
+"""Each of them is dialled."""
 _ID = re.compile(r"[0-9a-f]{32}")
 _HEX = re.compile(r"(?:[0-9a-f]{2})*")
 
@@ -58,7 +59,7 @@ class PairAddress:
             raise ValueError("its name or its memory is not in hexadecimal digits")
         if type(self.port) is not int or not 0 < self.port <= 65535:
             raise ValueError("its port is none")
-        if len(self.hosts) > _MOST_HOSTS:
+        if len(self.hosts) > MOST_HOSTS:
             raise ValueError(f"it has {len(self.hosts)} addresses")
         for host in self.hosts:
             if "%" in host:

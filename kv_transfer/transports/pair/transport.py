@@ -33,7 +33,7 @@ from baton.cluster_secret import ClusterSecret
 from kv_transfer.slots import Slots
 from kv_transfer.transport import CONNECT_S
 from kv_transfer.transports.host import LOOPBACK, address_of, boot_id, hosts_of, listen_on
-from kv_transfer.transports.pair.address import PairAddress
+from kv_transfer.transports.pair.address import MOST_HOSTS, PairAddress
 from kv_transfer.transports.pair.carrier import Carrier
 from kv_transfer.transports.pair.thread import PairThread
 from kv_transfer.transports.threaded import ThreadedTransport
@@ -65,7 +65,7 @@ class PairTransport(ThreadedTransport):
             carrier.kind,
             carrier.version,
             boot_id(),
-            hosts if address is None else (address,),
+            hosts[:MOST_HOSTS] if address is None else (address,),
             port,
             carrier.memory.hex(),
         )
