@@ -160,7 +160,8 @@ class SlotCopies:
             else:
                 pieces = pool[:, rows.offset : rows.offset + rows.row_bytes]
                 sums = block_checksums(pieces, self._ids[slot][:num_rows])
-            torch.bitwise_xor(sums, checksums.tag, out=memory[checksums.at :][: sums.nbytes].view(torch.int64))
+            sums ^= checksums.tag
+            memory[checksums.at :][: sums.nbytes].view(torch.int64).copy_(sums)  # which may be on the peer's device
 
     def _uploaded_ids(self, slot: int, num_ids: int) -> Tensor:
         """The slot's ids in the device's memory, for work that is queued from now on."""
