@@ -26,9 +26,9 @@ from deploy.bench.plan import Planner
 from deploy.bench.png import is_available, png
 from deploy.bench.report import as_json, environment, report
 from deploy.bench.settings import BenchSettings
+from deploy.command import EXIT_INTERRUPTED
 
 EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -251,8 +251,8 @@ class Ranks:
         return next((reason for reason in reasons if not reason.is_secondary), reasons[0] if reasons else None)
 
     def _report_lost(self) -> None:
-        """Report ranks that were lost while the node was ending in order, before the watcher noticed: those that may
-        only have met the end of another one only if there is no other."""
+        """Report ranks that were lost while the node was ending in order, before the watcher noticed. Secondary losses
+        are reported only if there are no others."""
         reasons = [rank.loss_reason(HAS_ENDED) for rank in self._forked.forks.ended()]
         for reason in [reason for reason in reasons if not reason.is_secondary] or reasons:
             log.critical("%s: the node ends", reason.text)
