@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from baton.prompt_logprobs import PromptLogprobs
 from engine.model.runner import TorchStep
 from engine.sequence import Sequence
-from engine.step import Choice, Chunk, LaunchedStep, ModelRunner
+from engine.step import Begun, Choice, Chunk, LaunchedStep, ModelRunner
 
 
 @dataclass(slots=True)
@@ -35,13 +35,9 @@ class TimedRunner:
     def only_launches(self) -> bool:
         return self._runner.only_launches
 
-    @property
-    def waited_s(self) -> float:
-        return self._runner.waited_s
-
-    def launch(self, chunks: Seq[Chunk]) -> LaunchedStep:
+    def launch(self, chunks: Seq[Chunk], begun: Begun = lambda waited_s: None) -> LaunchedStep:
         began = time.perf_counter()
-        launched = _TimedStep(self._runner.launch(chunks), self.times)
+        launched = _TimedStep(self._runner.launch(chunks, begun), self.times)
         self.times.launch += time.perf_counter() - began
         return launched
 

@@ -29,7 +29,7 @@ from benchmarks.fit_served import Answers, Served, serve
 from engine.engine import Engine
 from engine.pace import StepSize
 from engine.sequence import Sequence as EngineSequence
-from engine.step import Chunk, LaunchedStep, ModelRunner
+from engine.step import Begun, Chunk, LaunchedStep, ModelRunner
 from node.build import LoadedModel, build
 from node.settings import NodeSettings
 
@@ -64,11 +64,11 @@ class Recorder:
         self._runner = runner
         self.sizes: deque[tuple[StepSize, float]] = deque()
         self.copy_blocks, self.forget = runner.copy_blocks, runner.forget
-        self.only_launches, self.waited_s = runner.only_launches, 0.0
+        self.only_launches = runner.only_launches
 
-    def launch(self, chunks: Sequence[Chunk]) -> LaunchedStep:
+    def launch(self, chunks: Sequence[Chunk], begun: Begun = lambda waited_s: None) -> LaunchedStep:
         self.sizes.append((StepSize.of(chunks), time.monotonic()))
-        return self._runner.launch(chunks)
+        return self._runner.launch(chunks, begun)
 
 
 class Steps:

@@ -30,7 +30,7 @@ from engine.forks import Forks
 from engine.holdings import Holding, recount
 from engine.in_flight import InFlight
 from engine.live_sequences import LiveSequences
-from engine.pace import LaunchKind, StepSize
+from engine.pace import NO_PROMPTS, LaunchKind, StepSize
 from engine.scheduler import Plan, Scheduler
 from engine.sequence import Sequence, SequenceState
 from engine.step import ModelRunner, StepResult
@@ -248,21 +248,24 @@ class Engine:
         if plan.evicted and self._tier is not None:
             self._tier.store(plan.evicted)
         began, counted = self.clock(), time.perf_counter()
-        step = self._runner.launch(plan.chunks)
-        waited_s = self._runner.waited_s
-        launch_s = self.clock() - began - waited_s
+        size, others_s = NO_PROMPTS, 0.0
+
+        def begun(waited_s: float) -> None:
+            nonlocal size, others_s
+            size, others_s = StepSize.of(plan.chunks), waited_s
+            self._timing.pace.launched(
+                size,
+                self._decided,
+                self.clock(),
+                idle=self._oldest_is_done,
+                newcomers_since=self._decided if self._adopted_since is None and plan.started else self._adopted_since,
+                waited_s=waited_s,
+            )
+
+        step = self._runner.launch(plan.chunks, begun)
+        launch_s = self.clock() - began - others_s
         self.counters.launched(counted, computes=not self.only_launches)
-        size = StepSize.of(plan.chunks)
-        newcomers_since = self._decided if self._adopted_since is None and plan.started else self._adopted_since
         self._adopted_since = None
-        self._timing.pace.launched(
-            size,
-            self._decided,
-            self.clock(),
-            idle=self._oldest_is_done,
-            newcomers_since=newcomers_since,
-            waited_s=waited_s,
-        )
         leaves_prompts = not all(chunk.num_logits for chunk in plan.chunks)
         self._in_flight.append(InFlight(plan.chunks, step, size, self._decided, launch_s, leaves_prompts))
 

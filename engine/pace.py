@@ -127,8 +127,8 @@ class Pace:
         newcomers_since: float | None = None,
         waited_s: float = 0.0,
     ) -> None:
-        """Record a launch. decided: when its turn began. idle: the step before it, if there is one in flight, was done
-        before this one was launched. newcomers_since: when the first newcomer arrived; None: there are none. waited_s:
+        """Record a launch. decided: when its turn began. now: when the device had something to compute; what the launch
+        does after that delays no step. idle: the step before it, if there is one in flight, was done by then. newcomers_since: when the first newcomer arrived; None: there are none. waited_s:
         how long the launch waited for other data parallel nodes. That is not a cost: else each node would launch before
         the others."""
         kind = LaunchKind(size.has_prompts, newcomers_since is not None)

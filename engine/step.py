@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -99,6 +100,10 @@ class LaunchedStep(Protocol):
         """After `wait`: the logprobs of the prompts' tokens after the chunks' `scored_positions`, in their order."""
 
 
+Begun = Callable[[float], None]
+"""Is told that a launch has begun a step, and for how many seconds it waited for other data parallel nodes before."""
+
+
 class ModelRunner(Protocol):
     """Computes batches over a pool of KV blocks that it owns. Block tables name the blocks; the runner never picks one.
 
@@ -111,12 +116,9 @@ class ModelRunner(Protocol):
         """Whether `launch` returns before the device has begun. If False, it takes as long as the step itself, or as
         its first stage."""
 
-    @property
-    def waited_s(self) -> float:
-        """How long the last launch waited for other data parallel nodes."""
-
-    def launch(self, chunks: Seq[Chunk]) -> LaunchedStep:
-        """Start to compute the chunks in one batch."""
+    def launch(self, chunks: Seq[Chunk], begun: Begun = lambda waited_s: None) -> LaunchedStep:
+        """Start to compute the chunks in one batch. begun: called once, as soon as the device has something to compute;
+        the launch may go on while it does."""
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy the KV of whole blocks, (source, destination) each."""

@@ -38,7 +38,7 @@ from engine.model.sampler import Sampler, SamplingTensors
 from engine.model.staged_step import Sample, StagedStep, StagedSteps
 from engine.model.warm_up import first_steps
 from engine.sequence import Sequence
-from engine.step import Choice, Chunk, LaunchedStep
+from engine.step import Begun, Choice, Chunk, LaunchedStep
 
 _MEETINGS_KNOWN = 16
 """The shortest of the last so many meetings of data parallel nodes counts as one without a wait."""
@@ -90,7 +90,7 @@ class TorchModelRunner:
         self._others, self._waves, self._eplb = others, waves, eplb
         self._input_batch = InputBatch(config, self._sampler)
         self._wake = wake
-        self.waited_s = 0.0
+        self._waited_s = 0.0
         """How long the last launch waited for other data parallel nodes: the time of its meeting minus that of the
         shortest recent one, in which no node was late."""
         self._meetings_s: deque[float] = deque(maxlen=_MEETINGS_KNOWN)
@@ -130,7 +130,7 @@ class TorchModelRunner:
         self.rank.capture(decode_sizes, most_prompt_tokens)
 
     @torch.inference_mode()
-    def launch(self, chunks: Seq[Chunk]) -> LaunchedStep:
+    def launch(self, chunks: Seq[Chunk], begun: Begun = lambda waited_s: None) -> LaunchedStep:
         """See `engine.step.ModelRunner`."""
         if self._staged is not None:
             self._staged.before_launch(chunks)
@@ -156,8 +156,11 @@ class TorchModelRunner:
         numbers = self._as_numbers(ordered, rows, tables, pieces)
         if self._staged is not None:
             sample_later = partial(sample, self._sampler.prepare(choices))
-            return self._begin(self._staged, chunks, numbers, score, sample_later)
+            launched = self._begin(self._staged, chunks, numbers, score, sample_later)
+            begun(self._waited_s)
+            return launched
         logits = self._compute(numbers, marks, score)
+        begun(self._waited_s)
         return sample(self._sampler.prepare(choices), logits)  # which the host prepares while the forward runs
 
     def _wake_after(self, events: Seq[torch.cuda.Event]) -> None:
@@ -183,7 +186,7 @@ class TorchModelRunner:
         graph, across = self.rank.agree_on_step(chunks, may_replay)
         if across:
             self._meetings_s.append(time.perf_counter() - began)
-            self.waited_s = self._meetings_s[-1] - min(self._meetings_s)
+            self._waited_s = self._meetings_s[-1] - min(self._meetings_s)
         self._waves.end()
         return graph, across
 

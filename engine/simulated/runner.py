@@ -13,7 +13,7 @@ from engine.pace import StepSize
 from engine.sequence import Sequence
 from engine.simulated.profile import Profile
 from engine.simulated.tokens import MadeUpTokens
-from engine.step import Choice, Chunk
+from engine.step import Begun, Choice, Chunk
 
 
 class SimulatedModelRunner:
@@ -25,7 +25,6 @@ class SimulatedModelRunner:
     """
 
     only_launches = True
-    waited_s = 0.0
 
     def __init__(
         self,
@@ -49,7 +48,7 @@ class SimulatedModelRunner:
         self._random = Random(seed)
         self._known = set[Sequence]()  # those that have been in a step
 
-    def launch(self, chunks: Seq[Chunk]) -> SimulatedStep:
+    def launch(self, chunks: Seq[Chunk], begun: Begun = lambda waited_s: None) -> SimulatedStep:
         """See `engine.step.ModelRunner`."""
         begins = max(self._clock(), self._idle_from)
         takes_s = self._step_s(chunks) / self._time_scale
@@ -59,6 +58,7 @@ class SimulatedModelRunner:
             marks = [(begins + takes_s * end / self._num_layers, end) for end in self._groups]
         for when, _ in marks:
             self._wake_at(when)
+        begun(0.0)
         return SimulatedStep(list(chunks), self._tokens, marks, self._clock)
 
     def _step_s(self, chunks: Seq[Chunk]) -> float:

@@ -15,7 +15,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.scheduler import Plan
 from engine.sequence import Sequence
-from engine.step import Choice, Chunk, StepResult
+from engine.step import Begun, Choice, Chunk, StepResult
 
 SIZES = EngineConfig(num_blocks=33, max_model_len=64, vocab_size=100, eos_token_ids=(1, 2), block_size=4)
 _ids = itertools.count()
@@ -53,6 +53,7 @@ class Counting:
     """A model that says 10, 11, 12, ... as the outputs of every sample, and remembers its batches."""
 
     only_launches = True
+
     waited_s = 0.0
 
     def __init__(self) -> None:
@@ -62,8 +63,9 @@ class Counting:
         self.steps: list[Launched] = []
         self.slow = False  # what is launched now is done when `running` says so
 
-    def launch(self, chunks: Iterable[Chunk]) -> Launched:
+    def launch(self, chunks: Iterable[Chunk], begun: Begun = lambda waited_s: None) -> Launched:
         chunks = list(chunks)
+        begun(self.waited_s)
         self.batches.append(chunks)
         choices = [Choice(10 + chunk.end - len(chunk.sequence.prompt_tokens)) for chunk in chunks]
         step = Launched(

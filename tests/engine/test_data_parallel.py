@@ -23,7 +23,7 @@ from engine.model.parallel.eplb import Eplb
 from engine.model.parallel.expert_slots import expert_slots
 from engine.model.parallel.group import GlooRanks, OneRank, RankGroup
 from engine.sequence import Sequence
-from engine.step import Chunk
+from engine.step import Begun, Chunk
 from tests.engine import counting, tiny_models
 from tests.engine.counting import Counting, sequence
 from tests.engine.rank_threads import TIMEOUT_S, Load, Together, in_threads, ranked_runner
@@ -292,14 +292,25 @@ def test_each_step_is_a_wave(tmp_path: Path) -> None:
         assert waves.calls == ["start", "end", "end"]
 
 
+def test_a_launch_has_begun_when_the_forward_is_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = []
+    load = Load(tiny_models.save(tiny_models.CONFIGS["llama"], tmp_path), SIZES, fused=False)
+    with ranked_runner(1, load) as (runner, _):
+        for owner, name in ((runner.rank, "compute"), (runner._sampler, "prepare")):
+            call = getattr(owner, name)
+            monkeypatch.setattr(owner, name, lambda *given, call=call, name=name: (order.append(name), call(*given))[1])
+        runner.launch([Chunk.of(sequences([5])[0], 0, 5)], lambda _: order.append("begun"))
+    assert order == ["compute", "begun", "prepare"]
+
+
 def test_a_launch_costs_what_it_takes_without_the_wait_for_others() -> None:
     now, told = 0.0, []
 
     class Waiting(Counting):
-        def launch(self, chunks: Any) -> Any:
+        def launch(self, chunks: Any, begun: Begun = lambda waited_s: None) -> Any:
             nonlocal now
             now, self.waited_s = now + 0.005, 0.003
-            return super().launch(chunks)
+            return super().launch(chunks, begun)
 
     model: Any = Waiting()
     engine = Engine(dataclasses.replace(counting.SIZES), model, clock=lambda: now)

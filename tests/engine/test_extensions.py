@@ -22,7 +22,7 @@ from engine.model.attention import IMPLEMENTATION
 from engine.model.batch import BatchSize, DeviceState, _cut, pack, unpack
 from engine.model.runner import TorchModelRunner
 from engine.sequence import Sequence
-from engine.step import Chunk, LaunchedStep
+from engine.step import Begun, Chunk, LaunchedStep
 from tests.engine import tiny_models
 
 torch.set_num_threads(1)
@@ -83,9 +83,9 @@ class Biased(LlamaForCausalLM):
 class Recording(TorchModelRunner):
     """Remembers how long the chunks of each batch were."""
 
-    def launch(self, chunks: Seq[Chunk]) -> LaunchedStep:
+    def launch(self, chunks: Seq[Chunk], begun: Begun = lambda waited_s: None) -> LaunchedStep:
         self.batches = [*getattr(self, "batches", []), [chunk.length for chunk in chunks]]
-        return super().launch(chunks)
+        return super().launch(chunks, begun)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.engine import Engine
 from engine.pace import NUM_COSTS, NUM_REMEMBERED, QUANTILE, SHARE, SLACK_S, LaunchKind, Pace, StepSize
-from engine.step import Chunk
+from engine.step import Begun, Chunk
 from tests.engine.counting import SIZES, Counting, sequence
 
 TEN = StepSize(10, 1000)
@@ -326,6 +326,29 @@ def test_what_an_engine_adopts_is_new_in_one_step_only(monkeypatch: pytest.Monke
         device.launch()
         device.retire()
     assert told == [0.0, pytest.approx(0.010), None], "the first of them started its prompt"
+
+
+def test_what_a_launch_does_while_the_device_computes_delays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, told = Device(), list[tuple[float, bool]]()
+    launched = device.engine._timing.pace.launched
+
+    def note(size: StepSize, decided: float, now: float, **named: Any) -> None:
+        told.append((now - decided, named["idle"]))
+        launched(size, decided, now, **named)
+
+    def launch(chunks: Any, begun: Begun) -> Any:
+        step = Counting.launch(device.model, chunks, begun)
+        device.now += 0.003  # prepares the sampling; meanwhile the step before ends
+        for earlier in device.model.steps[:-1]:
+            earlier.running = False
+        return step
+
+    device.model.launch = launch
+    monkeypatch.setattr(device.engine._timing.pace, "launched", note)
+    device.launch()
+    device.launch()
+    assert told == [(0.0, False), (0.0, False)]
+    assert [step.launch_s for step in device.engine._in_flight] == [0.003], "the host takes as long nevertheless"
 
 
 def test_the_engine_tells_when_to_launch() -> None:

@@ -12,7 +12,7 @@ from engine.engine import Engine
 from engine.logits_processor import LogitsProcessorChain
 from engine.model import batch
 from engine.sequence import Sequence
-from engine.step import Choice, Chunk
+from engine.step import Begun, Choice, Chunk
 from tests.engine.counting import Counting, Launched, make, run, sequence
 
 
@@ -28,8 +28,8 @@ class Failing(Counting):
 
     failing: Sequence | None = None
 
-    def launch(self, chunks: Any) -> Launched:
-        step = super().launch(chunks)
+    def launch(self, chunks: Any, begun: Begun = lambda waited_s: None) -> Launched:
+        step = super().launch(chunks, begun)
         for chunk, choices in zip(self.batches[-1], step.choices, strict=True):
             if chunk.sequence.attempt_id == (self.failing and self.failing.attempt_id) and choices:
                 choices[-1] = Choice(0, failure="it failed")

@@ -21,7 +21,7 @@ from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.runner import TorchModelRunner, accepted
 from engine.sequence import Sequence, SequenceState
-from engine.step import Choice, Chunk, SampledToken
+from engine.step import Begun, Choice, Chunk, SampledToken
 from tests.engine import tiny_models
 from tests.engine.counting import Counting, Launched, sequence
 
@@ -38,9 +38,9 @@ class Guessed(Counting):
         super().__init__()
         self._empty = empty
 
-    def launch(self, chunks: Iterable[Chunk]) -> Launched:
+    def launch(self, chunks: Iterable[Chunk], begun: Begun = lambda waited_s: None) -> Launched:
         chunks = list(chunks)
-        step = super().launch(chunks)
+        step = super().launch(chunks, begun)
         step.choices = [self._choices(chunk) for chunk in chunks]
         if len(self.batches) - 1 in self._empty:
             step.choices = [[] for _ in chunks]

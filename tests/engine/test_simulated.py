@@ -21,7 +21,7 @@ from engine.sequence import Sequence
 from engine.simulated.profile import EMBEDDED, Profile, load_profile
 from engine.simulated.runner import SimulatedModelRunner
 from engine.simulated.tokens import MadeUpTokens
-from engine.step import Chunk
+from engine.step import Begun, Chunk
 from tests.engine.counting import Counting
 
 PROFILE = (EMBEDDED / "h200-8b.toml").read_text()
@@ -223,9 +223,9 @@ def launches_of(engine: Engine) -> list[list[tuple[str, int, int, int]]]:
     runner, steps = engine._runner, list[list[tuple[str, int, int, int]]]()
     launch = runner.launch
 
-    def recorded(chunks: Any) -> Any:
+    def recorded(chunks: Any, begun: Begun = lambda waited_s: None) -> Any:
         steps.append([(c.sequence.attempt_id.request_id, c.start, c.length, c.num_logits) for c in chunks])
-        return launch(chunks)
+        return launch(chunks, begun)
 
     runner.launch = recorded
     return steps

@@ -23,7 +23,7 @@ from baton.sampling import FinishReason, SamplingParams
 from baton.table_shape import TableShape
 from engine.block_manager import BlockManager
 from engine.sequence import Sequence as EngineSequence
-from engine.step import Choice, Chunk
+from engine.step import Begun, Choice, Chunk
 from tests.engine.counting import piece_of
 
 VOCAB_SIZE = 97
@@ -128,7 +128,6 @@ class FakeModel:
     """
 
     only_launches = True
-    waited_s = 0.0
     blocks: BlockManager | None = None
     chooses_nothing: Callable[[], bool] = staticmethod(lambda: False)
     """Asked at each sampling chunk: whether its sequence sits this one out."""
@@ -201,7 +200,7 @@ class FakeModel:
         while self._queue.num_done < mark:
             self.advance()
 
-    def launch(self, chunks: Sequence[Chunk]) -> FakeStep:
+    def launch(self, chunks: Sequence[Chunk], begun: Begun = lambda waited_s: None) -> FakeStep:
         step = FakeStep(self._queue, len(chunks), self.num_layers)
         step.scored = [(chunk.sequence, piece_of(chunk)) for chunk in chunks if chunk.scored_positions]
         own = [
@@ -209,6 +208,7 @@ class FakeModel:
         ]
         for layer in range(self.num_layers):
             self._queue += [functools.partial(self._layer, step, layer, *inputs) for inputs in own]
+        begun(0.0)
         return step
 
     def _layer(self, step: FakeStep, layer: int, chunk: Chunk, tokens: list[int], table: list[int]) -> None:
