@@ -128,9 +128,9 @@ class Pace:
         waited_s: float = 0.0,
     ) -> None:
         """Record a launch. decided: when its turn began. now: when the device had something to compute; what the launch
-        does after that delays no step. idle: the step before it, if there is one in flight, was done by then. newcomers_since: when the first newcomer arrived; None: there are none. waited_s:
-        how long the launch waited for other data parallel nodes. That is not a cost: else each node would launch before
-        the others."""
+        does after that delays no step. idle: the step before it, if there is one in flight, was done by then.
+        newcomers_since: when the first newcomer arrived; None: there are none. waited_s: how long the launch waited for
+        other data parallel nodes. That is not a cost: else each node would launch before the others."""
         kind = LaunchKind(size.has_prompts, newcomers_since is not None)
         due, known_s = self.launch_at(kind), self._cost_s[kind]
         if due is not None and newcomers_since is not None and newcomers_since > due:
