@@ -16,13 +16,15 @@ from baton_llm.errors import PromptsFailed
 from baton_llm.llm import LLM
 from baton_llm.outputs import CompletionOutput, Logprob, RequestOutput
 from baton_llm.prompts import TextPrompt, TokensPrompt
-from baton_llm.sampling_params import SamplingParams
+from baton_llm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 __all__ = [
     "LLM",
     "AsyncLLM",
     "SamplingParams",
     "BeamSearchParams",
+    "StructuredOutputsParams",
+    "RequestOutputKind",
     "TextPrompt",
     "TokensPrompt",
     "RequestOutput",

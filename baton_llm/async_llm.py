@@ -12,7 +12,7 @@ from typing import Any, Self, Unpack
 
 from baton.errors import InvalidRequest, RequestCancelled
 from baton_llm.host import Host, make_backend
-from baton_llm.outputs import RequestOutput
+from baton_llm.outputs import RequestOutput, news
 from baton_llm.prompts import (
     Asked,
     ChatOptions,
@@ -22,7 +22,7 @@ from baton_llm.prompts import (
     read_conversations,
     read_prompt,
 )
-from baton_llm.sampling_params import SamplingParams, default_params
+from baton_llm.sampling_params import RequestOutputKind, SamplingParams, default_params
 
 
 class AsyncLLM:
@@ -50,8 +50,9 @@ class AsyncLLM:
         *,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The answers to a prompt, again and again, each time with all that there is so far; the last one is
-        `finished`. A reader that is slower than the engines misses some, never the last.
+        """The answers to a prompt, again and again, each time with all that there is so far, or what the `output_kind`
+        of the params says; the last one is `finished`. A reader that is slower than the engines gets fewer, with more
+        in each.
 
         To leave the loop and close the generator (`aclose`) aborts the request; so does cancelling the task that reads.
         request_id: one that is not in use; None: a number. priority: a lower one is served earlier. Raises BatonError:
@@ -114,12 +115,13 @@ class AsyncLLM:
             _answer(self._host, prompt, params, priority, request_id, latest)
         )
         future.add_done_callback(latest.end)
+        kind = params.output_kind if params else RequestOutputKind.CUMULATIVE
         try:
-            finished = False
-            while not finished:
-                output = await latest.get()
-                finished = output.finished
-                yield output
+            output: RequestOutput | None = None
+            while output is None or not output.finished:
+                before, output = output, await latest.get()
+                if kind is not RequestOutputKind.FINAL_ONLY or output.finished:
+                    yield news(output, before) if kind is RequestOutputKind.DELTA else output
         finally:
             future.cancel()
             del self._running[request_id]

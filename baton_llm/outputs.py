@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -52,6 +53,30 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+
+def news(output: RequestOutput, before: RequestOutput | None) -> RequestOutput:
+    """What `output` has more than the one `before`, as vLLM's DELTA outputs: answers with something new, of which
+    `cumulative_logprob` counts all tokens. The prompt's logprobs are in the first output that has them; later ones have
+    an empty list."""
+    if before is None:
+        return output
+    known = before.prompt_logprobs is not None
+    return dataclasses.replace(
+        output,
+        outputs=[_news(a, b) for a, b in zip(output.outputs, before.outputs, strict=True) if a != b],
+        prompt_logprobs=[] if known else output.prompt_logprobs,
+    )
+
+
+def _news(answer: CompletionOutput, before: CompletionOutput) -> CompletionOutput:
+    num_known = len(before.token_ids)
+    return dataclasses.replace(
+        answer,
+        text=answer.text[len(before.text) :],
+        token_ids=answer.token_ids[num_known:],
+        logprobs=None if answer.logprobs is None else answer.logprobs[num_known:],
+    )
 
 
 TokenText = Callable[[int], str | None]

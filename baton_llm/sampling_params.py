@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import enum
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import baton.sampling
 from baton.errors import InvalidRequest
@@ -31,6 +33,34 @@ _TOKEN_LISTS = ("stop_token_ids", "allowed_token_ids")
 _PROCESSORS = "a list of names, or of dicts with `name`, `args` and `kwargs`"
 
 
+class RequestOutputKind(enum.Enum):
+    """What the outputs of an `AsyncLLM` have: all that there is so far, what is new since the one before, or all of it
+    once, at the end. `LLM` returns finished outputs in any case."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """What an answer must match: exactly one of these. json: a JSON schema, as a dict or as text. choice: the texts of
+    which it is one. grammar: in the notation of the nodes' backend. json_object: any JSON object. structural_tag: as
+    with `response_format` over HTTP, as a dict or as text. Raises InvalidRequest."""
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if structured_output_of(None, vars(self), {}) is None:
+            names = ", ".join(field.name for field in dataclasses.fields(self))
+            raise InvalidRequest(f"StructuredOutputsParams needs one of {names}", "structured_outputs")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Names and defaults are vLLM's; `baton.sampling` has the ranges.
@@ -38,11 +68,10 @@ class SamplingParams:
     n: answers to each prompt. seed: None draws one; the same seed gives the same answers. max_tokens: None is what the
     context leaves. logprobs: None for none, 0 for those of the chosen tokens, k <= 20 for the k most likely too. stop:
     texts that end an answer, of which they are no part unless `include_stop_str_in_output`. structured_outputs: what an
-    answer must match, one of json, json_object, regex, choice and grammar with its value. allowed_token_ids: no other
-    token is chosen. bad_words: no token completes one of these. prompt_logprobs: logprobs of the prompt's tokens, each
-    with so many of the most likely ones. logits_processors: names of installed ones, or dicts with `name`, `args` and
-    `kwargs`. beam_width, length_penalty: see `BeamSearchParams`. Raises InvalidRequest, whose `param` is the name of
-    the field.
+    answer must match, or a dict with one of its names. allowed_token_ids: no other token is chosen. bad_words: no token
+    completes one of these. prompt_logprobs: logprobs of the prompt's tokens, each with so many of the most likely ones.
+    logits_processors: names of installed ones, or dicts with `name`, `args` and `kwargs`. beam_width, length_penalty:
+    see `BeamSearchParams`. output_kind: of an `AsyncLLM`. Raises InvalidRequest, whose `param` is the field's name.
     """
 
     n: int = 1
@@ -67,10 +96,11 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
-    structured_outputs: Mapping[str, Any] | None = None
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     logits_processors: Sequence[str | Mapping[str, Any]] | None = None
     beam_width: int = 0
     length_penalty: float = 1.0
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -81,6 +111,10 @@ class SamplingParams:
         ranged.setdefault("max_tokens", max(1, self.min_tokens))
         baton.sampling.SamplingParams(**ranged)
 
+    def clone(self) -> Self:
+        """A copy that shares nothing with this one. For one with other values, use `dataclasses.replace`."""
+        return copy.deepcopy(self)
+
     @property
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -89,9 +123,14 @@ class SamplingParams:
         """What it says of `baton.sampling.SamplingParams`, by name."""
         said = {name: getattr(self, name) for name in NAMES if hasattr(self, name)}
         said |= {"num_logprobs": self.logprobs, "num_prompt_logprobs": self.prompt_logprobs}
-        said["structured_outputs"] = structured_output_of(None, self.structured_outputs, {})
+        said["structured_outputs"] = structured_output_of(None, self._structured_outputs, {})
         said["logits_processors"] = tuple(map(_processor, self.logits_processors or ())) or None
         return {name: value for name, value in said.items() if value is not None}
+
+    @property
+    def _structured_outputs(self) -> Mapping[str, Any] | None:
+        stated = self.structured_outputs
+        return vars(stated) if isinstance(stated, StructuredOutputsParams) else stated
 
     def _check_types(self) -> None:
         for name in _NUMBERS:
@@ -105,8 +144,11 @@ class SamplingParams:
             _check(isinstance(getattr(self, name), bool), name, "True or False", getattr(self, name))
         _check(self.logprobs is None or self.logprobs >= 0, "logprobs", "0 or more, or None", self.logprobs)
         self._check_lists()
-        stated, biases = self.structured_outputs, self.logit_bias
-        _check(stated is None or isinstance(stated, Mapping), "structured_outputs", "a dict or None", stated)
+        stated, biases = self._structured_outputs, self.logit_bias
+        wanted = "a StructuredOutputsParams, a dict or None"
+        _check(stated is None or isinstance(stated, Mapping), "structured_outputs", wanted, stated)
+        kind = self.output_kind
+        _check(isinstance(kind, RequestOutputKind), "output_kind", "a RequestOutputKind", kind)
         is_map = isinstance(biases, Mapping) and all(map(_is_whole, biases)) and all(map(_is_number, biases.values()))
         _check(biases is None or is_map, "logit_bias", "a dict of token ids and numbers, or None", biases)
 

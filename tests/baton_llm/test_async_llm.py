@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
@@ -10,7 +11,7 @@ from contextlib import aclosing
 import pytest
 
 from baton.errors import NodeUnavailable
-from baton_llm import AsyncLLM, InvalidRequest, RequestCancelled, RequestOutput, SamplingParams
+from baton_llm import AsyncLLM, InvalidRequest, RequestCancelled, RequestOutput, RequestOutputKind, SamplingParams
 from tests.baton_llm.conftest import FLAGS, PATIENCE_S, wait_whole
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -40,6 +41,24 @@ async def test_each_output_has_all_that_there_is(async_llm, llm):
     assert {output.request_id for output in outputs} == {"r-1"}
     [whole] = llm.generate("Once upon a time", GREEDY, use_tqdm=False)
     assert last.outputs == whole.outputs
+
+
+async def test_each_output_has_what_is_new_or_the_last_has_all(async_llm, llm):
+    params = dataclasses.replace(GREEDY, n=2, logprobs=1, prompt_logprobs=0)
+    [whole] = llm.generate("Once upon a time", params, use_tqdm=False)
+    delta = dataclasses.replace(params, output_kind=RequestOutputKind.DELTA)
+    outputs = [output async for output in async_llm.generate("Once upon a time", delta)]
+    assert len(outputs) > 1
+    for index, answer in enumerate(whole.outputs):
+        parts = [part for output in outputs for part in output.outputs if part.index == index]
+        assert "".join(part.text for part in parts) == answer.text
+        assert [token for part in parts for token in part.token_ids] == answer.token_ids
+        assert [entry for part in parts for entry in part.logprobs] == answer.logprobs
+        assert parts[-1].finish_reason == "length"
+    assert [entry for output in outputs for entry in output.prompt_logprobs or []] == whole.prompt_logprobs
+    final = dataclasses.replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
+    [last] = [output async for output in async_llm.generate("Once upon a time", final)]
+    assert (last.finished, last.outputs) == (True, whole.outputs)
 
 
 async def test_several_at_once_and_chat(async_llm):

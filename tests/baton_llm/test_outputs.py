@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.messages import TokenLogprobs
 from baton.sampling import FinishReason
-from baton_llm.outputs import Collector, Logprob
+from baton_llm.outputs import Collector, Logprob, news
 from baton_llm.prompts import Encoded
 from router.answer import Delta
 
@@ -22,3 +22,17 @@ def test_an_output_stays_as_it_was_given_away():
     assert (answer.logprobs or [])[1:] == [{7: Logprob(-3.0, None, "7"), 8: Logprob(-0.5, 1, "8")}]
     assert answer.cumulative_logprob == -4.0
     assert (late.outputs[0].token_ids, late.outputs[0].finish_reason, collector.all_ended) == ([], None, False)
+
+
+def test_news_are_what_the_output_before_did_not_have():
+    collector = Collector("r", Encoded("ab", (1, 2)), 2, True, str)
+    collector.add([Delta(1, "x", (5,), (TokenLogprobs(-1.0, ((5, -1.0),)),))])
+    first = collector.output(finished=False)
+    assert news(first, None) == first
+    collector.add([Delta(1, "", (7,), (TokenLogprobs(-3.0, ((7, -3.0),)),), FinishReason.LENGTH)])
+    second = collector.output(finished=False)
+    [answer] = news(second, first).outputs
+    assert (answer.index, answer.text, answer.token_ids, answer.finish_reason) == (1, "", [7], "length")
+    assert answer.logprobs == [{7: Logprob(-3.0, 1, "7")}]
+    assert answer.cumulative_logprob == -4.0
+    assert news(collector.output(finished=True, num_cached_tokens=1), second).outputs == []

@@ -8,7 +8,7 @@ import pytest
 
 from baton.node_info import GenerationDefaults
 from baton.sampling import NAMES
-from baton_llm import InvalidRequest, SamplingParams
+from baton_llm import InvalidRequest, SamplingParams, StructuredOutputsParams
 from baton_llm.sampling_params import default_params, request_of
 
 
@@ -16,7 +16,7 @@ def test_every_parameter_of_the_nodes_can_be_set():
     own = {field.name for field in fields(SamplingParams)}
     assert set(NAMES) - own == {"num_logprobs", "num_prompt_logprobs", "bad_words_token_ids"}
     texts = {"stop", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"}
-    assert own - set(NAMES) == {"n", "logprobs", "prompt_logprobs", "bad_words", *texts}
+    assert own - set(NAMES) == {"n", "logprobs", "prompt_logprobs", "bad_words", "output_kind", *texts}
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,7 @@ def test_every_parameter_of_the_nodes_can_be_set():
         ("logit_bias", []),
         ("structured_outputs", []),
         ("structured_outputs", {"regex": "\ud800"}),
+        ("output_kind", 1),
         ("logits_processors", "name"),
         ("ignore_eos", 1),
         ("presence_penalty", 2.5),
@@ -74,6 +75,37 @@ def test_it_is_frozen_and_knows_no_other_names():
         SamplingParams().n = 2  # type: ignore[misc]
     with pytest.raises(TypeError):
         SamplingParams(best_off=2)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("json", {"type": "object"}),
+        ("json", '{"type":"object"}'),
+        ("regex", "[0-9]+"),
+        ("choice", ["a", "b"]),
+        ("grammar", "start: /a+/"),
+        ("json_object", True),
+    ],
+)
+def test_structured_outputs_are_params_or_a_dict(name, value):
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**{name: value}))
+    stated = params.sampling()["structured_outputs"]
+    assert stated == SamplingParams(structured_outputs={name: value}).sampling()["structured_outputs"]
+
+
+@pytest.mark.parametrize("several", [{}, {"regex": "a", "choice": ["a"]}, {"json": 7}])
+def test_structured_outputs_are_exactly_one(several):
+    with pytest.raises(InvalidRequest) as error:
+        StructuredOutputsParams(**several)
+    assert error.value.param == "structured_outputs"
+
+
+def test_a_clone_shares_nothing():
+    params = SamplingParams(stop=["a"], structured_outputs=StructuredOutputsParams(choice=["a"]))
+    clone = params.clone()
+    assert clone == params
+    assert clone.stop is not params.stop
 
 
 def test_only_what_is_not_none_is_stated():
