@@ -76,6 +76,11 @@ def test_queries_name_metrics_and_labels_that_there_are(where: str, query: str) 
         assert labels <= metrics[name], f"{where}: {name} has no {labels - metrics[name]}"
 
 
+@pytest.mark.parametrize(("where", "query"), list(queries()))
+def test_what_each_router_knows_of_all_nodes_is_not_added_up(where: str, query: str) -> None:
+    assert not re.search(r"\bsum\b[^()]*(?:\([^()]*\)\s*)?\(baton:(?:nodes|pool_\w+|bottleneck)\b", query), where
+
+
 def test_the_runbook_has_a_section_for_each_alert() -> None:
     sections = re.findall(r"^## (\w+)$", (ROOT / "docs" / "runbook.md").read_text(), re.MULTILINE)
     assert sections == [rule["alert"] for rule in rules()]
