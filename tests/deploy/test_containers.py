@@ -144,6 +144,7 @@ def test_compose_starts_commands_whose_flags_checks_and_stops_fit(service: str, 
         assert str(settings.advertise) == f"{service}:9000"
         assert seconds(about["stop_grace_period"]) > settings.drain_timeout + AFTER_DRAIN_S
         assert "shm_size" in about
+        assert about["tmpfs"] == ["/tmp:exec"]  # Triton loads from it; Docker's default is noexec
     assert about["read_only"]
     assert about["cap_drop"] == ["ALL"]
     assert all(port.startswith("127.0.0.1:") for port in about.get("ports", ()))
@@ -215,6 +216,7 @@ def test_units_start_commands_whose_flags_there_are_and_drain(path: Path, tmp_pa
     assert service["KillSignal"] == ["SIGTERM"]
     assert service["NoNewPrivileges"] == ["yes"]
     assert "LimitNOFILE" in service
+    assert (service["ProtectSystem"], service["PrivateTmp"]) == (["strict"], ["yes"])  # the first makes /tmp read-only
     assert ("LimitMEMLOCK" in service) == (command[0] != "router")
     # either hides GPUs
     assert command[0] == "router" or not {"PrivateDevices", "ProtectClock"} & service.keys()
