@@ -60,10 +60,13 @@ class Figures:
 
 
 def figures(windows: Sequence[Window]) -> Figures:
-    """Raises ValueError without a router's page."""
-    router = next((window for window in windows if window.role == "router"), None)
-    if router is None:
+    """Raises ValueError unless there are pages of one router."""
+    routers = [window for window in windows if window.role == "router"]
+    if not routers:
         raise ValueError("there is no page of a router among them")
+    if len(routers) > 1:
+        raise ValueError("there are pages of several routers, or of one that began again: name those of one")
+    (router,) = routers
     nodes = {role: [window for window in windows if window.role == role] for role in POOLS}
     ttft = "baton:time_to_first_token_seconds"
     num_first = router.increase(f"{ttft}_count")

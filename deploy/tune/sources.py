@@ -58,7 +58,10 @@ def watch(settings: TuneSettings, progress: Callable[[float], object], wait: Cal
         wait(max(0.0, began + settings.duration * look / NUM_LOOKS - time.monotonic()))
         for source in [source for source in pages if source not in missing]:
             try:
-                pages[source].append(Page.parse(fetch(source, headers if source == router else {})))
+                page = Page.parse(fetch(source, headers if source == router else {}))
+                if pages[source] and page.process != pages[source][0].process:
+                    raise ValueError("another process answers than before: it began again, or several have the address")
+                pages[source].append(page)
                 times.setdefault(source, []).append(time.monotonic())
             except (Unreadable, ValueError) as error:
                 if source == router:

@@ -388,6 +388,33 @@ def test_processes_are_watched(monkeypatch):
     assert (found.num_requests, len(looks)) == (2, 3)
 
 
+def watched(monkeypatch, starts: dict[str, list[int]]) -> sources.Watched:
+    """Of pages whose processes began at those times, by address."""
+
+    def page(url: str, _: object) -> str:
+        role = "router" if "//r/" in url else "decode"
+        return f'baton:build_info{{role="{role}"}} 1\nprocess_start_time_seconds {starts[url].pop(0)}\n'
+
+    monkeypatch.setattr(sources, "NUM_LOOKS", 1)
+    monkeypatch.setattr(sources, "fetch", page)
+    settings = TuneSettings(url="http://r", duration=0.1, node_metrics=(HostPort("n", 1),))
+    return sources.watch(settings, lambda _: None, lambda _: None)
+
+
+def test_pages_of_two_processes_are_never_compared(monkeypatch):
+    router, node = "http://r/metrics", "http://n:1/metrics"
+    found = watched(monkeypatch, {router: [5, 5], node: [6, 7]})
+    assert [window.role for window in found.windows] == ["router"]
+    assert "another process" in found.missing[node]
+    with pytest.raises(sources.Unreadable, match="--url: another process"):
+        watched(monkeypatch, {router: [5, 6], node: [7, 7]})
+
+
+def test_pages_of_several_routers_are_refused():
+    with pytest.raises(ValueError, match="several routers"):
+        figures([Window(router_pages()), Window(router_pages())])
+
+
 def test_nodes_are_those_that_the_router_names(monkeypatch):
     nodes = [{"metrics_address": "10.0.0.1:10001", "state": "up"}, {"state": "connecting"}]
     monkeypatch.setattr(sources, "fetch", lambda *_: json.dumps({"nodes": nodes}))
