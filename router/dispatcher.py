@@ -82,7 +82,7 @@ class Dispatcher:
                 raise NodeUnavailable(STOPPED)
             self._core.submit(request, now, received)
         except BatonError as error:
-            self._request_metrics.refused(error, time.monotonic() - received, request)
+            self._request_metrics.refused(error, request)
             raise
         self._sinks[request.request_id] = sink
         self._request_metrics.opened(request, received)

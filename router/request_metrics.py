@@ -60,9 +60,9 @@ class RequestMetrics:
         self._open[request.request_id] = _Account(model, received, metrics)
         metrics.prompt_tokens.inc(len(request.prompt_tokens))
 
-    def refused(self, error: BatonError, total_s: float, request: RoutedRequest | None = None) -> None:
+    def refused(self, error: BatonError, request: RoutedRequest | None = None) -> None:
         """A request that could not be placed at all; None: it did not come so far."""
-        self.metrics.ended(self._model_of(request), total_s, error)
+        self.metrics.refused(self._model_of(request), error)
 
     def retried(self, cause: str, request_id: str) -> None:
         """`request_id`: of the attempt, so that of a single sample ends with its index."""

@@ -87,7 +87,7 @@ class RouterServer:
         self.admission = Admission(
             settings.max_num_requests,
             settings.max_num_prompt_tokens,
-            on_refused=lambda error: request_metrics.refused(error, 0.0),
+            on_refused=request_metrics.refused,
         )
         self._service = Service(
             self.dispatcher,

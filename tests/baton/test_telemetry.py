@@ -56,12 +56,15 @@ def test_a_client_cannot_forge_lines(lines):
     assert len(lines.getvalue().splitlines()) == 1
 
 
-def test_tracebacks_are_kept(lines):
+def test_tracebacks_are_kept_and_cannot_forge_lines_either(lines):
     try:
-        raise ValueError("odd")
+        raise ValueError("odd\n2026-01-31T12:00:00.123Z level=info\r2026-01-31T12:00:00.123Z \x1b[2J")
     except ValueError:
         logging.getLogger("m").exception("failed")
-    assert "ValueError: odd" in lines.getvalue()
+    first, *traceback = lines.getvalue().splitlines()
+    assert " level=error " in first
+    assert all(line.startswith("  ") and line.isprintable() for line in traceback)
+    assert any(line.endswith("ValueError: odd") for line in traceback)
 
 
 def test_lines_as_json_are_objects_with_fields():
@@ -160,6 +163,18 @@ def test_token_times_are_taken_on_the_node():
     metrics.sent(Update(AttemptId(2, "r", 0), End()))
     assert not metrics._tokens._received
     assert not metrics._tokens._last
+
+
+def test_tokens_of_a_node_that_come_together_share_the_time_since_the_last_one():
+    registry, now = new_registry("decode"), [10.0]
+    metrics = NodeMetrics(registry, "tiny", clock=lambda: now[0])
+    for moment, num_tokens in ((10.0, 1), (12.0, 4)):
+        now[0] = moment
+        metrics.sent(Update(WORK, Tokens(0, 0, (5,) * num_tokens)))
+    labels, name = {"model_name": "tiny", "role": "decode"}, "baton:node_inter_token_latency_seconds"
+    assert registry.get_sample_value(f"{name}_count", labels) == 4
+    assert registry.get_sample_value(f"{name}_sum", labels) == 2.0
+    assert registry.get_sample_value(f"{name}_bucket", labels | {"le": "0.5"}) == 4
 
 
 def test_router_metrics():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
+from baton.errors import Overloaded
 from baton.messages import Tokens
 from baton.sampling import SamplingParams
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
@@ -54,6 +55,17 @@ def test_a_request_has_one_first_token_and_each_sample_its_own_pace(
     assert value(registry, "time_to_first_token_seconds_count") == 1
     assert value(registry, "time_to_first_token_seconds_sum") == pytest.approx(1.5)
     assert value(registry, "inter_token_latency_seconds_sum") == pytest.approx(0.5)
+
+
+def test_requests_that_are_refused_do_not_make_the_others_look_fast(
+    request_metrics: RequestMetrics, registry: CollectorRegistry
+) -> None:
+    for _ in range(99):
+        request_metrics.refused(Overloaded("full"))
+    request_metrics.event("r", RequestEnd(None, RequestTimings(total_s=5.0)), 15.0)
+    assert value(registry, "request_ends_total") == 100
+    assert value(registry, "e2e_request_latency_seconds_count") == 1
+    assert value(registry, "e2e_request_latency_seconds_sum") == 5.0
 
 
 @pytest.mark.parametrize(("num_attempts", "expected_s", "counted"), [(1, 0.5, 1), (2, 0.5, 0), (1, 0.0, 0)])

@@ -2,6 +2,8 @@
 
     2026-01-31T12:00:00.123Z level=info node_id=decode-0 request_id=r-17 logger=decode_node.server handoff open peer=p-1
 
+A traceback follows its line, indented: no line of it can pass for an event.
+
 Code logs through stdlib module loggers. The request's id comes from `request_scope` (coroutines of one request) or, if
 one thread serves many requests, from `extra={"request_id": ...}`. `json_logs` writes the same as JSON.
 """
@@ -78,7 +80,7 @@ class _LineFormatter(logging.Formatter):
             f" request_id={_one_line(request_id)} logger={record.name} {_one_line(record.getMessage())}"
         )
         if record.exc_info:
-            line += "\n" + self.formatException(record.exc_info)
+            line += "".join(f"\n  {_one_line(part)}" for part in self.formatException(record.exc_info).splitlines())
         return line
 
 

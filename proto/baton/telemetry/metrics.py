@@ -118,7 +118,7 @@ class RouterMetrics:
         self.inter_token_s = histogram(
             "inter_token_latency_seconds", "Between neighbouring tokens of a sample.", INTER_TOKEN_S
         )
-        self.request_s = histogram("e2e_request_latency_seconds", "Receipt of a request to its end.", _REQUEST_S)
+        self.request_s = histogram("e2e_request_latency_seconds", "Receipt to end, unless refused.", _REQUEST_S)
         self.timelines = TimelineMetrics(registry)
         self.pools = PoolMetrics(registry)
 
@@ -147,6 +147,10 @@ class RouterMetrics:
     def ended(self, model: str, total_s: float, error: BatonError | None, finish_reason: str = "") -> None:
         self.ends.labels(model, *outcome_labels(error, finish_reason)).inc()
         self.request_s.labels(model).observe(total_s)
+
+    def refused(self, model: str, error: BatonError) -> None:
+        """A request that was not taken up. It has no latency: a router that refuses most would look fast."""
+        self.ends.labels(model, *outcome_labels(error)).inc()
 
 
 class NodeMetrics:

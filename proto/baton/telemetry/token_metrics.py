@@ -46,7 +46,7 @@ class TokenMetrics:
         self._received[attempt_id] = self._clock()
 
     def sent(self, attempt_id: AttemptId, sample: int, num_tokens: int) -> None:
-        """So many tokens of the sample have come, at once."""
+        """So many tokens of the sample have come, at once, and share the time since the one before them."""
         self._generated.inc(num_tokens)
         now, last = self._clock(), self._last.get(attempt_id)
         if last is None:
@@ -54,7 +54,7 @@ class TokenMetrics:
             if received := self._received.pop(attempt_id, None):
                 self._first_token_s.observe(now - received)
         if sample in last:
-            self._inter_token_s.observe(now - last[sample])
+            self._inter_token_s.observe((now - last[sample]) / num_tokens, num_tokens)
         last[sample] = now
 
     def forget(self, attempt_id: AttemptId) -> None:
