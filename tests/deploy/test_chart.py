@@ -351,6 +351,7 @@ def test_pools_scale_by_metrics_that_routers_have() -> None:
         )
         assert "replicas" not in target["spec"]  # or an upgrade would undo the scaling
         for trigger in made["spec"]["triggers"]:
+            assert trigger["metadata"]["ignoreNullValues"] == "false"  # KEDA's default takes what is not there for 0
             for metric, matchers in re.findall(r"(baton:\w+)\{([^}]*)\}", trigger["metadata"]["query"]):
                 labels = set(re.findall(r"(\w+)=", matchers))
                 assert labels <= metrics[metric] | {"namespace", "service"}, metric  # the operator adds those two
@@ -365,6 +366,12 @@ def test_prometheus_can_read_what_keda_asks(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump({"groups": [{"name": "asked", "rules": rules}]}))
     ran = subprocess.run([str(PROMTOOL), "check", "rules", str(file)], capture_output=True, timeout=60, check=False)
     assert ran.returncode == 0, ran.stdout
+
+
+def test_no_hook_sleeps_for_no_time() -> None:
+    """Kubernetes refuses that before 1.33."""
+    hook = "{{- if $router.preStopSeconds }}\n          lifecycle:\n            preStop: { sleep: "
+    assert hook in (CHART / "templates" / "router.yaml").read_text()
 
 
 @pytest.mark.skipif(HELM is None, reason="helm is not installed")

@@ -31,6 +31,7 @@ spec:
       metadata:
         serverAddress: {{ .root.Values.autoscaling.prometheusUrl }}
         threshold: {{ .pool.autoscaling.requests | quote }}
+        ignoreNullValues: "false" # without figures of routers nothing is known: a pool stays as it is
         query: |-
           sum(max by (state) (baton:pool_requests{ {{- $of }}, pool="{{ .role }}"}))
     - type: prometheus
@@ -38,6 +39,7 @@ spec:
       metadata:
         serverAddress: {{ .root.Values.autoscaling.prometheusUrl }}
         threshold: "1"
+        ignoreNullValues: "false"
         # one more than there are, as long as this pool is the bottleneck; else 0, which asks for none
         query: |-
           (max(baton:nodes{ {{- $of }}, node_role="{{ .role }}", state="up"}) + 1)
