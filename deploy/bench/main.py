@@ -138,6 +138,7 @@ class Bench:
     async def _search(self) -> dict[str, Any]:
         settings = self._settings
         limits = Limits(settings.goodput_ttft or math.inf, settings.goodput_itl or math.inf)
+        low, high = settings.goodput_min_rate, settings.goodput_max_rate
         tried: dict[str, list[dict[str, float]]] = {}
         found = []
         for seed in settings.seeds:
@@ -149,9 +150,9 @@ class Bench:
                 trials.append({"rate": rate, "share": share})
                 return share >= settings.goodput_share
 
-            low, high = settings.goodput_min_rate, settings.goodput_max_rate
             found.append(await highest_rate(attains, low, high, settings.goodput_steps))
-        return {"requests_per_s": statistics.median(found), "per_seed": found, "trials": tried}
+        bounds = {"min_rate": low, "max_rate": high}
+        return {"requests_per_s": statistics.median(found), "per_seed": found, **bounds, "trials": tried}
 
 
 def _write(settings: BenchSettings, results: Results, text: str) -> None:

@@ -20,9 +20,16 @@ def report(runs: Mapping[str, Mapping[str, Any]], goodput: Mapping[str, Any] | N
     parts = [_run(name, run) for name, run in runs.items()]
     parts += [f"failure, for example: {detail}" for detail in details.values()]
     if goodput:
-        found = ", ".join(f"{rate:.3f}" for rate in goodput["per_seed"])
-        parts.append(f"goodput: {goodput['requests_per_s']:.3f} requests/s (median of {found})")
+        found = ", ".join(_rate(rate, goodput) for rate in goodput["per_seed"])
+        parts.append(f"goodput: {_rate(goodput['requests_per_s'], goodput)} requests/s (median of {found})")
     return "\n\n".join(parts)
+
+
+def _rate(rate: float, goodput: Mapping[str, Any]) -> str:
+    """Beyond the rates that were tried nothing is known."""
+    if rate >= goodput["max_rate"]:
+        return f"{rate:.3f} or more"
+    return f"{rate:.3f}" if rate else f"less than {goodput['min_rate']:.3f}"
 
 
 def _run(name: str, run: Mapping[str, Any]) -> str:

@@ -61,6 +61,13 @@ class BenchSettings(Settings):
     def _is_url(cls, url: str) -> str:
         return check_server_url(url)
 
+    @field_validator("api_key")
+    @classmethod
+    def _fits_a_header(cls, key: SecretStr | None) -> SecretStr | None:
+        if key and not (key.get_secret_value().isascii() and key.get_secret_value().isprintable()):
+            raise ValueError("must be printable ASCII characters, in one line")
+        return key
+
     @field_validator("seeds")
     @classmethod
     def _has_seeds(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:

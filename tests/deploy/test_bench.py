@@ -7,6 +7,7 @@ import gc
 import json
 import math
 import ssl
+import statistics
 from pathlib import Path
 from random import Random
 from unittest.mock import patch
@@ -24,6 +25,7 @@ from deploy.bench.load import Outcome, run_load
 from deploy.bench.main import Bench, main
 from deploy.bench.page import page
 from deploy.bench.plan import PlannedRequest, Planner
+from deploy.bench.report import report
 from deploy.bench.settings import BenchSettings
 from deploy.bench.stats import percentile, summary
 from deploy.bench.trace import read_trace
@@ -198,6 +200,8 @@ async def test_connections_are_used_again():
         (["--result-file=/no/such/folder/result.json"], "--result-file: cannot write"),
         (["--html-file=/"], "--html-file: cannot write"),
         (["--url=http://a..b"], "--url: must be http"),
+        (["--api-key=schlüssel"], "--api-key: must be printable"),
+        (["--api-key=a\nb: c"], "--api-key: must be printable"),
     ],
 )
 def test_bad_flags_exit_with_2(flags, told, capsys):
@@ -328,6 +332,19 @@ async def test_goodput_is_the_median_of_the_seeds():
     assert results.goodput is not None
     assert results.goodput["requests_per_s"] == 400
     assert [trial["share"] for trial in results.goodput["trials"]["seed 1"]] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("per_seed", "told"),
+    [
+        ([64.0, 64.0], "64.000 or more requests/s (median of 64.000 or more, 64.000 or more)"),
+        ([0.0], "less than 0.125 requests/s (median of less than 0.125)"),
+        ([2.0, 8.0], "5.000 requests/s (median of 2.000, 8.000)"),
+    ],
+)
+def test_goodput_beyond_the_rates_that_were_tried_is_a_bound(per_seed, told):
+    rates = {"requests_per_s": statistics.median(per_seed), "per_seed": per_seed, "min_rate": 0.125, "max_rate": 64.0}
+    assert report({}, rates, {}) == f"goodput: {told}"
 
 
 async def test_rates_that_are_almost_the_same_have_prompts_of_their_own():
