@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from baton.address import HostPort
-from benchmarks.http_stream import Connection, Streamed
+from benchmarks.http_stream import Connection, RequestFailed, Streamed
 from deploy.bench.load import shorten_collections
 from tools import tiny_tasks
 
@@ -86,7 +86,7 @@ class Load:
         async def one(index: int, at: float, stack: contextlib.AsyncExitStack) -> None:
             await asyncio.sleep(began + at - time.perf_counter())
             connection = idle.pop() if idle else await stack.enter_async_context(Connection(self.address))
-            answers[index] = await connection.stream("/v1/completions", bodies[index])
+            answers[index] = await _whole(connection, "/v1/completions", bodies[index])
             idle.append(connection)
 
         async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as requests:
@@ -103,9 +103,17 @@ class Load:
         async def stream() -> None:
             async with Connection(self.address) as connection:
                 for index, body in waiting:  # shared: each stream takes the next
-                    answers[index] = await connection.stream(path, body)
+                    answers[index] = await _whole(connection, path, body)
 
         async with asyncio.TaskGroup() as streams:
             for _ in range(min(concurrency, len(bodies))):
                 streams.create_task(stream())
         return [answers[index] for index in range(len(bodies))]
+
+
+async def _whole(connection: Connection, path: str, body: Mapping[str, Any]) -> Streamed:
+    """An answer of as many tokens as were asked for: a shorter one would look fast. Raises RequestFailed."""
+    answer = await connection.stream(path, body)
+    if body.get("ignore_eos") and len(answer.tokens) != body["max_tokens"]:
+        raise RequestFailed(f"an answer ended with {len(answer.tokens)} of {body['max_tokens']} tokens")
+    return answer

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -122,12 +123,13 @@ async def _watch(settings: MixedStepsSettings, address: HostPort, prompts: Promp
 
 
 def _row(gaps_s: Sequence[float], first_tokens_s: Sequence[float]) -> dict[str, float]:
+    """NaN of what there was none of."""
     return {
-        "gap p50": percentile(gaps_s or [0.0], 50) * 1e3,
-        "gap p99": percentile(gaps_s or [0.0], 99) * 1e3,
-        "longest": max(gaps_s, default=0.0) * 1e3,
-        "TTFT p50": percentile(first_tokens_s or [0.0], 50) * 1e3,
-        "TTFT max": max(first_tokens_s, default=0.0) * 1e3,
+        "gap p50": percentile(gaps_s, 50) * 1e3,
+        "gap p99": percentile(gaps_s, 99) * 1e3,
+        "longest": max(gaps_s, default=math.nan) * 1e3,
+        "TTFT p50": percentile(first_tokens_s, 50) * 1e3,
+        "TTFT max": max(first_tokens_s, default=math.nan) * 1e3,
     }
 
 
@@ -142,7 +144,8 @@ async def run(settings: MixedStepsSettings) -> dict[str, Any]:
         for length, row in (await measure(settings, target)).items():
             rows[f"target {target:g} prompt {length}"] = row
     print(table(rows, "milliseconds"))
-    return {"benchmark": "mixed_steps", "up": settings.up, "streams": settings.streams, "rows": rows}
+    known = {name: {of: ms for of, ms in row.items() if not math.isnan(ms)} for name, row in rows.items()}
+    return {"benchmark": "mixed_steps", "up": settings.up, "streams": settings.streams, "rows": known}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -22,7 +22,7 @@ from baton.address import HostPort
 from baton.settings import Settings, parse
 from benchmarks.checks import WrongAnswers, check_concurrency, check_recall
 from benchmarks.cluster import running_cluster
-from benchmarks.http_stream import Connection, Streamed
+from benchmarks.http_stream import Connection, RequestFailed, Streamed
 from benchmarks.load import Load, Prompts, address_of
 from deploy.bench.stats import percentile, summary, table
 
@@ -215,13 +215,12 @@ def _note(text: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Exits with 1 if an answer is wrong, before anything is measured."""
+    """Exits with 1 if an answer is wrong, before anything is measured, and if a request fails."""
     settings = parse(ServeSettings, argv)
     try:
         line = asyncio.run(run(settings))
-    except WrongAnswers as error:
-        sys.stderr.write(f"{settings.prog}: {error}\n")
-        sys.exit(1)
+    except* (WrongAnswers, RequestFailed, OSError) as errors:
+        sys.exit(f"{settings.prog}: {errors.exceptions[0]}")
     print(json.dumps(line), flush=True)
 
 

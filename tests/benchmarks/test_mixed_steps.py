@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
@@ -16,6 +17,14 @@ def test_a_gap_counts_where_a_prompt_was_there_for_some_of_it() -> None:
     assert gaps_during([answer], [(3.0, 4.0)]) == [3.0]
     assert gaps_during([answer], [(1.5, 2.5), (8.0, 10.0)]) == [1.0, 3.0, 3.0]
     assert gaps_during([answer], [(10.0, 11.0)]) == []
+
+
+def test_what_was_not_measured_is_no_zero() -> None:
+    row = mixed_steps._row([], [0.5])
+    assert math.isnan(row["gap p99"])
+    assert math.isnan(row["longest"])
+    assert (row["TTFT p50"], row["TTFT max"]) == (500.0, 500.0)
+    assert math.isnan(mixed_steps._row([0.1], [])["TTFT p50"])
 
 
 @pytest.mark.full
