@@ -78,5 +78,5 @@ class Snapshot:
 
 def _order(node: dict[str, Any]) -> tuple[bool, list[tuple[int, str]]]:
     """Prefill nodes first, each role by name, in which node-10 comes after node-9."""
-    parts = re.split(r"(\d+)", node["node_id"] or node["address"])
-    return node["role"] != "prefill", [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+    parts = re.split("([0-9]{1,18})", node["node_id"] or node["address"])  # every other one is a number
+    return node["role"] != "prefill", [(int(part), "") if i % 2 else (-1, part) for i, part in enumerate(parts)]

@@ -14,7 +14,7 @@ from pydantic import SecretStr
 
 from baton.telemetry import RouterMetrics
 from router.console.page import files
-from router.console.snapshot import Snapshot
+from router.console.snapshot import Snapshot, _order
 from router.console.work import add_up, histogram_of, sums_of
 from router.kv_flows import KvFlow, KvFlows
 from router.workers.siblings import Siblings, WorkerPlace
@@ -57,6 +57,13 @@ async def test_a_snapshot_has_nodes_work_and_flows(
     assert (sum(work["first_token_s"]["counts"]), work["num_prompt_tokens"] > 0) == (2, True)
     assert len(work["inter_token_s"]["counts"]) == len(work["inter_token_s"]["bounds"]) + 1
     assert set(work["requests"].values()) == {0}
+
+
+def test_nodes_are_in_the_order_of_their_numbers_whatever_they_are_called() -> None:
+    names = ["node-10", "node-9", "1²3", "²", "٣", "7" * 5000]
+    found = sorted(({"role": "decode", "node_id": name, "address": "a:1"} for name in names), key=_order)
+    assert [node["node_id"] for node in found if node["node_id"].startswith("node-")] == ["node-9", "node-10"]
+    assert len(found) == len(names)
 
 
 async def timeline(client: httpx.AsyncClient) -> dict[str, Any]:
