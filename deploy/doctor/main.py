@@ -37,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if settings.self_test and installed_version("torch") is not None:
         with console.status(_title(settings)):
             findings += self_test(settings)
+    elif settings.peer or settings.listen:
+        text = "There is no torch here, so the way to the other machine was not tested."
+        findings.append(failure("peer", text, "Run it where nodes run, with what they need."))
     if settings.json_output:
         print(report.as_json(findings))
     else:

@@ -317,6 +317,15 @@ def test_the_exit_code_says_whether_a_check_failed(planted, capsys):
     assert stated["findings"][1] == {"check": "b", "verdict": "failure", "found": "Bad.", "do": "Mend it."}
 
 
+@pytest.mark.parametrize("flag", ["--peer=127.0.0.1:1", "--listen=127.0.0.1:1"])
+def test_a_test_with_another_machine_that_cannot_be_made_has_failed(flag, planted, monkeypatch, capsys):
+    monkeypatch.setattr(main, "installed_version", lambda _: None)
+    with pytest.raises(SystemExit) as ended:
+        main.main([flag, "--json"])
+    assert ended.value.code == 1
+    assert "not tested" in json.loads(capsys.readouterr().out)["findings"][-1]["found"]
+
+
 def test_a_table_has_what_was_found_and_what_to_do(capsys):
     report.print_table([failure("b", "Bad.", "Mend it.")], Console(width=80))
     out = capsys.readouterr().out
