@@ -145,6 +145,17 @@ def test_the_values_that_come_with_the_chart_match_its_schema() -> None:
         assert all("is a required property" in message for message in wrong), wrong  # the defaults have the rest
 
 
+@pytest.mark.parametrize("where", ["router", "node", "prefill", "decode"])
+@pytest.mark.parametrize("flag", ["drain-timeout", "http", "grpc", "listen", "metrics-port"])
+def test_flags_on_which_the_rest_of_a_pod_depends_are_refused_among_args(where: str, flag: str) -> None:
+    """The time before a pod is killed, and the ports of probes and services."""
+    check = jsonschema_rs.validator_for(json.loads((CHART / "values.schema.json").read_text())["properties"][where])
+    needed = {"replicas": 1, "autoscaling": {}} if where in ("prefill", "decode") else {}
+    assert check.is_valid({**needed, "args": [f"--{flag}s=600"]})
+    assert not check.is_valid({**needed, "args": [f"--{flag}=600"]})
+    assert not check.is_valid({**needed, "args": [f"--{flag}", "600"]})
+
+
 @every_set
 def test_kubernetes_own_schemas_accept_every_object(name: str) -> None:
     for made in objects(name):
