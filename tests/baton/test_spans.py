@@ -1,11 +1,17 @@
 """A timeline becomes the spans of one trace, in which each lies within its parent."""
 
 import dataclasses
+import threading
+import time
+from collections.abc import Sequence
 
 import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from baton.messages import Adopted
 from baton.node_times import DecodeTimes, Gap, PromptTimes
+from baton.telemetry import otlp
 from baton.telemetry.otlp import SpanSender
 from baton.telemetry.spans import Span, spans_of
 from baton.telemetry.timeline import Timeline, first_token_stages
@@ -107,3 +113,24 @@ def test_a_collector_gets_the_trace():
     assert root.parent_span_id == (2).to_bytes(8, "big")
     first_token_s, stages = first_token_of(root)
     assert sum(stages.values()) == pytest.approx(first_token_s, rel=0.02)
+
+
+def test_a_collector_that_does_not_answer_keeps_nobody_from_ending(monkeypatch):
+    monkeypatch.setattr(otlp, "_CLOSE_S", 0.01)
+    asked, released = threading.Event(), threading.Event()
+
+    class Silent(SpanExporter):
+        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+            asked.set()
+            released.wait(10)
+            return SpanExportResult.FAILURE
+
+    sender = SpanSender("http://nowhere", "router-0", Silent())
+    sender.send(TRACED)
+    began = time.monotonic()
+    try:
+        sender.close()
+        assert asked.wait(10)
+    finally:
+        released.set()
+    assert time.monotonic() - began < 9
