@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from prometheus_client import CollectorRegistry
 
 from baton.errors import Overloaded
 from baton.messages import Tokens
+from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
 from router.request_metrics import RequestMetrics
 from router.request_state import RequestEnd, RequestTimings, RoutedRequest
+from router.settings import RouterSettings
+from tools.metrics_page import node_registry, router_registry
 
 
 @pytest.fixture
@@ -83,3 +88,20 @@ def test_placements_are_counted_by_kind(registry: CollectorRegistry) -> None:
     for total in (2, 5):
         metrics.set_placements("cost", {"pair": total, "waited": 1})
     assert value(registry, "placements_total") == 6
+
+
+@pytest.mark.parametrize(
+    ("registry", "histogram"),
+    [
+        (router_registry(), "e2e_request_latency_seconds"),
+        (router_registry(), "time_to_first_token_seconds"),
+        (router_registry(), "time_to_first_token_stage_seconds"),
+        (node_registry(NodeRole.PREFILL), "request_queue_time_seconds"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_histogram_tells_how_long_the_longest_request_took(registry: CollectorRegistry, histogram: str) -> None:
+    """A quantile above the last bound is shown as that bound."""
+    samples = [sample for metric in registry.collect() for sample in metric.samples]
+    bounds = {float(s.labels["le"]) for s in samples if s.name == f"baton:{histogram}_bucket"} - {math.inf}
+    assert max(bounds) >= RouterSettings.model_fields["request_timeout"].default

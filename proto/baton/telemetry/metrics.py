@@ -23,14 +23,16 @@ from baton.telemetry.experts import ExpertMetrics, ExpertReadings
 from baton.telemetry.pools import PoolMetrics
 from baton.telemetry.steps import StepMetrics
 from baton.telemetry.tally import CounterByModel, HistogramByModel
-from baton.telemetry.timeline_metrics import TimelineMetrics
+from baton.telemetry.timeline_metrics import PHASE_S, TimelineMetrics
 from baton.telemetry.token_metrics import FIRST_TOKEN_S, INTER_TOKEN_S, TokenMetrics
 from baton.telemetry.vllm_names import vllm_metrics
 from baton.v1 import common_pb2
 
 _RATIO = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
-_REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
-_PHASE_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_REQUEST_S = (  # as in vLLM
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0),
+    *(960.0, 1920.0, 7680.0),
+)
 
 
 ROUTER = "router"
@@ -159,7 +161,7 @@ class NodeMetrics:
     def __init__(self, registry: CollectorRegistry, model: str, clock: Callable[[], float] = time.monotonic) -> None:
         names, values = ["model_name"], (model,)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...] = _PHASE_S) -> Histogram:
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = PHASE_S) -> Histogram:
             return Histogram(f"baton:{name}", text, names, buckets=buckets, registry=registry).labels(*values)
 
         def counter(name: str, text: str) -> Counter:

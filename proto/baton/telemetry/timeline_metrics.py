@@ -7,7 +7,11 @@ from prometheus_client import CollectorRegistry, Counter
 from baton.telemetry.tally import HistogramByModel, TallyHistogram
 from baton.telemetry.timeline import STAGES, AttemptTimeline, Timeline, first_token_stages
 
-_STAGE_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+PHASE_S = (
+    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0),
+)
+"""Of a part of a request, which may be nearly all of it."""
 _SOURCES = ("prefill_node", "decode_node")
 
 
@@ -16,7 +20,7 @@ class TimelineMetrics:
         self._stage_s = HistogramByModel(
             "baton:time_to_first_token_stage_seconds",
             "Parts of the time to first token, which add up to it; requests without a stage do not count in it.",
-            _STAGE_S,
+            PHASE_S,
             registry,
             "stage",
         )
