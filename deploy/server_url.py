@@ -6,7 +6,10 @@ from urllib.parse import urlsplit
 
 
 def check_server_url(url: str) -> str:
-    """The URL without a slash at its end. Raises ValueError unless it is http:// or https:// with a host."""
+    """The URL without a slash at its end. Raises ValueError unless it is http:// or https:// with a host. A user and a
+    password in it would be sent by nobody, but written into reports."""
+    if "@" in url.partition("//")[2].partition("/")[0]:
+        raise ValueError("must be http://HOST:PORT or https://HOST:PORT without '@': a key goes into --api-key")
     try:
         parts = urlsplit(url)
         good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not parts.query

@@ -62,7 +62,7 @@ class Client:
         self._host = parts.hostname or ""
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._tls else 80)
-        self._netloc = parts.netloc.rpartition("@")[2]
+        self._netloc = parts.netloc
         self._idle: list[_Connection] = []
 
     async def stream(self, name: str, body: Mapping[str, Any], timeout_s: float) -> Answer:

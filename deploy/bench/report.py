@@ -57,7 +57,7 @@ def environment() -> dict[str, Any]:
 
 
 def as_json(value: Any) -> str:
-    """NaN, which JSON lacks, becomes null."""
+    """NaN, which JSON lacks, becomes null, and infinity the text that a flag takes: --request-rate=inf is not unset."""
     return json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
 
 
@@ -66,4 +66,6 @@ def _finite(value: Any) -> Any:
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return value

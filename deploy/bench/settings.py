@@ -33,7 +33,9 @@ class BenchSettings(Settings):
     prefix_len: int = Field(2048, ge=512, description="words of a shared prefix, rounded down to a multiple of 512")
     num_prefixes: int = Field(16, ge=1, description="shared prefixes, the n-th used 1/n as often as the first")
     num_turns: int = Field(4, ge=1, description="turns of a conversation")
-    think_time: float = Field(2.0, gt=0, description="mean seconds from one turn of a conversation to the next")
+    think_time: float = Field(
+        2.0, gt=0, allow_inf_nan=False, description="mean seconds from one turn of a conversation to the next"
+    )
     num_prompts: int = Field(100, ge=1, description="requests for each seed; of a trace, its first ones")
     request_rate: float | None = Field(
         None, gt=0, description="mean requests a second; unset: 1, and of a trace its own times"

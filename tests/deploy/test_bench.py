@@ -25,7 +25,7 @@ from deploy.bench.load import Outcome, run_load
 from deploy.bench.main import Bench, main
 from deploy.bench.page import page
 from deploy.bench.plan import PlannedRequest, Planner
-from deploy.bench.report import report
+from deploy.bench.report import as_json, report
 from deploy.bench.settings import BenchSettings
 from deploy.bench.stats import percentile, summary
 from deploy.bench.trace import read_trace
@@ -200,6 +200,7 @@ async def test_connections_are_used_again():
         (["--result-file=/no/such/folder/result.json"], "--result-file: cannot write"),
         (["--html-file=/"], "--html-file: cannot write"),
         (["--url=http://a..b"], "--url: must be http"),
+        (["--workload=multi-turn", "--think-time=inf"], "--think-time"),
         (["--api-key=schlüssel"], "--api-key: must be printable"),
         (["--api-key=a\nb: c"], "--api-key: must be printable"),
     ],
@@ -209,6 +210,15 @@ def test_bad_flags_exit_with_2(flags, told, capsys):
         main(flags)
     assert ended.value.code == 2
     assert told in capsys.readouterr().err
+
+
+def test_a_password_in_the_url_is_refused_and_not_shown(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--url=http://me:s3cret@127.0.0.1:1"])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert "--url: must be http" in told
+    assert "s3cret" not in told
 
 
 @pytest.mark.parametrize("timestamp", ["NaN", "Infinity", "-1"])
@@ -357,6 +367,11 @@ async def test_rates_that_are_almost_the_same_have_prompts_of_their_own():
             results = await bench.run()
     assert len(results.runs) == 4
     assert len({body["prompt"] for body in stub.bodies}) == 4
+
+
+def test_results_tell_an_infinite_rate_from_none():
+    stated = json.loads(as_json({"request_rate": math.inf, "unset": None, "p99": [math.nan, 1.5]}))
+    assert stated == {"request_rate": "inf", "unset": None, "p99": [None, 1.5]}
 
 
 def test_ctrl_c_reports_the_runs_that_are_over(capsys):
