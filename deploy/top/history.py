@@ -91,8 +91,13 @@ _TOTALS = ("num_generation_tokens", "num_prompt_tokens")
 
 
 def _is_anew(before: Snapshot, now: Snapshot) -> bool:
-    return before["num_workers_answered"] != now["num_workers_answered"] or any(
-        now["work"][name] < before["work"][name] for name in _TOTALS
+    """Of several workers, one may have begun again while the others made the sums grow: its share of some bucket is
+    missing."""
+    old, new = before["work"], now["work"]
+    return (
+        before["num_workers_answered"] != now["num_workers_answered"]
+        or any(new[name] < old[name] for name in _TOTALS)
+        or any(b < a for name in HISTOGRAMS for a, b in zip(old[name]["counts"], new[name]["counts"], strict=False))
     )
 
 

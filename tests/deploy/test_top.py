@@ -98,6 +98,15 @@ def row_of(text: str, name: str) -> list[str]:
     return line.split()
 
 
+def test_a_worker_that_began_again_unseen_makes_no_quantiles_of_less_than_nothing() -> None:
+    history = History()
+    history.add(snapshot_at(10.0, 1000, (50, 0, 50)))
+    history.add(snapshot_at(70.0, 1100, (3, 9, 60)))  # more tokens in all, by the other worker
+    assert math.isnan(history.quantile("first_token_s", 0.5))
+    history.add(snapshot_at(71.0, 1200, (3, 13, 60)))
+    assert history.quantile("first_token_s", 1.0) == pytest.approx(0.2)
+
+
 # ---- the command ----
 
 

@@ -84,9 +84,14 @@ function isAnew(before, now) {
   return (
     before.num_workers_answered !== now.num_workers_answered ||
     now.work.num_prompt_tokens < before.work.num_prompt_tokens ||
-    now.work.num_generation_tokens < before.work.num_generation_tokens
+    now.work.num_generation_tokens < before.work.num_generation_tokens ||
+    fell(now.work.first_token_s, before.work.first_token_s) ||
+    fell(now.work.inter_token_s, before.work.inter_token_s)
   );
 }
+
+// Of several workers, one may have begun again while the others made the sums grow.
+const fell = (now, before) => before.counts.some((count, i) => (now.counts[i] ?? 0) < count);
 
 function minus(now, before) {
   return { bounds: now.bounds, counts: now.counts.map((count, i) => count - (before.counts[i] ?? 0)) };
