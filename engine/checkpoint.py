@@ -1,17 +1,27 @@
-"""Which folder `--model` means, and what it lacks, judged from its files before torch and transformers are imported."""
+"""Which folder `--model` means, what it lacks, and what its JSON files state, judged from its files before torch and
+transformers are imported."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from baton.node_info import GenerationDefaults
+from baton.sampling import RANGES
 
 EMBEDDED = {name: Path(__file__).parent / "checkpoints" / name for name in ("baton-tiny", "baton-tiny-moe")}
 """Models that come with baton: a dense one, and a mixture of experts."""
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
 """A tokenizer has at least one of these files."""
 
+_GENERATION = "generation_config.json"
+_COUNTS = {"top_k": RANGES["top_k"], "max_new_tokens": RANGES["max_tokens"]}
+_DEFAULTS = _COUNTS | {name: RANGES[name] for name in ("temperature", "top_p", "min_p", "repetition_penalty")}
+"""What is read of generation_config.json beside EOS ids, and the values that a request may have."""
+_TOKEN_IDS = range(2**31)
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 
@@ -36,13 +46,45 @@ def read_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     if not file.is_file():
         raise ValueError("the folder has no config.json")
+    return read_json(file)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object that the file holds. Raises ValueError, naming the file."""
     try:
         stated = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"config.json cannot be read: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file.name} cannot be read: {error}") from error
     if not isinstance(stated, dict):
-        raise ValueError("config.json holds no object")
+        raise ValueError(f"{file.name} holds no object")
     return stated
+
+
+def read_generation_defaults(folder: Path, stated: Mapping[str, Any]) -> GenerationDefaults:
+    """What generation_config.json states; EOS ids come from config.json, `stated`, if it states none. Raises ValueError
+    for values with which no request could be run."""
+    file = folder / _GENERATION
+    generation = read_json(file) if file.is_file() else {}
+    eos = generation.get("eos_token_id")
+    ends = _token_ids(stated.get("eos_token_id") if eos is None else eos)
+    return GenerationDefaults(ends, **{name: _default(name, generation.get(name)) for name in _DEFAULTS})
+
+
+def _token_ids(eos: object) -> tuple[int, ...]:
+    """Without ids that no token has: some files say -1 for none."""
+    ids: list[Any] = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(type(token) is int for token in ids):
+        raise ValueError(f"eos_token_id must be a token id or a list of them, not {eos!r}")
+    return tuple(token for token in ids if token in _TOKEN_IDS)
+
+
+def _default(name: str, value: Any) -> Any:
+    if value is None or (name == "top_k" and value == -1):  # vLLM's older way to say off
+        return None
+    valid = _DEFAULTS[name]
+    if type(value) not in (int, float) or value not in valid or (name in _COUNTS and value % 1):
+        raise ValueError(f"{_GENERATION}: {name} {valid.text}, not {value!r}")
+    return int(value) if name in _COUNTS else value
 
 
 def why_no_checkpoint(folder: Path) -> str | None:

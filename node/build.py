@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -195,7 +194,7 @@ def _build(
     pipeline: Pipeline,
     peers: PeerNodes | None = None,
 ) -> LoadedModel:
-    tokenizer = _read_tokenizer(settings, checkpoint.path)
+    tokenizer, checkpoint = _with_tokenizer(settings, checkpoint)
     data = ONE_NODE if peers is None else join_ranks(settings, 0, peers.rendezvous.store, device_of(settings))
     part = load_part(settings, checkpoint, pipeline, data)
     config, device = part.config, part.model.device
@@ -265,9 +264,11 @@ def _graph_sizes(settings: NodeSettings, config: EngineConfig, device: torch.dev
     return sorted({min(size, config.max_num_seqs) for size in wanted})
 
 
-def _read_tokenizer(settings: NodeSettings, path: Path) -> TokenizerFiles:
-    """The checkpoint's tokenizer; if it has none, baton-tiny's with dummy weights, whose output is meaningless."""
-    if settings.load_format == "dummy" and not has_tokenizer(path):
-        log.warning("%s has no tokenizer: baton-tiny's stands in for it", path)
-        path = EMBEDDED["baton-tiny"]
-    return read_tokenizer(path)
+def _with_tokenizer(settings: NodeSettings, checkpoint: Checkpoint) -> tuple[TokenizerFiles, Checkpoint]:
+    """The checkpoint's tokenizer, with whose EOS answers end, too; if it has none, baton-tiny's with dummy weights,
+    whose output is meaningless."""
+    if settings.load_format == "dummy" and not has_tokenizer(checkpoint.path):
+        log.warning("%s has no tokenizer: baton-tiny's stands in for it", checkpoint.path)
+        return read_tokenizer(EMBEDDED["baton-tiny"]), checkpoint
+    tokenizer = read_tokenizer(checkpoint.path)
+    return tokenizer, checkpoint.also_ending_at(tokenizer.eos_token_id)

@@ -19,11 +19,13 @@ from node.settings import NodeSettings
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """`json`: a tokenizer.json. `special_tokens`: bos_token, eos_token, ... by name, for the chat template."""
+    """`json`: a tokenizer.json. `special_tokens`: bos_token, eos_token, ... by name, for the chat template.
+    `eos_token_id`: None: it has none, or is not known."""
 
     json: bytes
     chat_template: str
     special_tokens: dict[str, str]
+    eos_token_id: int | None = None
 
     @property
     def digest(self) -> str:

@@ -11,12 +11,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from baton.incarnation import new_incarnation
 from baton.layout import KvLayout
 from baton.node_info import GenerationDefaults
-from engine.checkpoint import local_folder, read_config
+from engine.checkpoint import local_folder, read_config, read_generation_defaults, read_json
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.simulated.alarm import Alarm
@@ -175,7 +174,7 @@ def _read_model(folder: Path) -> _ModelFiles:
     added = json.loads(tokenizer.json).get("added_tokens", ())
     return _ModelFiles(
         tokenizer,
-        _generation_defaults(folder, stated),
+        read_generation_defaults(folder, stated),
         int(stated["vocab_size"]),
         tuple(int(token["id"]) for token in added if token.get("special")),
         hashlib.sha256(json.dumps(stated, sort_keys=True).encode()).hexdigest(),
@@ -188,27 +187,13 @@ def _read_tokenizer(folder: Path) -> TokenizerFiles:
         data = (folder / "tokenizer.json").read_bytes()
     except OSError as error:
         raise ValueError(f"{folder}: a simulated node needs tokenizer.json: {error.strerror}") from None
-    stated = _read_json(folder / "tokenizer_config.json")
+    config = folder / "tokenizer_config.json"
+    stated = read_json(config) if config.is_file() else {}
     template_file = folder / "chat_template.jinja"
     template = template_file.read_text(encoding="utf-8") if template_file.is_file() else stated.get("chat_template")
     names = {name: _text(value) for name, value in stated.items() if name.endswith("_token")}
     special = {name: text for name, text in names.items() if text is not None}
     return TokenizerFiles(data, template if isinstance(template, str) else "", special)
-
-
-def _generation_defaults(folder: Path, stated: dict[str, Any]) -> GenerationDefaults:
-    defaults = _read_json(folder / "generation_config.json")
-    eos = defaults.get("eos_token_id", stated.get("eos_token_id"))
-    ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
-    return GenerationDefaults(eos_token_ids=ids)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Empty if there is no such file. Raises ValueError."""
-    if not path.is_file():
-        return {}
-    stated = json.loads(path.read_text(encoding="utf-8"))
-    return stated if isinstance(stated, dict) else {}
 
 
 def _text(token: object) -> str | None:

@@ -20,8 +20,9 @@ def read_tokenizer(path: Path) -> TokenizerFiles:
         raise UnsupportedModel(f"{path}: {problem}")
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    except (ValueError, KeyError, OSError, ImportError) as error:
-        raise UnsupportedModel(f"{path}: the tokenizer cannot be loaded: {error}") from error
+    except Exception as error:  # the library raises that itself, and others where transformers does not expect a value
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UnsupportedModel(f"{path}: the tokenizer cannot be loaded: {reason}") from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UnsupportedModel(f"{path}: {type(tokenizer).__name__} has no fast form (tokenizer.json)")
@@ -29,6 +30,7 @@ def read_tokenizer(path: Path) -> TokenizerFiles:
         json=backend.to_str().encode(),
         chat_template=_chat_template(tokenizer.chat_template),
         special_tokens={name: str(token) for name, token in tokenizer.special_tokens_map.items() if _is_text(token)},
+        eos_token_id=tokenizer.eos_token_id,
     )
 
 

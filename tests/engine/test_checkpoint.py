@@ -50,6 +50,39 @@ def test_generation_defaults(copy: Path) -> None:
     assert Checkpoint.open(copy).generation_defaults == GenerationDefaults()
 
 
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
+        ({"eos_token_id": [4, -1]}, GenerationDefaults(eos_token_ids=(4,))),
+        ({"eos_token_id": -1, "top_k": -1}, GenerationDefaults()),
+        ({"top_k": 50.0}, GenerationDefaults(eos_token_ids=(tiny_models.EOS,), top_k=50)),
+    ],
+)
+def test_generation_defaults_in_other_words(copy: Path, stated: dict[str, Any], expected: GenerationDefaults) -> None:
+    (copy / "generation_config.json").write_text(json.dumps(stated))
+    assert Checkpoint.open(copy).generation_defaults == expected
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"temperature": "0.6"},
+        {"temperature": True},
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"top_p": 0},
+        {"top_k": 1.5},
+        {"max_new_tokens": 0},
+        {"eos_token_id": "2"},
+        {"eos_token_id": [2, None]},
+    ],
+)
+def test_generation_defaults_with_which_no_request_could_run(copy: Path, stated: dict[str, Any]) -> None:
+    (copy / "generation_config.json").write_text(json.dumps(stated))
+    with pytest.raises(UnsupportedModel, match=next(iter(stated))):
+        Checkpoint.open(copy)
+
+
 def test_fingerprints_tell_models_apart(checkpoint: Path, copy: Path) -> None:
     original = Checkpoint.open(checkpoint).fingerprint()
     assert len(original) == 64
@@ -85,8 +118,9 @@ def test_loading_leaves_the_configuration_as_it_was(checkpoint: Path, load_forma
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-def test_a_file_that_cannot_be_parsed_is_named(copy: Path, name: str) -> None:
-    (copy / name).write_text("{")
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000], ids=["cut-off", "no-object", "deep"])
+def test_a_file_that_cannot_be_parsed_is_named(copy: Path, name: str, text: str) -> None:
+    (copy / name).write_text(text)
     with pytest.raises(UnsupportedModel, match=name.replace(".", r"\.")):
         Checkpoint.open(copy)
 

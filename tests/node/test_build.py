@@ -59,6 +59,37 @@ def test_a_checkpoint_becomes_an_engine_and_all_that_a_router_needs(checkpoint):
     assert built.tokenizer.digest == hashlib.sha256(built.tokenizer.json).hexdigest()
 
 
+@pytest.mark.parametrize(
+    ("stated", "text", "expected"),
+    [([5], "<eos>", (5, 0)), (0, "<eos>", (0,)), (5, None, (5,)), (5, "beyond the vocabulary", (5,))],
+)
+def test_answers_end_at_the_tokenizers_eos_too(checkpoint, tmp_path, stated, text, expected):
+    """Fine-tunes for chats often keep the base model's generation_config.json."""
+    folder = shutil.copytree(checkpoint, tmp_path / "copy")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stated}))
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": text}))
+    built = build(settings(folder))
+    assert built.engine.config.eos_token_ids == built.generation_defaults.eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tokenizer.json", "[]"),
+        ("tokenizer.json", "[" * 100_000),
+        ("tokenizer.json", json.dumps({"version": "9.0", "added_tokens": [], "model": {}})),
+        ("tokenizer_config.json", '{"eos_token": 5}'),
+    ],
+    ids=["no-object", "deep", "another-version", "no-text"],
+)
+def test_a_tokenizer_that_cannot_be_read_ends_the_start_with_one_line(checkpoint, tmp_path, name, text):
+    folder = shutil.copytree(checkpoint, tmp_path / "copy")
+    (folder / name).write_text(text)
+    with pytest.raises(UnsupportedModel, match=r"the tokenizer cannot be loaded: [^\n]+$"):
+        build(settings(folder))
+
+
 def test_layers_with_a_window_have_blocks_of_their_own(tmp_path):
     """Of two layers the first has a window of 20."""
     folder = tiny_models.save(tiny_models.CONFIGS["gemma2"], tmp_path)

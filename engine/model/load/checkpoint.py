@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from baton.node_info import GenerationDefaults
-from engine.checkpoint import local_folder, read_config, why_no_checkpoint
+from engine.checkpoint import local_folder, read_config, read_generation_defaults, why_no_checkpoint
 from engine.model import rope
 from engine.model.errors import ModelNotFound, UnsupportedModel
 from engine.model.load.safetensors_index import StoredTensor, read_stored, weight_files
@@ -29,13 +30,13 @@ _SAMPLE_BYTES = 4096
 class Checkpoint:
     """What a model is loaded from. Made by `find` or `open`; the files must not change while it is in use.
 
-    stated, stated_generation: config.json and generation_config.json, parsed; the latter is empty if there is no such
-    file. config: transformers' own object for config.json; copy it to build a model, since that writes to it.
+    stated: config.json, parsed. generation_defaults: what generation_config.json states. config: transformers' own
+    object for config.json; copy it to build a model, since that writes to it.
     """
 
     path: Path
     stated: Mapping[str, Any]
-    stated_generation: Mapping[str, Any]
+    generation_defaults: GenerationDefaults
     config: Any
 
     @classmethod
@@ -48,7 +49,8 @@ class Checkpoint:
     def open(cls, path: Path) -> Checkpoint:
         """The checkpoint in a folder. Code that comes with it is never run. Raises UnsupportedModel."""
         try:
-            stated, generation = read_config(path), _read_generation_config(path)
+            stated = read_config(path)
+            generation = read_generation_defaults(path, stated)
             config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
         except (ValueError, KeyError, OSError) as error:
             raise UnsupportedModel(f"{path}: {error}") from error
@@ -75,22 +77,15 @@ class Checkpoint:
     def vocab_size(self) -> int:
         return int(self.text_config.vocab_size)
 
-    @property
-    def generation_defaults(self) -> GenerationDefaults:
-        """What generation_config.json states; EOS ids come from config.json if it states none."""
-        stated = self.stated_generation
-        eos = stated.get("eos_token_id")
-        if eos is None:
-            eos = self.stated.get("eos_token_id")
-        return GenerationDefaults(
-            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-            temperature=stated.get("temperature"),
-            top_p=stated.get("top_p"),
-            top_k=stated.get("top_k"),
-            min_p=stated.get("min_p"),
-            repetition_penalty=stated.get("repetition_penalty"),
-            max_new_tokens=stated.get("max_new_tokens"),
-        )
+    def also_ending_at(self, token: int | None) -> Checkpoint:
+        """The checkpoint with one more EOS, that of its tokenizer: fine-tunes often have a generation_config.json that
+        still states the base model's alone. vLLM ends answers at both, too (`update_from_generation_config` in
+        vllm/sampling_params.py). None, or none of the model's tokens: as it is."""
+        known = self.generation_defaults.eos_token_ids
+        if token is None or token in known or token >= self.vocab_size:
+            return self
+        defaults = dataclasses.replace(self.generation_defaults, eos_token_ids=(*known, token))
+        return dataclasses.replace(self, generation_defaults=defaults)
 
     @cached_property
     def weights(self) -> Mapping[str, StoredTensor]:
@@ -142,15 +137,3 @@ def _resolve(name: str, revision: str | None) -> Path:
     except (OSError, ValueError) as error:  # base classes of the hub's errors
         reason = str(error).splitlines()[0]
         raise ModelNotFound(f"--model {name} is neither a folder nor to be had from the hub: {reason}") from error
-
-
-def _read_generation_config(path: Path) -> dict[str, Any]:
-    """The file, parsed; empty if there is none."""
-    file = path / "generation_config.json"
-    if not file.is_file():
-        return {}
-    try:
-        parsed: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"generation_config.json cannot be read: {error}") from error
-    return parsed
