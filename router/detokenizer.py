@@ -65,20 +65,25 @@ class WindowDetokenizer:
 
     Decodes a window of recent tokens with and without the new ones and takes the difference, as
     text-generation-inference's `decode_token` does. Raw byte tokens wait for the end of their run, since one bad
-    byte makes the whole run unreadable.
+    byte makes the whole run unreadable. Tokens without a text of their own, `is_skipped`, are no neighbours.
     """
 
     def __init__(
-        self, decode: Callable[[Sequence[int]], str], is_raw_byte: Callable[[int], bool], skipped: frozenset[int]
+        self,
+        decode: Callable[[Sequence[int]], str],
+        is_raw_byte: Callable[[int], bool],
+        is_skipped: Callable[[int], bool],
+        context: list[int],
     ) -> None:
+        """context: tokens of the prompt that come before."""
         self._decode = decode
         self._is_raw_byte = is_raw_byte
-        self._skipped = skipped
-        self._context: list[int] = []  # tokens whose text is out, kept because the next ones depend on them
+        self._is_skipped = is_skipped
+        self._context = context  # tokens whose text is out, kept because the next ones depend on them
         self._pending: list[int] = []
 
     def add(self, token_id: int) -> str:
-        if token_id in self._skipped:
+        if self._is_skipped(token_id):
             return ""
         out = self.flush() if self._ends_raw_run(token_id) else ""
         self._pending.append(token_id)

@@ -196,19 +196,27 @@ class Service:
             preparation=preparation,
         )
         answers: list[Answer | NoAnswer] = [
-            NoAnswer(index) if wanted.prompt_only else self._answer(model, wanted, stops, index, sampling)
+            NoAnswer(index)
+            if wanted.prompt_only
+            else self._answer(model, wanted, stops, index, sampling, prompt.tokens)
             for index in range(first_index, first_index + wanted.n)
         ]
         asked = sampling.num_prompt_logprobs is not None
         return Part(request, answers, owed=set(range(wanted.n)) if asked else set())
 
     def _answer(
-        self, model: ServedModel, wanted: GenerationRequest, stops: StopStrings, index: int, sampling: SamplingParams
+        self,
+        model: ServedModel,
+        wanted: GenerationRequest,
+        stops: StopStrings,
+        index: int,
+        sampling: SamplingParams,
+        prompt: Sequence[int],
     ) -> Answer:
         eos = () if sampling.ignore_eos else model.defaults.eos_token_ids
         return Answer(
             index,
-            model.tokenizer.detokenizer(wanted.skip_special_tokens, wanted.spaces_between_special_tokens),
+            model.tokenizer.detokenizer(wanted.skip_special_tokens, wanted.spaces_between_special_tokens, prompt),
             StopScanner(stops, wanted.include_stop_str_in_output),
             sampling.stop_token_ids.union(eos),
             sampling.min_tokens,

@@ -22,6 +22,9 @@ from router.detokenizer import ByteDetokenizer, Detokenizer, JoiningDetokenizer,
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # read by the library at each call
 
+_MOST_SKIPPED = 24
+"""So many tokens without text may come between the text of a prompt and its answer."""
+
 
 class Tokenizer:
     """A `tokenizer.json`. `data` is its content; nodes announce it by its `digest` (sha256, hex)."""
@@ -70,20 +73,29 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         return {str(i): {name: getattr(token, name) for name in names} for i, token in sorted(added.items())}
 
-    def detokenizer(self, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True) -> Detokenizer:
-        """A fresh one, for one sample. Spaces between special tokens matter only where these are not skipped, and where
+    def detokenizer(
+        self,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+        prompt: Sequence[int] = (),
+    ) -> Detokenizer:
+        """A fresh one, for one sample, whose text goes on from that of the `prompt`, as in vLLM: after a word, its
+        first token has its space. Spaces between special tokens matter only where these are not skipped, and where
         the vocabulary is not byte-level: there, tokens have no others than their own."""
         skipped = self._skipped if skip_special_tokens else frozenset()
         if self._byte_level:
             return ByteDetokenizer(self.token_bytes, skipped, self._whole_texts)
-        window = WindowDetokenizer(self._decode_all, self._is_raw_byte, skipped)
+        is_skipped = functools.partial(self._has_no_text, skipped)
+        last = reversed(prompt[-_MOST_SKIPPED:])
+        context = next(([token] for token in last if not is_skipped(token) and not self._is_raw_byte(token)), [])
+        window = WindowDetokenizer(self._decode_all, self._is_raw_byte, is_skipped, context)
         if skip_special_tokens or spaces_between_special_tokens:
             return window
         return JoiningDetokenizer(window, self._added)
 
     @functools.lru_cache(maxsize=2**18)  # noqa: B019  (a tokenizer lives as long as the process)
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that the token stands for; none for an id without a token."""
+        """The bytes that the token stands for, after others; none for an id without a token."""
         token = self._tokenizer.id_to_token(token_id)
         if token is None:
             return b""
@@ -94,10 +106,14 @@ class Tokenizer:
             return str(token).encode()
         if self._is_raw_byte(token_id):
             return bytes((int(token[3:5], 16),))
-        return self._decode_all([token_id]).encode()
+        return self._decode_all([token_id, token_id])[len(self._decode_all([token_id])) :].encode()
 
     def _decode_all(self, token_ids: Sequence[int]) -> str:
         return self.decode(token_ids, skip_special_tokens=False)
+
+    def _has_no_text(self, skipped: frozenset[int], token_id: int) -> bool:
+        """Models may have more ids than their vocabularies have tokens."""
+        return token_id in skipped or self._tokenizer.id_to_token(token_id) is None
 
     def _is_raw_byte(self, token_id: int) -> bool:
         """Whether it is one of the `<0x00>` .. `<0xFF>` tokens that spell out what the vocabulary lacks."""

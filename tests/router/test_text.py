@@ -60,6 +60,7 @@ fallback_ids = st.one_of(
     st.integers(0, 263),
     st.sampled_from([1 + byte for byte in "🙂é你".encode()]),
     st.integers(257, 263),
+    st.just(10_000),  # no token has this id
 )
 
 
@@ -67,6 +68,28 @@ fallback_ids = st.one_of(
 @given(st.lists(fallback_ids, max_size=30), st.booleans())
 def test_byte_fallback_pieces_add_up_to_decode(ids, skip):
     assert "".join(pieces(byte_fallback(), ids, skip)) == byte_fallback().decode(ids, skip)
+
+
+whole_ids = st.lists(st.one_of(st.integers(257, 262), st.just(10_000)), max_size=6)
+
+
+@RUNS
+@given(whole_ids, st.lists(fallback_ids, max_size=10), st.booleans())
+def test_an_answer_goes_on_from_its_prompt(before, ids, skip):
+    """The first token has its space, as in vLLM, unless nothing comes before it."""
+    tokenizer = byte_fallback()
+    detokenizer = tokenizer.detokenizer(skip, prompt=before)
+    answer = "".join([*(detokenizer.add(token) for token in ids), detokenizer.flush()])
+    assert tokenizer.decode(before, skip) + answer == tokenizer.decode(before + ids, skip)
+
+
+@RUNS
+@given(st.lists(st.integers(257, 262), min_size=1), whole_ids)
+def test_tokens_among_logprobs_have_the_texts_that_they_have_in_an_answer(before, ids):
+    tokenizer = byte_fallback()
+    detokenizer = tokenizer.detokenizer(prompt=before)
+    answer = "".join([*(detokenizer.add(token) for token in ids), detokenizer.flush()])
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == answer
 
 
 def test_no_spaces_come_between_special_tokens_where_none_are_wanted():
