@@ -27,7 +27,7 @@ from engine.model.errors import UnsupportedModel
 from engine.model.kv_pool import KvPool, require_served
 from engine.model.layer_marks import SeesLayers
 from engine.model.parallel.stages import num_held_layers, received_by
-from engine.model.tolerance import close, rounding
+from engine.model.tolerance import Tolerance, close, rounding
 
 IMPLEMENTATION = "baton_paged"
 _PROBED = "baton_probed"
@@ -253,6 +253,22 @@ class _ProbeSite:
         return attend_within(call)
 
 
+class _AloneSite:
+    """Attends from each token to itself alone; notes whether all queries and keys are equal, which is stricter for the
+    first layer, where rounding has not added up."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.are_equal = True
+        rounded = rounding(dtype)
+        self._bound, self._next = rounded, Tolerance(rounded.logits, rounded.logits)
+
+    def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
+        for x in (call.query, call.key):
+            self.are_equal &= close(x, x[:1].expand_as(x), self._bound)
+        self._bound = self._next
+        return call.value.repeat_interleave(call.query.shape[1] // call.value.shape[1], dim=1)
+
+
 def attend_within(call: AttentionCall) -> Tensor:
     """Attention among the tokens of the call, which form one prompt: [num_tokens, num_heads, head_dim]."""
     q, k, v = (x.transpose(0, 1)[None] for x in (call.query, call.key, call.value))
@@ -277,6 +293,7 @@ def probe(model: PreTrainedModel, max_model_len: int | None = None) -> Probe:
         _forward_few_tokens(model)
     with _handled_by(_ProbeSite(model.dtype), model):
         _require_only_hidden_states(model)
+    _require_given_positions(model)
     layers = [module for module, _ in site.calls]
     num_held = num_held_layers(model)
     if len(layers) != num_held or len(set(layers)) != len(layers):
@@ -308,9 +325,12 @@ def _handled_by(site: AttentionSite, model: PreTrainedModel) -> Iterator[None]:
 
 def _forward_few_tokens(model: PreTrainedModel, first: int = 0) -> Tensor:
     """The logits, or a stage's hidden states, [1, 2, width]. first: the first token's id."""
-    device = model.device
-    positions = torch.arange(_FEW, device=device)[None]
-    ids, keep = (positions + first) % model.config.get_text_config().vocab_size, torch.tensor([1, 3], device=device)
+    positions = torch.arange(_FEW, device=model.device)[None]
+    return _run(model, (positions + first) % model.config.get_text_config().vocab_size, positions)
+
+
+def _run(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> Tensor:
+    keep = torch.tensor([1, 3], device=model.device)
     try:
         logits: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=keep).logits
     except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
@@ -318,6 +338,21 @@ def _forward_few_tokens(model: PreTrainedModel, first: int = 0) -> Tensor:
     if logits.shape[:2] != (1, 2):
         raise UnsupportedModel(f"{type(model).__name__} does not honour logits_to_keep: logits {tuple(logits.shape)}")
     return logits
+
+
+def _require_given_positions(model: PreTrainedModel) -> None:
+    """Refuse a model that counts positions itself, or mixes tokens otherwise than in attention: in a batch of several
+    sequences, and in a later chunk of one, it would compute another text. The same token at the same position, several
+    times, must be the same for it, if each attends to itself alone. A later pipeline stage gets no tokens."""
+    if received_by(model) is not None:
+        return
+    config = model.config.get_text_config()
+    token = ((getattr(config, "pad_token_id", None) or 0) + 1) % config.vocab_size  # that of padding may be all zeros
+    site, ones = _AloneSite(model.dtype), torch.ones((1, _FEW), dtype=torch.int64, device=model.device)
+    with _handled_by(site, model):
+        _run(model, ones * token, ones)
+    if not site.are_equal:
+        raise UnsupportedModel(f"{type(model).__name__}: it does not take positions as they are given")
 
 
 def _require_only_hidden_states(model: PreTrainedModel) -> None:

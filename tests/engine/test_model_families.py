@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    BartConfig,
     BertConfig,
     DogeConfig,
     FalconConfig,
@@ -133,9 +134,21 @@ SMALL = {key: tiny_models.SHAPE[key] for key in ("vocab_size", "hidden_size", "n
             "dynamic",
         ),
         (BertConfig(**SMALL, num_attention_heads=4, intermediate_size=96), "its tokens attend to later ones"),
+        (
+            BartConfig(vocab_size=160, d_model=64, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=96),
+            "it does not take positions as they are given",
+        ),
         (DogeConfig(**tiny_models.SHAPE), "layer 0 has a mask of its own"),
     ],
-    ids=["recurrent state", "legacy attention", "chunked attention", "RoPE by batch", "encoder", "masks by tokens"],
+    ids=[
+        "recurrent state",
+        "legacy attention",
+        "chunked attention",
+        "RoPE by batch",
+        "encoder",
+        "positions of its own",
+        "masks by tokens",
+    ],
 )
 def test_models_that_would_be_wrong_are_refused(config, why: str, tmp_path: Path) -> None:
     folder = tiny_models.save(config, tmp_path)
