@@ -12,7 +12,11 @@ from router.prompt_logprobs import ScoredPrompt
 from router.tokenizer import Tokenizer
 
 LEAST = -9999.0
-"""Stands for minus infinity, which JSON cannot express (as in vLLM)."""
+"""Stands for minus infinity, which JSON cannot express (as in vLLM), nor NaN, which a model's overflow may give."""
+
+
+def shown(logprob: float) -> float:
+    return logprob if logprob > LEAST else LEAST
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
@@ -39,7 +43,7 @@ def prompt_shape(tokenizer: Tokenizer, num_top: int | None) -> PromptShape | Non
         return None
 
     def entry(logprob: float, rank: int, token_id: int) -> dict[str, Any]:
-        return {"logprob": max(logprob, LEAST), "rank": rank, "decoded_token": token_text(tokenizer, token_id)}
+        return {"logprob": shown(logprob), "rank": rank, "decoded_token": token_text(tokenizer, token_id)}
 
     def described(token_id: int, score: PromptTokenLogprob) -> dict[str, Any]:
         own = {str(token_id): entry(score.logprob, score.rank, token_id)}
@@ -67,7 +71,7 @@ class ChatLogprobs:
 
     def _described(self, token_id: int, logprob: float) -> dict[str, Any]:
         name, data = token_name(self._tokenizer, token_id, self._as_ids), self._tokenizer.token_bytes(token_id)
-        return {"token": name, "logprob": max(logprob, LEAST), "bytes": list(data)}
+        return {"token": name, "logprob": shown(logprob), "bytes": list(data)}
 
 
 class CompletionLogprobs:
@@ -88,7 +92,7 @@ class CompletionLogprobs:
         entries = [entry for _, entry in scored]
         return {
             "tokens": names,
-            "token_logprobs": [entry and max(entry.logprob, LEAST) for entry in entries],
+            "token_logprobs": [entry and shown(entry.logprob) for entry in entries],
             "top_logprobs": [entry and self._top(name, entry) for name, entry in zip(names, entries, strict=True)],
             "text_offset": self._advance(delta.index, texts),
         }
@@ -104,9 +108,9 @@ class CompletionLogprobs:
 
     def _top(self, chosen: str, entry: TokenLogprobs) -> dict[str, float]:
         top = {
-            token_name(self._tokenizer, token_id, self._as_ids): max(logprob, LEAST) for token_id, logprob in entry.top
+            token_name(self._tokenizer, token_id, self._as_ids): shown(logprob) for token_id, logprob in entry.top
         }
-        return {**top, chosen: max(entry.logprob, LEAST)}
+        return {**top, chosen: shown(entry.logprob)}
 
     def _advance(self, index: int, texts: list[str]) -> list[int]:
         offset = self._offsets.get(index, 0)

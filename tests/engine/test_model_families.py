@@ -156,6 +156,13 @@ def test_models_that_would_be_wrong_are_refused(config, why: str, tmp_path: Path
         probe(loader.load_model(Checkpoint.open(folder)))
 
 
+def test_values_that_are_no_numbers_say_nothing_of_positions(tmp_path: Path) -> None:
+    model = loader.load_model(Checkpoint.open(tiny_models.save(tiny_models.CONFIGS["llama"], tmp_path)))
+    model.get_parameter("model.norm.weight").fill_(float("nan"))
+    model.get_parameter("model.layers.1.input_layernorm.weight").fill_(float("inf"))
+    assert len(probe(model).layers) == 2
+
+
 WINDOWED = Qwen2MoeConfig(
     **tiny_models.SHAPE,
     num_experts=2,

@@ -6,11 +6,12 @@ import openai
 import pytest
 
 from baton.errors import NodeUnavailable
-from baton.messages import End, HandedOff, SampleEnd, Tokens
+from baton.messages import End, HandedOff, SampleEnd, TokenLogprobs, Tokens
 from baton.prompt_logprobs import PromptLogprobs
 from baton.sampling import FinishReason, SamplingParams
 from router.actions import Emit
-from router.http.logprobs import token_text
+from router.answer import Delta
+from router.http.logprobs import LEAST, ChatLogprobs, CompletionLogprobs, token_text
 from router.request_state import RoutedRequest
 from tests.router.fake_node import prompt_pieces
 from tests.router.http_shapes import CHAT, error_of
@@ -180,3 +181,11 @@ def test_nobody_may_tell_what_was_not_asked_for() -> None:
     first = rig.submit()
     rig.say("p1", first, PromptLogprobs(1, 0, bytes(4), bytes(4)))
     assert rig.prefills[-1][1].attempt_id.attempt == 1
+
+
+def test_logprobs_that_are_no_numbers_do_not_break_the_json():
+    """A model that overflows in 16 bits has logits that are NaN."""
+    entry = TokenLogprobs(float("nan"), ((6, float("nan")), (7, float("-inf"))))
+    delta = Delta(0, "!", (5,), (entry,))
+    for shape in (ChatLogprobs(tiny_tokenizer()), CompletionLogprobs(tiny_tokenizer())):
+        assert json.dumps(shape.of(delta), allow_nan=False).count(str(LEAST)) == 3
