@@ -107,9 +107,7 @@ class CompletionLogprobs:
         ]
 
     def _top(self, chosen: str, entry: TokenLogprobs) -> dict[str, float]:
-        top = {
-            token_name(self._tokenizer, token_id, self._as_ids): shown(logprob) for token_id, logprob in entry.top
-        }
+        top = {token_name(self._tokenizer, token_id, self._as_ids): shown(logprob) for token_id, logprob in entry.top}
         return {**top, chosen: shown(entry.logprob)}
 
     def _advance(self, index: int, texts: list[str]) -> list[int]:

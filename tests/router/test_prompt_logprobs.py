@@ -185,7 +185,7 @@ def test_nobody_may_tell_what_was_not_asked_for() -> None:
 
 def test_logprobs_that_are_no_numbers_do_not_break_the_json():
     """A model that overflows in 16 bits has logits that are NaN."""
-    entry = TokenLogprobs(float("nan"), ((6, float("nan")), (7, float("-inf"))))
+    entry = TokenLogprobs(float("nan"), ((5, float("nan")), (7, float("-inf"))))
     delta = Delta(0, "!", (5,), (entry,))
     for shape in (ChatLogprobs(tiny_tokenizer()), CompletionLogprobs(tiny_tokenizer())):
         assert json.dumps(shape.of(delta), allow_nan=False).count(str(LEAST)) == 3
