@@ -65,13 +65,14 @@ class StructuredOutputsParams:
 class SamplingParams:
     """Names and defaults are vLLM's; `baton.sampling` has the ranges.
 
-    n: answers to each prompt. seed: None draws one; the same seed gives the same answers. max_tokens: None is what the
-    context leaves. logprobs: None for none, 0 for those of the chosen tokens, k <= 20 for the k most likely too. stop:
-    texts that end an answer, of which they are no part unless `include_stop_str_in_output`. structured_outputs: what an
-    answer must match, or a dict with one of its names. allowed_token_ids: no other token is chosen. bad_words: no token
-    completes one of these. prompt_logprobs: logprobs of the prompt's tokens, each with so many of the most likely ones.
-    logits_processors: names of installed ones, or dicts with `name`, `args` and `kwargs`. beam_width, length_penalty:
-    see `BeamSearchParams`. output_kind: of an `AsyncLLM`. Raises InvalidRequest, whose `param` is the field's name.
+    n: answers to each prompt. seed: None and -1 draw one; the same seed gives the same answers. max_tokens: None is
+    what the context leaves. logprobs: None for none, 0 for those of the chosen tokens, k <= 20 for the k most likely
+    too. stop: texts that end an answer, of which they are no part unless `include_stop_str_in_output`.
+    structured_outputs: what an answer must match, or a dict with one of its names. allowed_token_ids: no other token is
+    chosen. bad_words: no token completes one of these. prompt_logprobs: logprobs of the prompt's tokens, each with so
+    many of the most likely ones. logits_processors: names of installed ones, or dicts with `name`, `args` and `kwargs`.
+    beam_width, length_penalty: see `BeamSearchParams`. output_kind: of an `AsyncLLM`. Raises InvalidRequest, whose
+    `param` is the name of the field.
     """
 
     n: int = 1

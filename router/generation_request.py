@@ -217,12 +217,17 @@ def sampling_params(
     given["bad_words_token_ids"] = bad_words_token_ids
     if given.get("top_k") == -1:  # vLLM's older way to say off
         given["top_k"] = 0
-    seed = given.get("seed")
-    given["seed"] = random.getrandbits(_DRAWN_SEED_BITS) if seed is None else seed % SEED_SPACE
+    given["seed"] = _seed(given.get("seed"))
     given["max_tokens"] = _max_tokens(given.get("max_tokens"), wanted.default_max_tokens, model, num_prompt_tokens)
     params = SamplingParams(**given)
     _check_may_begin(params, model)
     return params
+
+
+def _seed(asked: int | None) -> int:
+    """-1 draws one, as in vLLM; so do the other numbers that are equal to it modulo 2^64, since gRPC has only these."""
+    seed = None if asked is None else asked % SEED_SPACE
+    return random.getrandbits(_DRAWN_SEED_BITS) if seed in (None, -1 % SEED_SPACE) else seed
 
 
 @functools.lru_cache(maxsize=64)

@@ -73,7 +73,7 @@ FIELDS: Mapping[str, str] = {
     "presence_penalty": "taken from the logits of tokens in the answer",
     "frequency_penalty": "the same, times their number",
     "logit_bias": "token ids, with what is added to their logits",
-    "seed": "same seed, same answer; modulo 2^64",
+    "seed": "same seed, same answer; modulo 2^64, -1: a drawn one",
     "max_tokens": "most tokens of an answer",
     "max_completion_tokens": "newer name of `max_tokens`, which it replaces",
     "min_tokens": "no end before so many tokens",

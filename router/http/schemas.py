@@ -98,7 +98,7 @@ class GenerationFields(BaseModel):
     presence_penalty: float | None = sampling("presence_penalty")
     frequency_penalty: float | None = sampling("frequency_penalty")
     logit_bias: Biases | None = None
-    seed: Whole | None = None  # also negative ones, modulo 2^64
+    seed: Whole | None = None  # also negative ones, modulo 2^64; -1: a drawn one
     max_tokens: Whole | None = sampling("max_tokens")
     min_tokens: Whole | None = sampling("min_tokens")
     ignore_eos: bool | None = None

@@ -85,9 +85,16 @@ async def test_defaults_come_from_the_model_and_the_context(client, nodes):
     await client.post("/v1/completions", json={"prompt": [5, 6, 7], "top_p": 0.5})
     sampling = nodes.prefills[0].sampling
     assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0.7, 0.5, 16)
-    await client.post("/v1/completions", json={"prompt": [5, 6, 7], "seed": -1})
-    assert nodes.prefills[1].sampling.seed == 2**64 - 1
+    await client.post("/v1/completions", json={"prompt": [5, 6, 7], "seed": -2})
+    assert nodes.prefills[1].sampling.seed == 2**64 - 2
     assert nodes.prefills[0].sampling.seed != nodes.prefills[1].sampling.seed
+
+
+async def test_a_seed_of_minus_one_draws_one(client, nodes):
+    """As in vLLM. 2**64 - 1 is the same number to gRPC."""
+    for seed in (-1, -1, 2**64 - 1):
+        await client.post("/v1/completions", json={"prompt": [5, 6, 7], "seed": seed})
+    assert len({taken.sampling.seed for taken in nodes.prefills} - {2**64 - 1}) == 3
 
 
 async def test_sampling_reaches_the_nodes(client, nodes):
