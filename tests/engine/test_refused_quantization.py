@@ -45,6 +45,8 @@ torch.set_num_threads(1)
         ("compressed-w4a16", {"format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
         ("compressed-int8", {"ignore": ["lm_head", "re:.*down_proj"]}, "the model has no .*down_proj.weight_scale"),
         ("compressed-int8", {"format": "marlin-24"}, "marlin-24 weights of 8 bits"),
+        ("compressed-int8", {"ignore": ["lm_head", 5]}, "is not as compressed-tensors has it: .*5 names no layers"),
+        ("compressed-int8", {"ignore": ["re:("]}, r"is not as compressed-tensors has it: .*re:\( is no pattern"),
         ("compressed-fp8", {"format": "dense"}, "dense weights of 8 bits"),
         ("compressed-fp8", {"format": "pack-quantized"}, "pack-quantized weights of 8 bits, float"),
     ],
@@ -53,6 +55,15 @@ def test_what_cannot_be_run_is_refused_by_name(form: str, changes: dict[str, Any
     write(TINY, tmp_path, form)
     restate(tmp_path, **changes)
     with pytest.raises(UnsupportedModel, match=reason):
+        load_model(Checkpoint.open(tmp_path))
+
+
+def test_groups_of_a_negative_size_are_none(tmp_path: Path) -> None:
+    """-1 is how other formats say that a row has one scale, which these files do not have."""
+    write(TINY, tmp_path, "compressed-w4a16")
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": -1}
+    restate(tmp_path, config_groups={"group_0": {"targets": ["Linear"], "weights": weights}})
+    with pytest.raises(UnsupportedModel, match="weight_scale is"):
         load_model(Checkpoint.open(tmp_path))
 
 

@@ -73,7 +73,7 @@ class _Scheme:
             )
         block = weights.get("block_structure") or (128, 128)
         block = block.split("x") if isinstance(block, str) else block
-        group = {"group": int(weights.get("group_size") or 0), "block": int(block[1])}.get(strategy, 0)
+        group = {"group": max(0, int(weights.get("group_size") or 0)), "block": int(block[1])}.get(strategy, 0)
         rows = int(block[0]) if strategy == "block" else 1
         if packed and strategy == "tensor" and not symmetric:
             raise UnsupportedModel("compressed-tensors: packed weights with one zero point cannot be run")
@@ -99,12 +99,12 @@ class CompressedTensors(WithStoredExperts):
                 raise UnsupportedModel(f"compressed-tensors with a {name} cannot be run")
         if stated.get("quantization_status", "compressed") not in ("compressed", "frozen"):
             raise UnsupportedModel(f"compressed-tensors: its status is {stated['quantization_status']}, not compressed")
-        self._ignored = list(stated.get("ignore") or ())
+        self._ignored = _targets(stated.get("ignore"))
         self._stored = stored
         groups = (stated.get("config_groups") or {}).values()
         self._groups = [
             (
-                list(group.get("targets") or ()),
+                _targets(group.get("targets")),
                 _Scheme.read(group["weights"], str(group.get("format") or stated.get("format"))),
             )
             for group in groups
@@ -229,6 +229,20 @@ def _plain(scheme: _Scheme, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
 
 _KINDS = ("name", "pattern", "class")
 _PATTERN = "re:"
+
+
+def _targets(stated: Iterable[object] | None) -> list[str]:
+    """The names, patterns and classes of layers. Raises ValueError."""
+    targets = list(stated or ())
+    for target in targets:
+        if not isinstance(target, str):
+            raise ValueError(f"{target!r} names no layers")
+        if target.startswith(_PATTERN):
+            try:
+                re.compile(target.removeprefix(_PATTERN))
+            except (re.error, RecursionError, OverflowError) as error:
+                raise ValueError(f"{target} is no pattern: {error}") from error
+    return [str(target) for target in targets]
 
 
 def _matches(name: str, targets: Iterable[str], kind: str) -> bool:
