@@ -56,6 +56,14 @@ def test_a_checkpoint_without_safetensors_is_refused(copy: Path) -> None:
         loader.load_model(Checkpoint.open(copy))
 
 
+def test_a_damaged_file_that_transformers_reads_is_refused(copy: Path) -> None:
+    """It does, for a dtype that cannot be read directly."""
+    file = copy / "model.safetensors"
+    file.write_bytes(file.read_bytes().replace(b'"dtype":"BF16"', b'"dtype":"F8_X"', 1))
+    with pytest.raises(UnsupportedModel, match=r"cannot be loaded: .*header"):
+        loader.load_model(Checkpoint.open(copy))
+
+
 def test_code_that_comes_with_a_checkpoint_is_never_run(copy: Path) -> None:
     change(copy / "config.json", model_type="evil", auto_map={"AutoModelForCausalLM": "evil.Model"})
     (copy / "evil.py").write_text(f"open({str(copy / 'ran')!r}, 'w')")

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from baton_kernels.packed_linear import has_bfloat16
@@ -221,7 +222,8 @@ def _load_through_transformers(
         )
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:  # methods that this machine's device does not have, and shapes that do not fit
+    except (RuntimeError, SafetensorError) as error:
+        # Methods that this machine's device does not have, shapes that do not fit, files that are damaged.
         raise UnsupportedModel(f"{checkpoint.path} cannot be loaded: {error}") from error
     if missing := sorted(info["missing_keys"]):
         raise UnsupportedModel(f"{checkpoint.path} lacks {len(missing)} of the model's weights, {missing[0]} for one")
