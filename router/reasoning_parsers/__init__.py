@@ -11,7 +11,9 @@ from router.reasoning_parsers.base import ReasoningDelta, ReasoningParser
 from router.reasoning_parsers.harmony import GptOssParser
 from router.reasoning_parsers.tags import (
     DeepSeekR1Parser,
+    DeepSeekV3Parser,
     Gemma4Parser,
+    Glm45Parser,
     GraniteParser,
     KimiK2Parser,
     MistralParser,
@@ -21,15 +23,15 @@ from router.reasoning_parsers.tags import (
 GROUP = "baton.reasoning_parsers"
 REASONING_PARSERS: Mapping[str, type[ReasoningParser]] = {
     "deepseek_r1": DeepSeekR1Parser,
-    "deepseek_v3": Qwen3Parser,
+    "deepseek_v3": DeepSeekV3Parser,
     "gemma4": Gemma4Parser,
-    "glm45": Qwen3Parser,
+    "glm45": Glm45Parser,
     "gpt_oss": GptOssParser,
     "granite": GraniteParser,
     "kimi_k2": KimiK2Parser,
     "minimax_m2": DeepSeekR1Parser,
     "mistral": MistralParser,
-    "olmo3": Qwen3Parser,
+    "olmo3": DeepSeekV3Parser,
     "qwen3": Qwen3Parser,
 }
 

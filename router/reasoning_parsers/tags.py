@@ -108,8 +108,21 @@ class TagParser(ReasoningParser):
         return ReasoningDelta(reasoning=text[: len(text) - held])
 
 
-class Qwen3Parser(TagParser):
-    """Qwen3 and its like: with thinking turned off, the template writes both tags or none."""
+class DeepSeekV3Parser(TagParser):
+    """DeepSeek V3.1 and its like: with thinking turned off, the template writes both tags or none."""
+
+
+class Qwen3Parser(DeepSeekV3Parser):
+    """Qwen3.5 may call a tool without the closing tag before it. The mark alone does not end the reasoning, because
+    models think about it, too."""
+
+    also_closing = ("<tool_call>{", "<tool_call>\n{", "<tool_call><function=", "<tool_call>\n<function=")
+
+
+class Glm45Parser(DeepSeekV3Parser):
+    """A call may come without the closing tag before it."""
+
+    also_closing = ("<tool_call>",)
 
 
 class DeepSeekR1Parser(TagParser):
