@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from router.tool_parsers.markup import Arguments, MarkupParser
+from router.tool_parsers.markup import JSON_KINDS, Arguments, MarkupParser, ValueForm
 from router.tool_parsers.source import Reading, any_of
 
 _MAX_NAME_CHARS = 256
 _IN_NAME = re.compile(r'[^"<>\n]')
-_STRING = frozenset({"string"})
-_OTHERS = frozenset({"boolean", "integer", "number", "object", "array"})
+_FORMS = {
+    "": ValueForm(),
+    "true": ValueForm(is_verbatim=True, may_be_null=False),
+    "false": ValueForm(JSON_KINDS),
+}
+"""By what the model says of a value being a string."""
 
 
 class _InvokeParser(MarkupParser):
@@ -52,8 +56,7 @@ class _InvokeParser(MarkupParser):
         says = yield from self._read_is_string()
         if says is None or not (yield from source.literal(">")):
             return False
-        kinds, is_verbatim = _OTHERS if says == "false" else _STRING, says == "true"
-        found = yield from self.read_value(arguments, key, (end,), any_of((end,)), kinds, is_verbatim)
+        found = yield from self.read_value(arguments, key, (end,), any_of((end,)), _FORMS[says])
         yield from source.literal(found)
         source.begin()
         return bool(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 from router.tool_parsers.reader import ReadingParser
@@ -16,7 +17,21 @@ _MAX_NAME_CHARS = 256
 _BEFORE_END = re.compile(r"[^<>\n]")
 _IN_KEY = re.compile(r"[^<>]")
 _NULL_CHARS = len("\nnull\n")
-_STRING = frozenset({"string"})
+JSON_KINDS = frozenset({"boolean", "integer", "number", "object", "array"})
+
+
+@dataclass(frozen=True, slots=True)
+class ValueForm:
+    """How a model writes values. `kinds` count if the tool's schema says nothing of a value's type. `is_verbatim`: a
+    string is the text as it is, with line breaks around it. `may_be_null`: a string that the schema lets be null is
+    that if it says so."""
+
+    kinds: frozenset[str] = frozenset({"string", "null"})
+    is_verbatim: bool = False
+    may_be_null: bool = True
+
+
+_WITH_LINE_BREAKS = ValueForm()
 
 
 class Arguments:
@@ -28,12 +43,13 @@ class Arguments:
         self._emit: Callable[[str], None] | None = None
         self._schema = SchemaPart(parser.tools[name], parser.tools[name])
 
-    def value_of(self, key: str, kinds: frozenset[str], is_verbatim: bool) -> _Value:
-        """What takes the value's text. `kinds` count if the tool's schema says nothing of its type."""
+    def value_of(self, key: str, form: ValueForm) -> _Value:
+        """What takes the value's text."""
         opening = ", " if self._emit else "{"
         emit = self._begin()
         emit(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
-        return _Value(emit, self._schema.member(key).kinds() or kinds, is_verbatim)
+        kinds = self._schema.member(key).kinds() or form.kinds
+        return _Value(emit, kinds if form.may_be_null else kinds - {"null"}, form.is_verbatim)
 
     def close(self) -> None:
         closing = "}" if self._emit else "{}"
@@ -48,24 +64,23 @@ class Arguments:
 
 class _Value:
     """Writes the JSON of one value, whose text comes in pieces. A string goes on at once, but for the line break that
-    may be the last character; other values wait for their end. `is_verbatim`: a string is the text as it is, with line
-    breaks around it, and never null."""
+    may be the last character, and unless it may still be null; other values wait for their end. `is_verbatim`: a string
+    is the text as it is, with line breaks around it."""
 
     def __init__(self, emit: Callable[[str], None], kinds: frozenset[str], is_verbatim: bool) -> None:
         self._emit = emit
         self._kinds = kinds
         self._is_string = "string" in kinds
         self._line_break = "" if is_verbatim and self._is_string else "\n"
+        self._num_held = _NULL_CHARS if "null" in kinds else 0
         self._opened = False
         self._pieces: list[str] = []
         self._num_chars = 0
-        if not self._line_break:
-            self._write_string("")
 
     def add(self, text: str) -> None:
         self._pieces.append(text)
         self._num_chars += len(text)
-        if self._is_string and (self._opened or self._num_chars > _NULL_CHARS):
+        if self._is_string and (self._opened or self._num_chars > self._num_held):
             self._write_string("".join(self._pieces))
 
     def close(self) -> None:
@@ -73,7 +88,7 @@ class _Value:
         if self._opened:
             self._emit(_escaped(text.removesuffix(self._line_break)) + '"')
         else:
-            self._emit(typed(text.removeprefix("\n").removesuffix("\n"), self._kinds))
+            self._emit(typed(text.removeprefix(self._line_break).removesuffix(self._line_break), self._kinds))
 
     def _write_string(self, text: str) -> None:
         opening = "" if self._opened else '"'
@@ -97,12 +112,10 @@ class MarkupParser(ReadingParser):
         key: str,
         ends: Sequence[str],
         pattern: re.Pattern[str],
-        kinds: frozenset[str] = _STRING,
-        is_verbatim: bool = False,
+        form: ValueForm = _WITH_LINE_BREAKS,
     ) -> Reading[str]:
-        """Read an argument's value up to one of `ends`, which is returned; nothing: the text has ended. `kinds` count
-        if the tool's schema says nothing of its type."""
-        value = arguments.value_of(key, kinds, is_verbatim)
+        """Read an argument's value up to one of `ends`, which is returned; nothing: the text has ended."""
+        value = arguments.value_of(key, form)
         self.source.forget()
         end = yield from self.source.until(ends, pattern, value.add)
         value.close()
@@ -153,9 +166,11 @@ class Qwen3CoderParser(MarkupParser):
 
 
 class Glm45Parser(MarkupParser):
-    """`<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>`, with line breaks between."""
+    """`<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>`, with line breaks between. The template
+    writes strings as they are and all else as JSON."""
 
     marks = ("<tool_call>",)
+    _FORM: ClassVar[ValueForm] = ValueForm(JSON_KINDS, is_verbatim=True)
     _ENDS: ClassVar[tuple[str, ...]] = ("</arg_value>",)
     _END: ClassVar[re.Pattern[str]] = any_of(_ENDS)
 
@@ -183,7 +198,7 @@ class Glm45Parser(MarkupParser):
         yield from source.blanks()
         if not (yield from source.literal("<arg_value>")):
             return False
-        end = yield from self.read_value(arguments, key.strip(), self._ENDS, self._END)
+        end = yield from self.read_value(arguments, key.strip(), self._ENDS, self._END, self._FORM)
         yield from source.literal(end)
         source.begin()
         return bool(end)

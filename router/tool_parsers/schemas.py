@@ -9,7 +9,15 @@ from urllib.parse import unquote
 
 _ALIASES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object", "list": "array"}
 """Types that clients write as in Python."""
-_KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", list: "array"}
+_KINDS = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    dict: "object",
+    list: "array",
+    type(None): "null",
+}
 _IMPLIED = {"properties": "object", "items": "array"}
 """Types of what has such a field."""
 _CHOICES = ("anyOf", "oneOf", "allOf")
@@ -27,9 +35,8 @@ class SchemaPart:
     whole: object
 
     def kinds(self) -> frozenset[str]:
-        """The types that it allows, but for null; none: it says nothing of them."""
-        found = {kind for part in self._parts() for kind in _kinds_said(part)}
-        return frozenset(_ALIASES.get(name, name) for name in found - {"null"})
+        """The types that it allows; none: it says nothing of them."""
+        return frozenset(_ALIASES.get(kind, kind) for part in self._parts() for kind in _kinds_said(part))
 
     def member(self, name: str) -> SchemaPart:
         """What it says of the value of this name."""
@@ -67,9 +74,11 @@ def _kinds_said(part: Mapping[str, object]) -> Iterator[str]:
     if "type" in part:
         kind = part["type"]
         yield from (name for name in (kind if isinstance(kind, list) else [kind]) if isinstance(name, str))
+        if part.get("nullable") is True:  # as OpenAPI 3.0 says it
+            yield "null"
     elif isinstance(values := part.get("enum"), list):
         yield from (_KINDS[type(value)] for value in islice(values, _MAX_VALUES) if type(value) in _KINDS)
-    elif type(part.get("const")) in _KINDS:
+    elif "const" in part and type(part["const"]) in _KINDS:
         yield _KINDS[type(part["const"])]
     else:
         yield from (kind for field, kind in _IMPLIED.items() if field in part)

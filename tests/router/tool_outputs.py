@@ -21,6 +21,8 @@ _WEATHER_SCHEMA: dict[str, Any] = {
         "place": {"type": ["object", "null"]},
         "near": {"anyOf": [{"type": "array"}, {"type": "null"}]},
         "share": {"type": "number"},
+        "note": {"type": ["string", "null"]},
+        "hint": {"type": "string", "nullable": True},
     },
 }
 TOOLS: dict[str, dict[str, Any]] = {
@@ -269,6 +271,14 @@ QWEN3_CODER = [
         "",
         [("add", '{"a": "some long te"')],
     ),
+    # a string that may not be null says so
+    Case(
+        "qwen3_coder",
+        "<function=get_weather><parameter=city>null</parameter><parameter=note>null</parameter>"
+        "<parameter=hint>\nNull\n</parameter><parameter=days>null</parameter></function>",
+        "",
+        [("get_weather", '{"city": "null", "note": null, "hint": null, "days": null}')],
+    ),
     # types that a schema says by reference, by choices or by values, as those of pydantic do
     Case(
         "qwen3_coder",
@@ -297,6 +307,28 @@ GLM45 = [
         "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>add</tool_call>",
         "I'll check it. ",
         [("get_weather", '{"city": "北京", "days": 3}'), ("add", "{}")],
+    ),
+    # its template writes strings as they are, and other values as JSON, whether or not the schema tells their types
+    Case(
+        "glm45",
+        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>\nif a:\n    b()\n</arg_value>\n"
+        "<arg_key>note</arg_key>\n<arg_value>null</arg_value>\n<arg_key>hint</arg_key>\n<arg_value>a\n</arg_value>\n"
+        '<arg_key>x</arg_key>\n<arg_value>42</arg_value>\n<arg_key>y</arg_key>\n<arg_value>[1, {"a": true}]</arg_value>'
+        "<arg_key>z</arg_key>\n<arg_value>some text</arg_value>\n</tool_call>",
+        "",
+        [
+            (
+                "get_weather",
+                r'{"city": "\nif a:\n    b()\n", "note": null, "hint": "a\n", "x": 42, "y": [1, {"a": true}], '
+                r'"z": "some text"}',
+            )
+        ],
+    ),
+    Case(
+        "glm45",
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>null</arg_value></tool_call>",
+        "",
+        [("get_weather", '{"city": "null"}')],
     ),
     *(
         Case("glm45", text, text, [])
