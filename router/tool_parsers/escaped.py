@@ -96,7 +96,7 @@ class EscapedArguments:
         if (yield from source.literal(self.quote)):
             return (yield from self._string(source, emit, schema))
         word = (yield from source.text_of(_IN_WORD, _MAX_WORD_CHARS)).strip()
-        if not word:
+        if not word and char not in (",", "}"):  # models forget a value, too
             return False
         kinds = schema.kinds()
         emit(word if not kinds and VALID_WORD.fullmatch(word) else typed(word, kinds))

@@ -97,6 +97,19 @@ def read_text(source: Source) -> Reading[str | None]:
     return str(json.loads("".join(pieces)))
 
 
+def read_object_in_string(source: Source) -> Reading[str | None]:
+    """A string whose text is an object, as some models write arguments: that text. None: it is not one."""
+    pieces: list[str] = []
+    if not (yield from read_string(source, pieces.append)):
+        return None
+    inner, found = Source(), list[str]()
+    inner.add(json.loads("".join(pieces)))
+    inner.end()
+    whole = yield from read_object(inner, found.append)
+    yield from inner.blanks()
+    return "".join(found) if whole and not (yield from inner.peek()) else None
+
+
 def mark(source: Source, char: str, emit: Emit) -> Reading[bool]:
     """Read blanks and one character of punctuation, if it is the next."""
     yield from _blanks(source, emit)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import ClassVar, Protocol
 
 from router.tool_parsers.base import ToolParser, Tools
-from router.tool_parsers.json_text import Emit, mark, read_object, read_text, read_value
+from router.tool_parsers.json_text import Emit, mark, read_object, read_object_in_string, read_text, read_value
 from router.tool_parsers.pieces import CallArguments, CallStart, Content, Piece
 from router.tool_parsers.source import Reading, Source, any_of
 
@@ -141,11 +141,16 @@ class ReadingParser(ToolParser):
         return call.is_complete
 
     def _read_member_arguments(self, call: _Call) -> Reading[bool]:
-        if (yield from self.source.peek()) != "n":
-            return (yield from read_object(self.source, call.add, begun=call.begin))
-        if not (yield from self.source.literal("null")):
+        match (yield from self.source.peek()):
+            case "n":
+                found = "{}" if (yield from self.source.literal("null")) else None
+            case '"':
+                found = yield from read_object_in_string(self.source)
+            case _:
+                return (yield from read_object(self.source, call.add, begun=call.begin))
+        if found is None:
             return False
-        call.add("{}")
+        call.add(found)
         call.begin()
         return True
 

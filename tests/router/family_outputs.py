@@ -99,6 +99,15 @@ GEMMA4 = [
             ("multiply", '{"outer": {"inner": {"3": "new \\"text\\""}}, "items": ["a]b", true]}'),
         ],
     ),
+    # no value behind a name, as the tests of vLLM have it; null is a word, not a string
+    Case(
+        "gemma4",
+        "<|tool_call>call:get_weather{city:,days: ,note:null,hint:}<tool_call|>",
+        "",
+        [("get_weather", '{"city": "", "days": "", "note": null, "hint": ""}')],
+    ),
+    Case("gemma4", "<|tool_call>call:get_weather{city:null}<tool_call|>", "", [("get_weather", '{"city": null}')]),
+    Case("gemma4", "<|tool_call>call:add{a:", "", [("add", '{"a": ')]),
     *(
         Case("gemma4", text, text, [])
         for text in ("<|tool_call>call:unknown{}<tool_call|>", "<|tool_call>", "[add(a=1)]")
