@@ -1,5 +1,5 @@
-"""Compiles structured outputs in a process of its own, because a hostile one can take the compiler minutes, or all
-memory: `python -m router.grammar_worker`
+"""Compiles structured outputs in a process of its own, because a hostile one can take the compiler minutes, all
+memory, or the whole stack: `python -m router.grammar_worker`
 
 The first line of JSON says what to compile with: the backend, and for XGrammar a tokenizer.json, the size of the
 vocabulary and the ids of EOS tokens. It is answered by a line once the process is ready. Then each line, with kind and
@@ -13,12 +13,13 @@ import json
 import resource
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from baton.errors import InvalidRequest
-from baton.structured_output import StructuredBackend, StructuredKind, StructuredOutput
+from baton.structured_output import CHECK_STACK_BYTES, StructuredBackend, StructuredKind, StructuredOutput
 
 ALARM_S = 3
 """The router gives up sooner; this ends the process."""
@@ -29,6 +30,13 @@ _MAX_MEMORY_BYTES = 2 * 2**30
 def main() -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the router ends it by closing stdin
+    threading.stack_size(CHECK_STACK_BYTES)
+    thread = threading.Thread(target=_answer_all)
+    thread.start()
+    thread.join()
+
+
+def _answer_all() -> None:
     first = sys.stdin.readline()
     if not first:
         return

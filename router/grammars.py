@@ -87,7 +87,8 @@ class GrammarChecker:
         line = await self._worker.answer(question, TIME_LIMIT_S)
         if not line:
             log.info("structured outputs not compiled in time kind=%s chars=%d", structured.kind, len(structured.text))
-            return _Verdict(f"it cannot be compiled within {TIME_LIMIT_S:g} s", self._clock() + _SLOW_S)
+            why = f"it cannot be compiled within {TIME_LIMIT_S:g} s, or is nested too deeply"
+            return _Verdict(why, self._clock() + _SLOW_S)
         answer: str | None = json.loads(line)
         return _Verdict(answer and answer[:_MAX_REASON_CHARS])
 

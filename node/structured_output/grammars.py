@@ -6,16 +6,19 @@ matcher(structured, output) -> GrammarMatcher: at once; `ready` when a thread ha
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.structured_output import StructuredBackend, StructuredOutput
+from baton.structured_output import COMPILE_STACK_BYTES, StructuredBackend, StructuredOutput
+
+T = TypeVar("T")
 
 _NUM_THREADS = 2
 _NUM_KEPT = 256
@@ -102,11 +105,19 @@ class Grammars:
 
     def _compile(self, structured: StructuredOutput) -> Future[GrammarState]:
         if self._backend is None:
-            self._backend = self._threads.submit(self._make_backend)
+            self._backend = self._submit(self._make_backend)
         backend = self._backend
-        compiled = self._threads.submit(lambda: backend.result().compile(structured))
+        compiled = self._submit(lambda: backend.result().compile(structured))
         compiled.add_done_callback(lambda _: self._wake())
         return compiled
+
+    def _submit(self, work: Callable[[], T]) -> Future[T]:
+        """Run it on one of the threads, which may begin now."""
+        others = threading.stack_size(COMPILE_STACK_BYTES)
+        try:
+            return self._threads.submit(work)
+        finally:
+            threading.stack_size(others)
 
     def _drop_oldest(self) -> None:
         """Down to the limits, but for the newest."""

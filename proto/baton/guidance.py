@@ -28,7 +28,7 @@ def guidance_grammar(structured: StructuredOutput, special_tokens: Mapping[str, 
         case StructuredKind.JSON:
             try:
                 return _json_grammar(json.loads(structured.text))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise InvalidRequest(str(error), "structured_outputs") from None
         case StructuredKind.REGEX:
             return LLMatcher.grammar_from_regex(structured.text)

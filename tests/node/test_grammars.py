@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -10,7 +12,13 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from baton.structured_output import StructuredBackend, StructuredKind, StructuredOutput
+from baton.structured_output import (
+    CHECK_STACK_BYTES,
+    COMPILE_STACK_BYTES,
+    StructuredBackend,
+    StructuredKind,
+    StructuredOutput,
+)
 from node.structured_output import grammars
 from node.structured_output.grammars import NO_TOKEN_LEFT, GrammarMatcher, Grammars
 
@@ -165,6 +173,31 @@ def test_a_token_that_was_not_forced_ends_the_run(compiler: Compiler) -> None:
     matcher.accept(first + 1)
     assert matcher.forced() == []
     assert matcher.error
+
+
+NESTED = """
+from concurrent.futures import wait
+from pathlib import Path
+import json, sys
+from baton.structured_output import StructuredKind, StructuredOutput
+from node.structured_output.grammars import Grammars
+
+def definition(i):
+    return {"type": "object", "properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}}
+
+schema = {"$ref": "#/$defs/d0", "$defs": {**{f"d{i}": definition(i) for i in range(1200)}, "d1200": {}}}
+grammars = Grammars(Path(sys.argv[1]).read_bytes(), 4096, [0], lambda: None)
+matcher = grammars.matcher(StructuredOutput(StructuredKind.JSON, json.dumps(schema)))
+wait([matcher._compiled])
+sys.exit(matcher.error)
+"""
+
+
+def test_a_node_compiles_what_is_nested_deeper_than_a_router_lets_pass() -> None:
+    """The compiler recurses, and a node whose stack ends is gone. In a process of its own, therefore."""
+    assert COMPILE_STACK_BYTES >= 2 * CHECK_STACK_BYTES
+    command = [sys.executable, "-c", NESTED, str(CHECKPOINT / "tokenizer.json")]
+    subprocess.run(command, check=True, timeout=WAIT_S)
 
 
 def test_schemas_within_structural_tags_are_checked(compiler: Compiler) -> None:

@@ -124,6 +124,29 @@ async def test_a_hostile_schema_is_refused_in_time_and_the_next_is_served(checke
     assert checker._worker is not first
 
 
+def chain(length: int) -> StructuredOutput:
+    """Definitions that each refer to the next one."""
+    refs = {f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(length)}
+    return StructuredOutput(
+        StructuredKind.JSON, json.dumps({"$ref": "#/$defs/d0", "$defs": {**refs, f"d{length}": {"type": "integer"}}})
+    )
+
+
+async def test_what_is_nested_too_deeply_says_so(checker: Checker) -> None:
+    await checker.says(chain(300))
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        await checker.says(chain(4000))  # which ends the process
+
+
+async def test_json_that_is_nested_too_deeply_leaves_the_process_alive(checker: Checker) -> None:
+    await checker.says(AS_JSON)
+    first = checker._worker
+    with pytest.raises(InvalidRequest, match="recursion depth"):
+        await checker.says(StructuredOutput(StructuredKind.JSON, '{"items":' * 20_000 + "{}" + "}" * 20_000))
+    await checker.says(StructuredOutput(StructuredKind.REGEX, "b"))
+    assert checker._worker is first
+
+
 async def test_what_took_too_long_is_tried_again_later(checker: Checker, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process may have been stopped, or its machine busy."""
     now = [0.0]
