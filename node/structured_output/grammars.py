@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -157,7 +157,7 @@ class GrammarMatcher:
         self._compiled = compiled
         self._pending = list(tokens)
         self._state = state
-        self._run: list[int] = []  # the tokens that must come next, as far as they are known
+        self._run = deque[int]()  # the tokens that must come next, as far as they are known; maybe 60,000
 
     @property
     def ready(self) -> bool:
@@ -178,7 +178,8 @@ class GrammarMatcher:
 
     def accept(self, token: int) -> None:
         self._pending.append(token)
-        self._run = self._run[1:] if self._run[:1] == [token] else []
+        if self._run and self._run.popleft() != token:
+            self._run.clear()
 
     def forced(self) -> list[int]:
         return list(self._run)
@@ -192,7 +193,7 @@ class GrammarMatcher:
         computes the forward meanwhile."""
         state = self._current()
         state.fill(mask)
-        self._run = state.forced() if _has_one_token(mask) else []
+        self._run = deque(state.forced() if _has_one_token(mask) else ())
 
     def _current(self) -> GrammarState:
         """The state after all tokens. Raises what compiling raised."""

@@ -6,10 +6,13 @@ import json
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from baton.structured_output import (
@@ -20,7 +23,7 @@ from baton.structured_output import (
     StructuredOutput,
 )
 from node.structured_output import grammars
-from node.structured_output.grammars import NO_TOKEN_LEFT, GrammarMatcher, Grammars
+from node.structured_output.grammars import NO_TOKEN_LEFT, GrammarMatcher, Grammars, GrammarState
 
 CHECKPOINT = Path(__file__).parents[2] / "engine" / "checkpoints" / "baton-tiny"
 VOCAB_SIZE = 4096
@@ -173,6 +176,50 @@ def test_a_token_that_was_not_forced_ends_the_run(compiler: Compiler) -> None:
     matcher.accept(first + 1)
     assert matcher.forced() == []
     assert matcher.error
+
+
+class Runs:
+    """A state in which a run of tokens must come next."""
+
+    num_bytes = 0
+    error = None
+    finished = False
+
+    def __init__(self, run: list[int]) -> None:
+        self.run = run
+
+    def accept(self, tokens: list[int]) -> None:
+        pass
+
+    def forced(self) -> list[int]:
+        return self.run
+
+    def copy(self) -> Runs:
+        return self
+
+    def fill(self, mask: NDArray[np.int32]) -> None:
+        mask[:] = 0
+        mask[0] = 1
+
+
+def test_a_long_run_of_forced_tokens_is_taken_in_linear_time() -> None:
+    """A choice may be of 60,000 tokens, which the engine's thread takes at once."""
+
+    def cost(num_tokens: int) -> float:
+        run = list(range(num_tokens))
+        compiled = Future[GrammarState]()
+        compiled.set_result(Runs(run))
+        matcher = GrammarMatcher(compiled, ())
+        matcher.fill(np.zeros(1, np.int32))
+        assert matcher.forced() == run
+        began = time.process_time()
+        for token in run:
+            matcher.accept(token)
+        assert matcher.forced() == []
+        return time.process_time() - began
+
+    short = min(cost(3_000) for _ in range(3))
+    assert any(cost(30_000) < 35 * short + 0.05 for _ in range(3))
 
 
 NESTED = """
