@@ -15,8 +15,8 @@ MAX_STRUCTURED_CHARS = 256 * 1024
 
 CHECK_STACK_BYTES = 8 * 2**20
 COMPILE_STACK_BYTES = 4 * CHECK_STACK_BYTES
-"""Of the threads on which a router tries what nodes then compile. Compilers recurse, and where the stack ends, their process
-does: 925 definitions that each refer to the next one take 8 MiB of llguidance 1.9."""
+"""Of the threads on which a router tries what nodes then compile. Compilers recurse, and where the stack ends, their
+process does: 925 definitions that each refer to the next one take 8 MiB of llguidance 1.9."""
 
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 
