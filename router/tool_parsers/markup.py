@@ -125,10 +125,11 @@ class MarkupParser(ReadingParser):
 
 class Qwen3CoderParser(MarkupParser):
     """`<tool_call><function=f><parameter=a>1</parameter></function></tool_call>`, with line breaks between and around
-    values. `<tool_call>` may be missing, as may the end of a parameter."""
+    values. `<tool_call>` may be missing, as may the ends of parameters and functions."""
 
     marks = ("<tool_call>", "<function=")
-    _ENDS: ClassVar[tuple[str, ...]] = ("</parameter>", "<parameter=", "</function>")
+    _CLOSING: ClassVar[str] = "</tool_call>"
+    _ENDS: ClassVar[tuple[str, ...]] = ("</parameter>", "<parameter=", "</function>", _CLOSING)
     _END: ClassVar[re.Pattern[str]] = any_of(_ENDS)
 
     def read_call(self, found: str) -> Reading[None]:
@@ -144,11 +145,14 @@ class Qwen3CoderParser(MarkupParser):
         arguments = Arguments(self, name)
         while (yield from self._read_parameter(arguments)):
             pass
-        if (yield from source.literal("</function>")):
+        has_ended = yield from source.literal("</function>")
+        if has_ended:
             arguments.close()
-            yield from source.blanks()
-            if (yield from source.literal("</tool_call>")):
-                source.begin()
+        yield from source.blanks()
+        if (yield from source.literal(self._CLOSING)):
+            if not has_ended:
+                arguments.close()
+            source.begin()
 
     def _read_parameter(self, arguments: Arguments) -> Reading[bool]:
         source = self.source

@@ -281,6 +281,14 @@ QWEN3_CODER = [
         "",
         [("add", '{"a": "some long te"')],
     ),
+    # an end of a function is missing, and that of a parameter
+    Case(
+        "qwen3_coder",
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</tool_call>\n<tool_call><function=add></tool_call>"
+        "<tool_call>\n<function=add>\n<parameter=a>\n2\n</tool_call> Done.",
+        " Done.",
+        [("add", '{"a": "1"}'), ("add", "{}"), ("add", '{"a": "2"}')],
+    ),
     # a string that may not be null says so
     Case(
         "qwen3_coder",
