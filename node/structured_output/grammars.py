@@ -35,8 +35,9 @@ NO_TOKEN_LEFT = (
 class GrammarState(Protocol):
     """Where an output stands in its grammar. Belongs to one thread at a time."""
 
-    num_bytes: int
-    """The size of the compiled grammar, which all its states share. 0: not known."""
+    @property
+    def num_bytes(self) -> int:
+        """The size of the compiled grammar, which all its states share, as far as it is known: it may grow."""
 
     @property
     def error(self) -> str | None:

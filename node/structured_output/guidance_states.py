@@ -15,6 +15,9 @@ from node.structured_output.grammars import NO_TOKEN_LEFT
 _NOT_VERBOSE = "\n<non-verbose/>"
 """Ends what the library says of an error, where it would go on with its inner state."""
 _NOTHING_MATCHES = "NoExtensionBias"
+_FORCED_TOKEN_BYTES = 1600
+"""What all states of a grammar keep of a text that must come next, for each of its tokens: the lexer's states, about 400
+bytes for each character. A regular expression like a{190000} takes 60 MB, which the library bounds no further."""
 
 
 class GuidanceBackend:
@@ -37,11 +40,15 @@ class GuidanceBackend:
 class GuidanceState:
     """Implements `node.structured_output.grammars.GrammarState`."""
 
-    num_bytes = 0
-
-    def __init__(self, matcher: LLMatcher, no_token_left: bool = False) -> None:
+    def __init__(self, matcher: LLMatcher, no_token_left: bool = False, longest_run: list[int] | None = None) -> None:
+        """longest_run: the number of tokens in the longest run that was forced, which all states of a grammar share."""
         self._matcher = matcher
         self._no_token_left = no_token_left
+        self._longest_run = [0] if longest_run is None else longest_run
+
+    @property
+    def num_bytes(self) -> int:
+        return self._longest_run[0] * _FORCED_TOKEN_BYTES
 
     @property
     def error(self) -> str | None:
@@ -60,10 +67,12 @@ class GuidanceState:
             self._no_token_left = num_taken < len(tokens) and not self._matcher.is_error()
 
     def forced(self) -> list[int]:
-        return self._matcher.compute_ff_tokens()
+        run = self._matcher.compute_ff_tokens()
+        self._longest_run[0] = max(self._longest_run[0], len(run))
+        return run
 
     def copy(self) -> GuidanceState:
-        return GuidanceState(self._matcher.deep_copy(), self._no_token_left)
+        return GuidanceState(self._matcher.deep_copy(), self._no_token_left, self._longest_run)
 
     def fill(self, mask: NDArray[np.int32]) -> None:
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)

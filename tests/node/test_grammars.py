@@ -328,6 +328,16 @@ def test_what_is_kept_is_bounded_in_number_and_size(compiler: Compiler, monkeypa
     assert all(len(digest) == 16 for digest in compiler.grammars._kept)
 
 
+def test_what_a_long_forced_text_takes_counts_as_kept(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    if compiler.backend is not StructuredBackend.GUIDANCE:
+        pytest.skip("XGrammar says what its grammars take")
+    monkeypatch.setattr(grammars, "_BYTES_KEPT", 2**20)
+    long = StructuredOutput(StructuredKind.REGEX, "y{2000}")
+    compiler.allowed(compiler(long))
+    compiler(DIGITS)
+    assert long.digest not in compiler.grammars._kept
+
+
 @pytest.mark.parametrize(
     ("words", "one"),
     [([0, 8, 0], True), ([0, -(2**31), 0], True), ([0, 9, 0], False), ([8, 8, 0], False), ([-1, 0, 0], False)],
