@@ -16,8 +16,8 @@ _NOT_VERBOSE = "\n<non-verbose/>"
 """Ends what the library says of an error, where it would go on with its inner state."""
 _NOTHING_MATCHES = "NoExtensionBias"
 _FORCED_TOKEN_BYTES = 1600
-"""What all states of a grammar keep of a text that must come next, for each of its tokens: the lexer's states, about 400
-bytes for each character. A regular expression like a{190000} takes 60 MB, which the library bounds no further."""
+"""What all states of a grammar keep of a text that must come next, for each of its tokens: the lexer's states, about
+400 bytes for each character. A regular expression like a{190000} takes 60 MB, which the library bounds no further."""
 
 
 class GuidanceBackend:
