@@ -40,7 +40,8 @@ from node.status import Health, NodeStatus, admin_pages
 log = logging.getLogger(__name__)
 
 GRACE_S = 0.5
-"""Time for the last messages to be sent, once the server accepts no more calls."""
+"""Time for the last messages to be sent, once the server accepts no more calls; and for the engine's thread to say
+whether anything is left."""
 THREAD_STOP_S = 10.0
 AUDIT_S = 30.0
 """Timeout of an audit, which waits for the current turn."""
@@ -191,23 +192,27 @@ class Node:
         self._why_not = "stopping"
         await self._health.stopping()
         self._loop.post(Draining())
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.drain_timeout):
                 await self._until_idle()
-        except TimeoutError:
-            return False
-        return True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GRACE_S):  # even without time to wait: there may be nothing to wait for
+                return await self._is_idle()
+        return False
 
     async def _until_idle(self) -> None:
         """Query the role itself, again after each turn that ends idle: the last turn's state may be older than work
         that has just arrived."""
         while True:
             self._idle.clear()
-            if await asyncio.wrap_future(self._loop.run_engine_call(lambda: self._parts.role.idle)):
+            if await self._is_idle():
                 return
             with contextlib.suppress(TimeoutError):  # a turn that changes nothing is not delivered
                 async with asyncio.timeout(HEARTBEAT_S):
                     await self._idle.wait()
+
+    async def _is_idle(self) -> bool:
+        return await asyncio.wrap_future(self._loop.run_engine_call(lambda: self._parts.role.idle))
 
     async def stop(self) -> bool:
         """End all streams, the engine's thread and the metrics page. False: the thread did not end in time."""

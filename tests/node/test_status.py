@@ -280,8 +280,10 @@ async def test_draining_waits_for_work_that_nobody_has_been_told_of_yet(monkeypa
             assert await drain
 
 
-async def test_draining_an_idle_node_takes_no_time():
+@pytest.mark.parametrize("drain_timeout", [WAIT_S, 0.0])
+async def test_draining_an_idle_node_takes_no_time(drain_timeout):
     async with running(PREFILL_SIDE, NodeRole.PREFILL) as node:
+        node.node._settings = NodeSettings(model="none", drain_timeout=drain_timeout)
         async with asyncio.timeout(WAIT_S / 2):
             assert await node.node.drain()
 
