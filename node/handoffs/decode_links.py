@@ -15,7 +15,7 @@ from baton.cluster_secret import HANDOFF, prove
 from baton.errors import BatonError, InvalidRequest, NodeUnavailable
 from baton.handoff_messages import Hello, PrefillToDecode, Reserve
 from baton.messages import Auth, DecodeTarget
-from baton.streams import EOF, HELLO_S, STOPPED, rpc_reason
+from baton.streams import EOF, HELLO_S, STOPPED, require_message, rpc_reason
 from baton.v1 import node_pb2_grpc
 from node.events import ClosePeer, PeerClosed, PeerOpened, ToDecode
 from node.handoffs.stream import (
@@ -127,7 +127,7 @@ class DecodeLinks:
 
         async def hear() -> wire.FromDecode | None:
             answer = await call.read()
-            return wire.read_decode_message(answer) if answer is not EOF else None
+            return wire.read_decode_message(require_message(answer)) if answer is not EOF else None
 
         if self._ours.trust.secret is not None:
             await prove(self._ours.trust.secret, HANDOFF, hello.incarnation, say, hear)

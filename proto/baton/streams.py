@@ -21,6 +21,7 @@ HELLO_S = 5.0
 """Timeout for the first message of a new stream."""
 ENDED = "the peer ended the stream"
 STOPPED = "the node was stopped"
+_NO_MESSAGE = "its bytes are none"
 
 
 class Stream(Generic[M]):
@@ -106,12 +107,20 @@ async def read_all(
 async def _read_all(read: Callable[[], Awaitable[Any]], handle: Callable[[Any], None]) -> str:
     try:
         while (message := await read()) is not EOF:
-            handle(message)
+            handle(require_message(message))
     except DecodeError:
-        return "malformed message: its bytes are none"
+        return f"malformed message: {_NO_MESSAGE}"
     except InvalidRequest as error:
         return f"malformed message: {error.message}"
     return ENDED
+
+
+def require_message(read: M | None) -> M:
+    """What a stream has read. Raises InvalidRequest for bytes that are no message: a caller's stream reads None then,
+    where a server's raises DecodeError."""
+    if read is None:
+        raise InvalidRequest(_NO_MESSAGE)
+    return read
 
 
 async def first_end(*sides: Coroutine[Any, Any, str]) -> str:

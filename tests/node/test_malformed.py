@@ -4,7 +4,10 @@ goes on serving."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -12,16 +15,16 @@ import pytest
 
 from baton import PROTOCOL_VERSION, wire
 from baton.errors import InvalidRequest, TransferError
-from baton.handoff_messages import Commit, Grant, Refuse, Release, Reserve
-from baton.messages import Abort, AttemptId, End, Sample, Update
-from baton.node_info import NodeRole
+from baton.handoff_messages import Commit, Grant, Hello, Refuse, Release, Reserve
+from baton.messages import Abort, AttemptId, DecodeTarget, End, Sample, Update
+from baton.node_info import NodeRole, TransportEndpoint
 from baton.sampling import SamplingParams
 from baton.v1 import common_pb2, node_pb2
 from decode_node.server import DECODE_SIDE
-from node.events import FromPeer, FromRouter, ToDecode, ToPrefill, ToRouter
+from node.events import FromPeer, FromRouter, PeerClosed, ToDecode, ToPrefill, ToRouter
 from prefill_node.server import PREFILL_SIDE
 from tests.baton.test_wire_limits import mutate, seeds
-from tests.node.scripted import WAIT_S, Running, prefill, running, session
+from tests.node.scripted import LAYOUT, WAIT_S, Running, prefill, running, session
 from tests.node.test_handoffs import HELLO, hear, opened, pair, reserve, target
 
 WORK = AttemptId(1, "r", 0)
@@ -118,6 +121,42 @@ async def test_deadlines_are_capped_by_the_decode_node_too():
         for message in (reserve(), Commit(1, WORK, "d1", (1, 2), SAMPLES, SamplingParams(), 1e10)):
             await call.write(wire.write_prefill_message(message))
         assert [e.message.deadline_s for e in await d.role.saw(FromPeer, 2)] == [2.0, 2.0]
+
+
+@asynccontextmanager
+async def decode_node(*said: bytes) -> AsyncIterator[DecodeTarget]:
+    """What answers a prefill node's Hello with these bytes, whatever they are, and then waits."""
+
+    async def handoff(_: object, context: Any) -> None:
+        await context.read()
+        for message in said:
+            await context.write(message)
+        await context.read()
+
+    handler = grpc.stream_stream_rpc_method_handler(handoff)
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("baton.v1.DecodeNode", {"Handoff": handler}),)
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield DecodeTarget(f"127.0.0.1:{port}", "d1")
+    await server.stop(0)
+
+
+HELLO_OF_D = Hello("d1", "decode-0", LAYOUT, (TransportEndpoint(0, "memory", b"there"),), "i1", 4)
+
+
+@pytest.mark.parametrize("opens", [False, True])
+async def test_bytes_that_are_no_message_end_the_stream_to_the_decode_node_that_sent_them(opens, caplog):
+    hello = [wire.write_decode_message(HELLO_OF_D).SerializeToString()] if opens else []
+    async with running(PREFILL_SIDE, NodeRole.PREFILL) as p, decode_node(*hello, b"\xff") as d:
+        p.say(ToDecode(d, reserve()))
+        (closed,) = await p.role.saw(PeerClosed)
+        assert closed.reason == f"{'malformed message:' if opens else 'InvalidRequest'} its bytes are none"
+        await healthy(p)
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 async def talk(channel: grpc.aio.Channel, method: str, messages: list[bytes]) -> str:
