@@ -16,7 +16,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -42,6 +42,7 @@ from baton.messages import (
     Subscribed,
     Update,
 )
+from baton.prompt_logprobs import PromptLogprobs
 from baton.streams import ENDED, EOF, HEARTBEAT_S, HELLO_S, STOPPED, Stream, first_end, read_all
 from baton.telemetry import NodeMetrics
 from baton.trust import Trust
@@ -65,6 +66,9 @@ log = logging.getLogger(__name__)
 MAX_UPDATES = 100_000
 """Queued for one router, some minutes of tokens: with more, it does not read and its session is ended."""
 UPDATES_PER_MESSAGE = 8192
+PIECES_BYTES_PER_MESSAGE = 128 * 1024
+"""A message with so much of prompts' logprobs takes no more updates: reading it keeps the router busy for 1 ms. All
+those of a backlog would together be more than a message may have."""
 LOAD_PERIOD_S = 0.1
 """The shortest interval between reports of a changed load; an unchanged one is sent every HEARTBEAT_S."""
 
@@ -270,9 +274,19 @@ class Sessions:
             updates = await session.take(due - now)
             if not updates and session.closing:
                 return session.closing
-            for start in range(0, len(updates), UPDATES_PER_MESSAGE):
-                batch = tuple(updates[start : start + UPDATES_PER_MESSAGE])
+            for batch in _batches(updates):
                 await context.write(wire.write_node_message(batch))
+
+
+def _batches(updates: Sequence[Update]) -> Iterator[tuple[Update, ...]]:
+    """All of them, in messages of bounded size."""
+    start = num_bytes = 0
+    for end, update in enumerate(updates, 1):
+        if isinstance(update.kind, PromptLogprobs):
+            num_bytes += update.kind.num_bytes
+        if end - start == UPDATES_PER_MESSAGE or num_bytes >= PIECES_BYTES_PER_MESSAGE or end == len(updates):
+            yield tuple(updates[start:end])
+            start, num_bytes = end, 0
 
 
 def _log(update: Update) -> None:

@@ -45,6 +45,10 @@ class PromptLogprobs:
         return len(self.logprobs) // NUMBER_BYTES
 
     @property
+    def num_bytes(self) -> int:
+        return 2 * len(self.logprobs) * (1 + self.num_top)
+
+    @property
     def end_index(self) -> int:
         return self.first_index + self.num_tokens
 

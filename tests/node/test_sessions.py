@@ -7,8 +7,21 @@ import pytest
 
 from baton import PROTOCOL_VERSION, wire
 from baton.errors import InvalidRequest, RequestCancelled
-from baton.messages import Abort, AttemptId, End, KvEvents, Load, Prefill, Subscribe, Subscribed, Tokens, Update
+from baton.messages import (
+    Abort,
+    AttemptId,
+    End,
+    KvEvents,
+    Load,
+    Prefill,
+    Subscribe,
+    Subscribed,
+    Tokens,
+    Update,
+    UpdateKind,
+)
 from baton.node_info import NodeRole
+from baton.prompt_logprobs import PromptLogprobs
 from baton.streams import Stream
 from baton.telemetry import NodeMetrics, new_registry
 from baton.trust import Trust
@@ -248,6 +261,17 @@ async def test_many_updates_go_in_messages_of_bounded_size(monkeypatch):
     async with running(PREFILL_SIDE, NodeRole.PREFILL, script=answer) as node, session(node) as router:
         await router.send(prefill(WORK))
         assert [len(await router.updates()) for _ in range(2)] == [2, 1]
+
+
+async def test_logprobs_of_prompts_go_in_messages_of_bounded_size(monkeypatch):
+    """A router that stood still for a while gets thousands of pieces, of 172 KB each."""
+    piece = PromptLogprobs(1, 1, bytes(4), bytes(4), bytes(4), bytes(4))
+    monkeypatch.setattr(sessions, "PIECES_BYTES_PER_MESSAGE", 2 * 16)
+    async with running(PREFILL_SIDE, NodeRole.PREFILL) as node, session(node) as router:
+        await router.read()
+        kinds: list[UpdateKind] = [piece, End(), piece, piece, End(), piece]
+        node.say(*[ToRouter(1, Update(WORK, kind)) for kind in kinds])
+        assert [[update.kind for update in await router.updates()] for _ in range(2)] == [kinds[:3], kinds[3:]]
 
 
 # ---- what the prefix cache holds ----
