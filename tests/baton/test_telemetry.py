@@ -139,6 +139,30 @@ def test_node_messages_become_metrics():
         assert value("node_request_ends_total", outcome=outcome, reason=reason) == 1
 
 
+def test_prefix_cache_queries_are_the_tokens_that_were_looked_up():
+    registry = new_registry("prefill")
+    metrics = NodeMetrics(registry, "tiny")
+    waits, refused, asks, goes_on = (AttemptId(1, name, 1) for name in ("waits", "refused", "asks", "goes on"))
+    scored = SamplingParams(num_prompt_logprobs=0)
+    for attempt_id, sampling, output in (
+        (waits, SamplingParams(), ()),
+        (refused, SamplingParams(), ()),
+        (asks, scored, ()),
+        (goes_on, SamplingParams(), (7, 8, 9, 10)),
+    ):
+        metrics.received(Prefill(attempt_id, "i", (1, 2, 3), (Sample(0, output),), sampling, 1.0))
+    metrics.sent(Update(refused, End(Overloaded("full"))))
+    metrics.sent(Update(asks, Started(0, 0.01)))
+    metrics.sent(Update(goes_on, Started(6, 0.01)))
+    metrics.lost(2)
+    labels = {"model_name": "tiny", "role": "prefill"}
+    values = [registry.get_sample_value(f"baton:prefix_cache_{name}_total", labels) for name in ("queries", "hits")]
+    assert values == [7, 6]
+    assert [*metrics._unstarted] == [waits]
+    metrics.lost(1)
+    assert not metrics._unstarted
+
+
 def test_token_times_are_taken_on_the_node():
     registry, now = new_registry("decode"), [10.0]
     metrics = NodeMetrics(registry, "tiny", clock=lambda: now[0])

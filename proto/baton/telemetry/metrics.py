@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 
 import baton
 from baton.errors import BatonError, RequestCancelled
-from baton.messages import Adopted, End, HandedOff, Load, Prefill, Started, Tokens, Update
+from baton.messages import Adopted, AttemptId, End, HandedOff, Load, Prefill, Started, Tokens, Update
 from baton.telemetry.experts import ExpertMetrics, ExpertReadings
 from baton.telemetry.pools import PoolMetrics
 from baton.telemetry.steps import StepMetrics
@@ -189,6 +189,7 @@ class NodeMetrics:
         self._num_preemptions = self._num_damaged = self._num_rebalances = 0
         self._steps = StepMetrics(registry, names, values)
         self._prompt_tokens = counter("node_prompt_tokens", "Prompt tokens received.")
+        self._unstarted: dict[AttemptId, int] = {}  # how many tokens will be looked up in the prefix cache
         self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self._queue_s = histogram("request_queue_time_seconds", "Waiting for the first chunk.")
@@ -202,14 +203,17 @@ class NodeMetrics:
 
     def received(self, prefill: Prefill) -> None:
         self._tokens.received(prefill.attempt_id)
-        self._prompt_tokens.inc(len(prefill.prompt_tokens))
-        self._prefix_queries.inc(len(prefill.prompt_tokens))
+        num_tokens = len(prefill.prompt_tokens)
+        self._prompt_tokens.inc(num_tokens)
+        if prefill.sampling.num_prompt_logprobs is None:  # else the cache is not read
+            self._unstarted[prefill.attempt_id] = num_tokens + len(prefill.samples[0].output_tokens)
 
     def sent(self, update: Update) -> None:
         match update.kind:
             case Tokens(sample, _, token_ids):
                 self._tokens.sent(update.attempt_id, sample, len(token_ids))
             case Started(num_cached_tokens, queue_s):
+                self._prefix_queries.inc(self._unstarted.pop(update.attempt_id, 0))
                 self._prefix_hits.inc(num_cached_tokens)
                 self._queue_s.observe(queue_s)
             case HandedOff(prefill_s):
@@ -225,9 +229,12 @@ class NodeMetrics:
             case End(error):
                 self._ends.labels(*self._values, *outcome_labels(error)).inc()
                 self._tokens.forget(update.attempt_id)
+                self._unstarted.pop(update.attempt_id, None)
 
     def lost(self, epoch: int) -> None:
         """A router is gone and its requests with it: no End will follow for them."""
+        for attempt_id in [attempt_id for attempt_id in self._unstarted if attempt_id.router_epoch == epoch]:
+            del self._unstarted[attempt_id]
         self._tokens.lost(epoch)
 
     def set_load(self, load: Load) -> None:
