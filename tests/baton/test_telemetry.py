@@ -9,6 +9,7 @@ import pytest
 from baton.errors import Overloaded, RequestCancelled
 from baton.log_levels import LogLevels
 from baton.messages import Adopted, AttemptId, End, HandedOff, Load, Prefill, Sample, Started, Tokens, Update
+from baton.node_times import PromptTimes
 from baton.sampling import SamplingParams
 from baton.telemetry import (
     ROUTER,
@@ -99,9 +100,9 @@ def test_node_messages_become_metrics():
     kinds = (
         Started(2, 0.01),
         Tokens(0, 0, (5, 6)),
-        HandedOff(0.2),
+        HandedOff(0.25),
         Adopted(0.1, 16, 4096, commit_s=0.25, step_wait_s=0.5),
-        End(),
+        End(prompt=PromptTimes(started_s=0.25, computed_s=0.75)),
         End(RequestCancelled("gone")),
         End(Overloaded("full")),
     )
@@ -120,6 +121,7 @@ def test_node_messages_become_metrics():
     assert value("node_prompt_tokens_total") == value("prefix_cache_queries_total") == 3
     assert value("node_generation_tokens_total") == 2
     assert value("prefix_cache_hits_total") == 2
+    assert (value("request_prefill_time_seconds_count"), value("request_prefill_time_seconds_sum")) == (2, 0.75)
     assert value("kv_transfer_cached_tokens_total") == 16
     assert value("kv_transfer_bytes_total") == 4096
     assert value("kv_transfer_seconds_sum") == 0.1

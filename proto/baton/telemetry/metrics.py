@@ -226,7 +226,9 @@ class NodeMetrics:
                 self._handoff_s.observe(adopted.handoff_s)
                 self._transfer_s.observe(transfer_s)
                 self._transfer_bytes.inc(transfer_bytes)
-            case End(error):
+            case End(error, prompt):
+                if prompt is not None:  # computed here, and not handed over
+                    self._prefill_s.observe(prompt.prefill_s)
                 self._ends.labels(*self._values, *outcome_labels(error)).inc()
                 self._tokens.forget(update.attempt_id)
                 self._unstarted.pop(update.attempt_id, None)
