@@ -97,16 +97,17 @@ class PrefillCore(RoleCore):
     # ---- requests ----
 
     def _make_sequence(self, prefill: Prefill, now: float) -> Sequence:
-        if prefill.decode is None and needs_decode_node(prefill):
+        needed = needs_decode_node(prefill)
+        target = prefill.decode if needed else None
+        if needed and target is None:
             raise InvalidRequest("a prefill node needs a decode node for more than one token", "decode")
-        if prefill.decode and self._outgoing.is_lost(prefill.decode.incarnation):
-            raise PeerLost(f"decode node {prefill.decode.address} is being disconnected")
+        if target and self._outgoing.is_lost(target.incarnation):
+            raise PeerLost(f"decode node {target.address} is being disconnected")
         matcher = self._matchers.make(prefill.attempt_id, prefill.sampling, prefill.samples[0].output_tokens)
         processors = self._processors.chain(prefill.sampling.logits_processors)
         computed = without_last_token(prefill) if prefill.sampling.beam_width else prefill
         sequence = make_sequence(computed, hand_off=True, now=now, matcher=matcher, processors=processors)
-        if prefill.decode and needs_decode_node(prefill):
-            sequence.lane = prefill.decode.incarnation
+        sequence.lane = target and target.incarnation
         return sequence
 
     def _take_in(self, prefill: Prefill, sequence: Sequence, now: float, deadline: float) -> None:

@@ -274,6 +274,9 @@ def test_a_decode_node_without_a_transport_gets_nothing_until_its_stream_was_clo
     send(reserved, AttemptId(EPOCH, "next", 0))
     assert errors(reserved) == [PeerLost, PeerLost]
     assert len(of(Reserve, reserved)) == 1
+    send(reserved, AttemptId(EPOCH, "one token", 0), sampling=SamplingParams(max_tokens=1))
+    run(reserved)
+    assert errors(reserved) == [PeerLost, PeerLost, None], "which needs no decode node"
     reserved.node.core.handle(PeerClosed(reserved.peer, "died"), 3.0)
     run(reserved)
     send(reserved, AttemptId(EPOCH, "after", 0))
