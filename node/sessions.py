@@ -113,8 +113,6 @@ class Sessions:
         by_epoch: defaultdict[int, list[Update]] = defaultdict(list)
         for output in turn.outputs:
             if isinstance(output, ToRouter):
-                self._metrics.sent(output.update)
-                _log(output.update)
                 by_epoch[output.epoch].append(output.update)
             elif isinstance(output, BlocksChanged | BlocksHeld):
                 self._feed(output, turn)
@@ -122,6 +120,9 @@ class Sessions:
                 session.end(output.reason)
         for epoch, updates in by_epoch.items():
             if session := self._meant(epoch, turn):
+                for update in updates:  # those of a lost session are counted no more: nothing would end them
+                    self._metrics.sent(update)
+                    _log(update)
                 session.put(*updates)
 
     def _feed(self, output: BlocksChanged | BlocksHeld, turn: Turn) -> None:

@@ -231,6 +231,15 @@ async def test_what_an_earlier_session_of_the_epoch_was_told_is_not_told_to_the_
     assert len(await session_.take(0)) == 1
 
 
+async def test_what_is_told_to_a_session_that_is_over_leaves_nothing_behind():
+    """A role that has yet to hear of the end says more, and never that the request has ended."""
+    kept = metrics()
+    hub = Sessions("i1", lambda event: 1, kept, Limits(), Trust())
+    hub._close(hub._open(1), "gone")
+    hub.deliver(Turn([ToRouter(1, Update(WORK, Tokens(0, 0, (7,))))], 1, Load(), True, None))
+    assert not kept._tokens._last
+
+
 async def test_a_session_that_the_role_closes_ends_and_a_later_one_of_the_epoch_does_not():
     hub = Sessions("i1", lambda event: 3, metrics(), Limits(), Trust())
     session_ = hub._open(1)
