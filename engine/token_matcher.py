@@ -14,13 +14,13 @@ class TokenMatcher(Protocol):
     """The state of one sample's output in what it must match. The state depends on the output's tokens alone, so that
     any node can rebuild it. Engine's thread only.
 
-    It may be compiled on another thread; until it is `ready`, its sequence is in no step. Once `error` is set, the
-    request must end: no token can follow.
+    It may be compiled on another thread, which may end at any time; until it is `ready`, its sequence is in no step.
+    Once `error` is set, the request must end: no token can follow.
     """
 
     @property
     def ready(self) -> bool:
-        """Whether compiling has ended, possibly with an `error`."""
+        """Whether it was compiled: never, if that has failed."""
 
     @property
     def error(self) -> str | None:

@@ -1,6 +1,7 @@
 """Compiles what answers must match, on threads beside the engine's, and keeps what was compiled last.
 
-matcher(structured, output) -> GrammarMatcher: at once; `ready` when a thread has compiled it, and the loop is woken
+matcher(structured, output) -> GrammarMatcher: at once; when a thread has compiled it, it is `ready` or has an `error`,
+and the loop is woken
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Backend(Protocol):
 
 
 class Grammars:
-    """Compiles for one tokenizer. `wake` is called, on any thread, when a matcher has become ready.
+    """Compiles for one tokenizer. `wake` is called, on any thread, when a matcher has become ready, or never will.
 
     tokenizer: a tokenizer.json. vocab_size: of the logits. Other methods on the engine's thread only.
     """
@@ -162,14 +163,15 @@ class GrammarMatcher:
 
     @property
     def ready(self) -> bool:
-        return self._state is not None or self._compiled.done()
+        return self._state is not None or (self._compiled.done() and self._compiled.exception() is None)
 
     @property
     def error(self) -> str | None:
-        if not self.ready:
-            return None
-        if self._state is None and (error := self._compiled.exception()) is not None:
-            return f"structured_outputs: {error}"
+        if self._state is None:
+            if not self._compiled.done():
+                return None
+            if (error := self._compiled.exception()) is not None:
+                return f"structured_outputs: {error}"
         reason = self._current().error
         return f"structured_outputs: {reason}" if reason else None
 

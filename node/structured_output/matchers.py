@@ -39,10 +39,11 @@ class Matchers:
         failed = list[tuple[AttemptId, InvalidRequest]]()
         compiling, self._compiling = self._compiling, []
         for attempt_id, matcher in compiling:
-            if not matcher.ready:
-                self._compiling.append((attempt_id, matcher))
-            elif (error := matcher.error) is not None:
+            was_ready = matcher.ready  # asked first: it may become so at any time
+            if (error := matcher.error) is not None:
                 failed.append((attempt_id, InvalidRequest(error, "structured_outputs")))
+            elif not was_ready:
+                self._compiling.append((attempt_id, matcher))
         return failed
 
     def _known_grammars(self) -> Grammars:

@@ -66,9 +66,9 @@ class Compiler:
         self.backend = backend
 
     def __call__(self, structured: StructuredOutput, text: str = "") -> GrammarMatcher:
-        """A matcher that is ready, and has accepted the text."""
+        """A matcher that is ready or has an error, and has accepted the text."""
         matcher = self.grammars.matcher(structured, self.ids(text))
-        while not matcher.ready:
+        while not matcher.ready and matcher.error is None:
             assert self.woken.wait(WAIT_S), "no wake-up came"
             self.woken.clear()
         return matcher
@@ -261,8 +261,10 @@ def test_each_backend_has_its_own_form_of_grammars(compiler: Compiler) -> None:
     assert form in (compiler(other).error or "")
 
 
-def test_what_cannot_be_compiled_is_ready_and_says_why(compiler: Compiler) -> None:
+def test_what_cannot_be_compiled_is_never_ready_and_says_why(compiler: Compiler) -> None:
     matcher = compiler(StructuredOutput(StructuredKind.JSON, '{"type": "frob"}'))
+    assert not matcher.ready
+    assert not matcher.fork().ready
     assert "frob" in (matcher.error or "")
     assert not matcher.finished
     assert "frob" in (matcher.fork([1]).error or "")
@@ -280,6 +282,7 @@ def test_what_nothing_matches_and_what_cannot_be_written_say_so(compiler: Compil
     matcher = compiler(StructuredOutput(StructuredKind.JSON, '{"$ref": "#"}'))
     compiler.allowed(matcher)
     assert matcher.error == "structured_outputs: no output matches"
+    assert not matcher.finished
     matcher = compiler(StructuredOutput(StructuredKind.CHOICE, '["<|im_end|>"]'))
     for token in compiler.allowed(matcher):
         matcher.accept(token)

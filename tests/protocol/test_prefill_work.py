@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from baton.errors import DeadlineExceeded, NodeUnavailable, Overloaded, PeerLost, RequestCancelled
+from baton.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, Overloaded, PeerLost, RequestCancelled
 from baton.handoff_messages import Commit, CommitReply, Credit, Grant, Refuse, Release, Reserve
 from baton.messages import Abort, AttemptId, DecodeTarget, Prefill, Sample
 from baton.sampling import SamplingParams
+from baton.structured_output import StructuredKind, StructuredOutput
 from kv_transfer.parts import PartHeader, tag_of
 from kv_transfer.staging import SlotOwner
 from node.events import Draining, FromPeer, FromRouter, PeerClosed, SessionLost
+from node.structured_output.grammars import GrammarMatcher, Grammars, GrammarState
+from node.structured_output.matchers import Matchers
 from tests.protocol.fake_model import NUM_LAYERS, next_token
 from tests.protocol.network import EPOCH
 from tests.protocol.test_prefill_rules import PROMPT, WORK, Prefilling
@@ -161,6 +167,30 @@ def test_a_deadline_counts_from_receipt_and_is_told_as_what_is_left(prefilling: 
     prefilling.world.now = 61.0
     prefilling.turn()
     assert errors(prefilling) == [DeadlineExceeded]
+
+
+def test_what_turns_out_in_the_midst_of_a_turn_not_to_compile_is_in_no_step(
+    prefilling: Prefilling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step would ask the matcher for a mask, which there is none of."""
+    core, compiled = prefilling.node.core, Future[GrammarState]()
+    grammars = SimpleNamespace(matcher=lambda structured, output: GrammarMatcher(compiled, output))
+    monkeypatch.setattr(core, "_matchers", Matchers(cast(Grammars, grammars)))
+    move_on = core._move_on
+
+    def fail(now: float) -> None:
+        if not compiled.done():
+            compiled.set_exception(ValueError("no such type"))
+        move_on(now)
+
+    monkeypatch.setattr(core, "_move_on", fail)
+    constrained = StructuredOutput(StructuredKind.JSON, '{"type": "frob"}')
+    send(prefilling, sampling=SamplingParams(max_tokens=5, structured_outputs=constrained))
+    assert not of(Reserve, prefilling)
+    assert not prefilling.node.model.is_busy
+    prefilling.turn()
+    assert errors(prefilling) == [InvalidRequest]
+    assert core.idle
 
 
 # ---- what is handed over ----
