@@ -35,13 +35,14 @@ class LogitsProcessorChain:
             tokens = [list(prompt_tokens), list(output_tokens)] if takes_prompt else [list(output_tokens)]
             try:
                 result = process(*tokens, logits)
+                shape = getattr(result, "shape", None)
+                processed = result.to(logits).to_dense() if shape == logits.shape else None
             except Exception as error:  # a request's boundary: whatever third-party code raises ends that request
                 raise ProcessorFailed(f"{name} failed: {type(error).__name__}: {error}") from error
-            shape = getattr(result, "shape", None)
-            if shape != logits.shape:
+            if processed is None:
                 what = f"of shape {list(shape)}" if shape is not None else f"a {type(result).__name__}"
                 raise ProcessorFailed(f"{name} returned logits {what}, not of {list(logits.shape)}")
-            logits = result.to(logits)
+            logits = processed
         return logits
 
 

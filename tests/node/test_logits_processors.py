@@ -96,5 +96,21 @@ def test_each_gets_what_the_one_before_it_gave_and_fp32_of_the_right_shape() -> 
         narrow((), (), torch.ones(4))
 
 
+@pytest.mark.parametrize("give", [lambda logits: logits.numpy(), lambda logits: logits.to("meta")])
+def test_what_is_no_tensor_with_values_fails_as_what_is_raised_does(give: Callable[[Tensor], object]) -> None:
+    chain = LogitsProcessors({"odd": lambda: lambda output, logits: give(logits)}).chain([LogitsProcessor("odd")])
+    assert chain is not None
+    with pytest.raises(ProcessorFailed, match="odd failed: "):
+        chain((), (), torch.ones(4))
+
+
+def test_what_is_sparse_is_made_dense() -> None:
+    known = {"sparse": lambda: lambda output, logits: logits.to_sparse()}
+    chain = LogitsProcessors(known).chain([LogitsProcessor("sparse")])
+    assert chain is not None
+    own = torch.tensor([0.0, 2.0])
+    assert own.clone().copy_(chain((), (), own)).tolist() == [0.0, 2.0]
+
+
 def test_without_names_there_is_no_chain() -> None:
     assert LogitsProcessors({}).chain([]) is None
