@@ -231,3 +231,9 @@ def test_spare_tokens_have_no_hashes(num_spare, num_hashes, fits):
     else:
         with pytest.raises(InvalidRequest, match=r"block_hashes|spare tokens"):
             wire.read_prefill_message(sent, LIMITS)
+
+
+def test_an_error_may_say_anything():
+    update = Update(AttemptId(1, "r", 0), End(InvalidRequest("no such word: \ud800\u00e9")))
+    ((_, end),) = wire.read_node_message(wire.write_node_message((update,)))
+    assert end.error.message == "no such word: \\ud800\u00e9"

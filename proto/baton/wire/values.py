@@ -274,8 +274,11 @@ def _read_token_logprobs(wire: node_pb2.TokenLogprobs, limits: Limits) -> TokenL
 
 
 def write_error(error: BatonError | None) -> common_pb2.Error | None:
-    """None stays None, and protobuf then leaves the field unset."""
-    return None if error is None else common_pb2.Error(code=error.code, message=error.message)
+    """None stays None, and protobuf then leaves the field unset. Halves of surrogate pairs, of which a message cannot
+    consist, are written as escapes: third-party code may say anything of what a client has given it."""
+    if error is None:
+        return None
+    return common_pb2.Error(code=error.code, message=error.message.encode(errors="backslashreplace").decode())
 
 
 def read_error(wire: common_pb2.Error) -> BatonError:
