@@ -234,6 +234,7 @@ def test_spare_tokens_have_no_hashes(num_spare, num_hashes, fits):
 
 
 def test_an_error_may_say_anything():
-    update = Update(AttemptId(1, "r", 0), End(InvalidRequest("no such word: \ud800\u00e9")))
-    ((_, end),) = wire.read_node_message(wire.write_node_message((update,)))
-    assert end.error.message == "no such word: \\ud800\u00e9"
+    refuse = Refuse(AttemptId(1, "r", 0), InvalidRequest("no such word: \ud800\u00e9"))
+    read = wire.read_decode_message(wire.write_decode_message(refuse))
+    assert isinstance(read, Refuse)
+    assert read.error.message == "no such word: \\ud800\u00e9"
