@@ -23,16 +23,27 @@ class PromptBudget:
     """The budget that is left for prompts in one step.
 
     size: the step without prompts; forced runs of streams are in it, as prompt tokens. limit_s: the limit of the step's
-        time; None: only tokens are limited, as in a step that no stream waits for.
+        time; None: only tokens are limited, as in a step that no stream waits for. num_choices: tokens that the step
+        chooses without prompts. Each choice may take a copy of its logits, and memory is there for those of as many
+        sequences as may run: if all samples of several prompts made more, all but the first of these prompts wait.
     """
 
-    def __init__(self, config: EngineConfig, step_time: StepTime, size: StepSize, limit_s: float | None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        step_time: StepTime,
+        size: StepSize,
+        limit_s: float | None,
+        num_choices: int = 0,
+    ) -> None:
         self._config = config
         self._step_time = step_time
         self._size = size
         self._num_decodes = size.num_seqs
         self._limit_s = limit_s
         self._is_spent = False  # a prompt was cut short
+        self._num_choices = num_choices
+        self._ends_prompts = False  # a prompt's last token is in the step
 
     @property
     def has_room(self) -> bool:
@@ -40,15 +51,21 @@ class PromptBudget:
         enough, taken = self._config.saturating_num_tokens, self._size.num_prompt_tokens
         return not self._is_spent and self._left > 0 and (enough is None or taken < enough)
 
-    def fitting(self, start: int, to_go: int) -> int:
+    def fitting(self, start: int, to_go: int, num_samples: int = 1) -> int:
         """The longest chunk for a prompt that continues at token `start` and has `to_go` tokens left. 0: none."""
         wanted = min(to_go, self._left)
-        return wanted if self._limit_s is None else self._within_limit(start, wanted)
+        length = wanted if self._limit_s is None else self._within_limit(start, wanted)
+        num_choices = self._num_choices + num_samples
+        has_too_many = self._ends_prompts and num_choices > self._config.max_num_seqs
+        return 0 if length == to_go and has_too_many else length
 
-    def spend(self, start: int, length: int, to_go: int) -> None:
+    def spend(self, start: int, length: int, to_go: int, num_samples: int = 1) -> None:
         """Give the prompt a chunk of this length. If that is not all of the prompt, no other prompt has room."""
         self._is_spent = length < to_go
         self._size = self.with_chunk(start, length)
+        if length == to_go:
+            self._ends_prompts = True
+            self._num_choices += num_samples
 
     @property
     def _left(self) -> int:

@@ -201,7 +201,7 @@ class Scheduler:
         runs."""
         limit_s = self._config.target_itl_s if has_streams else None
         size = StepSize.of(plan.chunks) if limit_s is not None or num_forced else NO_PROMPTS
-        return PromptBudget(self._config, self._step_time, size, limit_s)
+        return PromptBudget(self._config, self._step_time, size, limit_s, len(plan.chunks))
 
     def _admit(self, plan: Plan, budget: PromptBudget) -> None:
         waiting = self.waiting
@@ -222,7 +222,7 @@ class Scheduler:
                 waiting.defer(seq, wanted)
                 continue
             start = self._tables.num_columns(hits) * self._config.block_size
-            if not budget.fitting(start, seq.num_tokens - start):
+            if not budget.fitting(start, seq.num_tokens - start, len(seq.samples)):
                 return
             if not self._allocate_all(plan, seq, hits):
                 if self._preempt_stalled(plan, seq):
@@ -262,13 +262,13 @@ class Scheduler:
 
     def _take_prompt(self, plan: Plan, seq: Sequence, budget: PromptBudget, to_go: int) -> None:
         start = seq.num_launched_tokens
-        length = budget.fitting(start, to_go)
+        length = budget.fitting(start, to_go, len(seq.samples))
         if self._has_windows and length:
             plan.evicted |= self._tables.cover(seq, start + length)
             length = min(length, self._tables.num_covered_tokens(seq) - start)
         if length:
             self._take_chunk(plan, seq, length)
-            budget.spend(start, length, to_go)
+            budget.spend(start, length, to_go, len(seq.samples))
 
     def _take_chunk(self, plan: Plan, seq: Sequence, length: int) -> None:
         chunk = Chunk.of(seq, seq.num_launched_tokens, length)

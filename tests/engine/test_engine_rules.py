@@ -131,6 +131,19 @@ def test_a_saturated_step_takes_no_further_prompt_but_a_long_one_has_all_of_the_
     assert [[chunk.length for chunk in batch] for batch in model.batches] == [[32], [8], [5, 6], [7]]
 
 
+@pytest.mark.parametrize("hand_off", [False, True])
+def test_the_samples_of_prompts_in_a_step_are_no_more_than_may_run_but_for_those_of_one(hand_off: bool) -> None:
+    """Memory for what a sampler copies of logits was measured with as many choices as sequences may run."""
+    engine, model = make(max_num_seqs=4, max_num_batched_tokens=8)
+    numbers = (6, 3, 1, 2, 1)
+    prompts = [sequence(3, first=10 * i, samples=n, max_tokens=1, hand_off=hand_off) for i, n in enumerate(numbers)]
+    for seq in prompts:
+        engine.add(seq)
+    run(engine)
+    steps = [[len(chunk.sequence.samples) for chunk in batch if chunk.samples_token] for batch in model.batches]
+    assert steps == [[6], [3, 1], [2, 1]]
+
+
 def test_a_full_prefix_hit_computes_its_last_block_anew() -> None:
     engine, model = make()
     first = sequence(8)
