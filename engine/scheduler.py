@@ -45,7 +45,8 @@ class Scheduler:
       allocated, or claimed (`engine.block_tables`). If there are too few blocks, all sequences behind it wait too, so
       that none starves; if its lane has used up its share, only that lane waits.
     - The sequence that is due first is admitted first: priorities count as waiting time (`baton.priority`).
-    - The prompts of a step share a `PromptBudget`, of tokens and, with a target for the time between tokens, of time.
+    - The prompts of a step share a `PromptBudget`, of tokens, of choices for their samples and, with a target for the
+      time between tokens, of time.
     - A sequence waits if the block after its prefix hit is being loaded, until that block is a hit or the load has
       failed. It holds no blocks meanwhile, and other sequences go ahead of it.
     - Likewise, a sequence waits while its matcher is being compiled.
