@@ -14,8 +14,8 @@ class EngineConfig:
     """Sizes of one engine. Raises ValueError, naming the flag, when they cannot work together.
 
     `num_blocks` is the length of the pool tensor and includes the null block 0. `max_num_batched_tokens` bounds the
-    prompt tokens of a step; the tokens of decodes come on top. `max_num_seqs` bounds the running sequences, and how many
-    tokens a step chooses, for all samples of several prompts (`engine.prompt_budget`).
+    prompt tokens of a step; the tokens of decodes come on top. `max_num_seqs` bounds the running sequences, and
+    how many tokens a step chooses for all samples of several prompts (`engine.prompt_budget`).
     `async_scheduling`: launch a step before the previous one has retired, for a runner that computes on a device of its
     own. `num_stages`: the pipeline stages of the runner, each of which computes another step at the same time; the
     engine launches as many steps before the oldest has retired. `saturating_num_tokens`: a step with this many prompt
