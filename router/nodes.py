@@ -22,6 +22,7 @@ from baton.errors import BatonError, NodeUnavailable
 from baton.messages import Abort, Auth, Load, Migrate, Prefill, Subscribe, Subscribed
 from baton.node_info import NodeInfo, NodeRole
 from baton.silence import until_silent
+from baton.streams import EOF, require_message
 from baton.trust import Trust
 from baton.v1 import node_pb2, node_pb2_grpc
 from baton.wire import Limits, join_router_messages, read_node_info, read_node_message, write_router_message
@@ -38,8 +39,6 @@ _ENOUGH_BYTES = 2**20
 """Of one write: with so many, what follows waits for the next."""
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 2.0
-
-EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # known to grpc, not to its type stubs
 
 
 class LinkState(enum.Enum):
@@ -159,7 +158,7 @@ class NodeLink:
 
         async def hear() -> Any:
             wire: Any = await call.read()
-            return None if wire is EOF else read_node_message(wire)
+            return None if wire is EOF else read_node_message(require_message(wire))
 
         if self._trust.secret is not None:
             await prove(self._trust.secret, SESSION, str(self._epoch), say, hear)
@@ -198,7 +197,7 @@ class NodeLink:
                 wire: Any
                 while (wire := await call.read()) is not EOF:
                     silence.heard()
-                    message = read_node_message(wire, limits)
+                    message = read_node_message(require_message(wire), limits)
                     if not isinstance(message, Subscribed | Auth):
                         self._dispatcher.handle_node_message(info.incarnation, message)
                     if isinstance(message, Load) and message.draining:

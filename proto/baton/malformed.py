@@ -49,4 +49,4 @@ async def _parsed(data: bytes, context: Any, parse: Callable[[bytes], Any]) -> A
     try:
         return parse(data)
     except DecodeError:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "malformed message: its bytes are none")
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "malformed message: its bytes are no message")

@@ -21,7 +21,7 @@ HELLO_S = 5.0
 """Timeout for the first message of a new stream."""
 ENDED = "the peer ended the stream"
 STOPPED = "the node was stopped"
-_NO_MESSAGE = "its bytes are none"
+_NO_MESSAGE = "its bytes are no message"
 
 
 class Stream(Generic[M]):

@@ -153,7 +153,7 @@ async def test_bytes_that_are_no_message_end_the_stream_to_the_decode_node_that_
     async with running(PREFILL_SIDE, NodeRole.PREFILL) as p, decode_node(*hello, b"\xff") as d:
         p.say(ToDecode(d, reserve()))
         (closed,) = await p.role.saw(PeerClosed)
-        assert closed.reason == f"{'malformed message:' if opens else 'InvalidRequest'} its bytes are none"
+        assert closed.reason == f"{'malformed message:' if opens else 'InvalidRequest'} its bytes are no message"
         await healthy(p)
     gc.collect()
     assert "never retrieved" not in caplog.text

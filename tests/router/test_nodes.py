@@ -14,6 +14,7 @@ from baton.address import HostPort
 from baton.errors import PeerLost
 from baton.messages import Abort, AttemptId, Load
 from baton.node_info import NodeRole, TransportEndpoint
+from baton.trust import Trust
 from baton.v1 import node_pb2
 from router import nodes as nodes_of_router
 from router.discovery.source import Member
@@ -65,6 +66,20 @@ class SlowCall:
         parts = map(wire.read_router_message, wire.split_router_message(message))
         self.written.put_nowait([part.attempt_id.request_id for part in parts if isinstance(part, Abort)])
         await self.free.wait()
+
+
+class NoMessages:
+    """What a session's stream reads if the node sends bytes that are no message."""
+
+    async def read(self) -> None:
+        return None
+
+
+async def test_bytes_of_a_node_that_are_no_message_end_its_session(nodes):
+    unused: Any = None
+    node = nodes.nodes[0]
+    link = nodes_of_router.NodeLink(node.port.address, NodeRole.PREFILL, 1, unused, unused, unused, Trust(), 20.0)
+    assert await link._listen(NoMessages(), node.info) == "its bytes are no message"  # type: ignore[arg-type]  # all it uses
 
 
 @pytest.mark.parametrize(("enough_bytes", "rest"), [(2**20, [["b", "c"]]), (1, [["b"], ["c"]])])
