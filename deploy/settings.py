@@ -65,15 +65,17 @@ class OwnSettings(Settings):
         "for each node of --prefill and --decode",
     )
     prefill_data_parallel_size: int | None = Field(
-        None, ge=1, le=64, description="likewise, for each of --prefill; unset: --data-parallel-size"
+        None, ge=1, le=64, description="--data-parallel-size of the prefill nodes, if it differs"
     )
     decode_data_parallel_size: int | None = Field(
-        None, ge=1, le=64, description="likewise, for each of --decode; unset: --data-parallel-size"
+        None, ge=1, le=64, description="--data-parallel-size of the decode nodes, if it differs"
     )
     enable_eplb: bool = Field(
         False, description="with --enable-expert-parallel, move experts between a node's ranks while it serves"
     )
-    eplb_config: str | None = Field(None, description="see the nodes' flag of the same name")
+    eplb_config: str | None = Field(
+        None, description="JSON of --enable-eplb, as the nodes' flag of the same name takes it (docs/parallel.md)"
+    )
     cpu_threads: int | None = Field(
         None,
         ge=1,

@@ -39,11 +39,15 @@ class ParallelSettings(ModelSettings):
     node_rank: int = Field(
         0,
         ge=0,
-        description="this host's number among them: 0 is the node, the others compute for it and have no address",
+        description="this host's number among the --nnodes: 0 is the node, the others compute for it and have no "
+        "address",
     )
     master_addr: str = Field("127.0.0.1", description="address of the host with --node-rank 0, as the others reach it")
     master_port: int = Field(
-        29501, ge=1, le=65535, description="port on that host at which they meet; nothing is authenticated there"
+        29501,
+        ge=1,
+        le=65535,
+        description="port of --master-addr at which the hosts of a node meet; nothing is authenticated there",
     )
     distributed_timeout_seconds: float = Field(
         300.0,
@@ -62,10 +66,17 @@ class ParallelSettings(ModelSettings):
         description="nodes that divide the experts of a mixture among all their ranks, each with requests and KV of "
         "its own, and step together; needs --enable-expert-parallel",
     )
-    data_parallel_rank: int | None = Field(None, ge=0, description="this node's number among them, from 0")
-    data_parallel_address: str = Field("127.0.0.1", description="host of the one with rank 0, as the others reach it")
+    data_parallel_rank: int | None = Field(
+        None, ge=0, description="this node's number among the data parallel nodes, from 0"
+    )
+    data_parallel_address: str = Field(
+        "127.0.0.1", description="host of the node with --data-parallel-rank 0, as the others reach it"
+    )
     data_parallel_rpc_port: int = Field(
-        29550, ge=1, le=65535, description="port on that host at which they meet; nothing is authenticated there"
+        29550,
+        ge=1,
+        le=65535,
+        description="port of --data-parallel-address at which data parallel nodes meet; nothing is authenticated there",
     )
     enable_eplb: bool = Field(
         False,

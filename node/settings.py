@@ -61,7 +61,7 @@ class NodeSettings(ParallelSettings):
         ge=1,
         description="tokens of prompts in one step, beside one of each request that generates; longer prompts go in "
         "chunks; "
-        "unset: 2048, and 8192 on a prefill node with a GPU, which no one's next token waits for",
+        "unset: 2048, and 8192 on a prefill node with a GPU, whose steps delay no stream",
     )
     target_itl: float | None = Field(
         None,
@@ -124,7 +124,10 @@ class NodeSettings(ParallelSettings):
         None, ge=2, description="staging slots for KV parts; unset: as many as the link's bandwidth wants"
     )
     kv_slot_blocks: int | None = Field(
-        None, ge=1, description="KV blocks in one slot; two nodes use the smaller number; unset: likewise"
+        None,
+        ge=1,
+        description="KV blocks in one slot; two nodes use the smaller number; unset: as many as the link's "
+        "bandwidth wants",
     )
     kv_layer_groups: int | None = Field(
         None,

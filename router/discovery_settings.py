@@ -16,8 +16,10 @@ class DiscoverySettings(Settings):
     prefill_dns: ConnectAddresses = Field(
         (), description="NAME:PORT whose every address is a prefill node, looked up again every --dns-interval"
     )
-    decode_dns: ConnectAddresses = Field((), description="NAME:PORT whose every address is a decode node")
-    dns_interval: float = Field(5.0, gt=0, description="seconds between two lookups of such a name")
+    decode_dns: ConnectAddresses = Field(
+        (), description="NAME:PORT whose every address is a decode node, looked up again every --dns-interval"
+    )
+    dns_interval: float = Field(5.0, gt=0, description="seconds between two lookups of --prefill-dns and --decode-dns")
     nodes_file: Path | None = Field(
         None, description="YAML or JSON file with lists prefill and decode of HOST:PORT, read again when it changes"
     )
@@ -25,7 +27,7 @@ class DiscoverySettings(Settings):
         (), description="key of /admin/nodes, which adds and removes nodes; unset: there is no such path"
     )
     admin_api_key_file: Path | None = Field(
-        None, description="file with more such keys, one a line, read again when it changes"
+        None, description="file with keys of /admin/nodes, one a line, read again when it changes"
     )
 
     @property

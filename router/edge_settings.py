@@ -48,7 +48,7 @@ class EdgeSettings(Settings):
         (), description="key that requests must carry, as Authorization: Bearer KEY; may be given several times"
     )
     api_key_file: Path | None = Field(
-        None, description="file with more such keys, one a line, read again when it changes"
+        None, description="file with keys that requests must carry, one a line, read again when it changes"
     )
     protect_metrics: bool = Field(False, description="ask for a key at /metrics too")
     cache_salt_per_key: bool = Field(
@@ -61,15 +61,19 @@ class EdgeSettings(Settings):
     ssl_certfile: Path | None = Field(
         None, description="certificate for TLS on both ports, with its chain; unset: no TLS"
     )
-    ssl_ca_certs: Path | None = Field(None, description="certificates that those of clients must be signed by")
+    ssl_ca_certs: Path | None = Field(
+        None, description="PEM file with the authorities that must have signed the certificates of clients"
+    )
     ssl_cert_reqs: int = Field(
         0, ge=0, le=2, description="certificates of clients: 0 not asked for, 1 checked if there is one, 2 required"
     )
 
     allowed_origins: Names = Field((), description="origins of web pages that may ask (CORS), * for any; unset: none")
-    allowed_methods: Names = Field(("*",), description="methods that such pages may use")
-    allowed_headers: Names = Field(("*",), description="headers that such pages may send")
-    allow_credentials: bool = Field(False, description="let such pages send cookies and the like")
+    allowed_methods: Names = Field(("*",), description="methods that web pages of --allowed-origins may use")
+    allowed_headers: Names = Field(("*",), description="headers that web pages of --allowed-origins may send")
+    allow_credentials: bool = Field(
+        False, description="let web pages of --allowed-origins send credentials, as cookies"
+    )
 
     max_body_bytes: int = Field(
         8 * 2**20, ge=1024, description="size of a request's body or message, bytes; larger ones are a 413"

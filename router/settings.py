@@ -45,8 +45,8 @@ class RouterSettings(EdgeSettings, DiscoverySettings, ClusterSettings):
         None,
         gt=0,
         lt=1,
-        description="share of a decode node's KV blocks, 0 to 1: from one that uses by so much more than another, "
-        "running requests move there; unset: only from nodes that drain",
+        description="move running requests from a decode node to another one if the shares of their KV blocks that "
+        "are in use, 0 to 1, differ by more than this; unset: only from nodes that drain",
     )
     tool_call_parser: str | None = Field(
         None, description="form in which the model writes tool calls: hermes, llama3_json, mistral, ...; unset: none"

@@ -38,8 +38,8 @@ class ClusterSettings(Settings):
     )
     cluster_ssl_certfile: Path | None = Field(
         None,
-        description="PEM file with the certificate of that key, for both ends of a connection; it must name the "
-        "address that others reach this process at",
+        description="PEM file with the certificate of --cluster-ssl-keyfile, for both ends of a connection; it must "
+        "name the address that others reach this process at",
     )
     cluster_ssl_ca_certs: Path | None = Field(
         None, description="PEM file with the authorities that must have signed the certificates of the others"

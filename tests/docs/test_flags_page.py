@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from baton.settings import help_text
+from router.settings import RouterSettings
 from tools.flags_page import PATH, render
 
 
@@ -17,3 +19,7 @@ def test_it_has_the_flags_of_each_command() -> None:
     assert [name in told[0] for name in ("max-num-seqs", "prefill", "http")] == [True, False, False]
     assert [name in told[1] for name in ("max-num-seqs", "prefill", "http")] == [False, True, True]
     assert [name in told[2] for name in ("max-num-seqs", "prefill", "http")] == [False, True, True]
+
+
+def test_a_default_is_written_as_a_flag_takes_it() -> None:
+    assert help_text(RouterSettings.model_fields["allowed_methods"]).endswith("(default: *)")
