@@ -13,8 +13,8 @@ class BeamSearchParams:
     """Names and defaults are vLLM's.
 
     beam_width: how many beams are followed, and answers returned, best first; at most 10. max_tokens: of each answer.
-    length_penalty: an answer's score is its cumulative logprob by the power of this of the length of prompt and answer;
-    above 1 it prefers long ones. temperature must be 0.
+    length_penalty: an answer's score is its cumulative logprob, divided by the length of prompt and answer to the power
+    of this; above 1 it prefers long ones. temperature must be 0.
     """
 
     beam_width: int

@@ -140,7 +140,9 @@ class SamplingParams:
         _check(self.greedy, "temperature", self.temperature, "must be 0 in a beam search")
         _check(not self.min_tokens, "min_tokens", self.min_tokens, "must be 0 in a beam search")
         changes = {
-            "repetition_penalty": self.has_penalties,  # any of the three
+            "repetition_penalty": self.repetition_penalty != 1.0,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
             "logit_bias": self.logit_bias,
             "allowed_token_ids": self.allowed_token_ids,
             "bad_words": self.bad_words_token_ids,

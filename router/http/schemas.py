@@ -9,7 +9,15 @@ from pydantic import BaseModel, Field
 
 from baton.errors import InvalidRequest
 from baton.priority import MAX_PRIORITY, MIN_PRIORITY
-from baton.sampling import MAX_ALLOWED_TOKEN_IDS, MAX_CACHE_SALT_CHARS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, NAMES, RANGES
+from baton.sampling import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BEAM_WIDTH,
+    MAX_CACHE_SALT_CHARS,
+    MAX_LOGPROBS,
+    MAX_STOP_TOKEN_IDS,
+    NAMES,
+    RANGES,
+)
 from router.generation_request import GenerationRequest
 from router.http.fields import (
     CONFIG,
@@ -169,12 +177,18 @@ class GenerationFields(BaseModel):
             guided = {name: getattr(self, name) for name in given & GUIDED.keys()}
             said["structured_outputs"] = structured_output_of(self.response_format, self.structured_outputs, guided)
         if self.use_beam_search:
-            said["beam_width"] = (self.n or 1) if self.best_of is None else self.best_of
+            said["beam_width"] = self._beam_width()
         if self.keeps_best:
             said["num_logprobs"] = said.get("num_logprobs") or 0
         if "logits_processors" in given:
             said["logits_processors"] = plain_processors(self.logits_processors) or None
         return {name: value for name, value in said.items() if value is not None}
+
+    def _beam_width(self) -> int:
+        name, width = ("n", self.n or 1) if self.best_of is None else ("best_of", self.best_of)
+        if width > MAX_BEAM_WIDTH:
+            raise InvalidRequest(f"`{name}` must be at most {MAX_BEAM_WIDTH} in a beam search, not {width}.", name)
+        return width
 
     def shared(self) -> dict[str, Any]:
         """The other fields of Ask that chats and completions share."""

@@ -64,7 +64,7 @@ OUTSIDE: list[tuple[dict[str, Any], str]] = [
     ({"beam_width": 2}, "temperature"),
     ({"length_penalty": 2.0}, "length_penalty"),
     ({"beam_width": 2, "temperature": 0.0, "length_penalty": float("nan")}, "length_penalty"),
-    ({"beam_width": 2, "temperature": 0.0, "frequency_penalty": 0.5}, "repetition_penalty"),
+    ({"beam_width": 2, "temperature": 0.0, "frequency_penalty": 0.5}, "frequency_penalty"),
     ({"beam_width": 2, "temperature": 0.0, "bad_words_token_ids": ((5,),)}, "bad_words"),
     ({"bad_words_token_ids": ((),)}, "bad_words"),
     ({"bad_words_token_ids": ((0, 2**31),)}, "bad_words"),
