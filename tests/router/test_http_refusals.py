@@ -93,7 +93,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ("chat/completions", {**CHAT, "logit_bias": {"-1": 1}}, 400, "logit_bias", "integers of 0 or more"),
         ("chat/completions", {**CHAT, "priority": 2**31}, 400, "priority", "must be in [-2^31, 2^31)"),
         ("completions", {"prompt": "x", "use_beam_search": True, "n": 11}, 400, "n", "at most 10 in a beam search"),
-        ("completions", {"prompt": "x", "use_beam_search": True, "best_of": 11}, 400, "best_of", "at most 10 in a beam"),
+        ("completions", {"prompt": "x", "use_beam_search": True, "best_of": 11}, 400, "best_of", "at most 10"),
         ("completions", {"prompt": "x", "use_beam_search": True, "presence_penalty": 1}, 400, "presence_penalty", ""),
         ("completions", {"prompt": "x", "use_beam_search": True, "n": 3, "best_of": 2}, 400, "n", "at most the width"),
         ("completions", {"prompt": "x", "use_beam_search": True, "stop": "a"}, 400, "stop", "in a beam search"),
