@@ -184,7 +184,7 @@ def help_text(field: FieldInfo) -> str:
         text += " (required)"
     elif field.default not in (None, "", ()):
         default = {True: "on", False: "off"}[field.default] if field.annotation is bool else field.default
-        default = ",".join(default) if isinstance(default, tuple) else default
+        default = ",".join(map(str, default)) if isinstance(default, tuple) else default
         text += f" (default: {default})"
     return text
 

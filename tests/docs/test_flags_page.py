@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from baton.settings import help_text
+from deploy.bench.settings import BenchSettings
 from router.settings import RouterSettings
 from tools.flags_page import PATH, render
 
@@ -23,3 +24,4 @@ def test_it_has_the_flags_of_each_command() -> None:
 
 def test_a_default_is_written_as_a_flag_takes_it() -> None:
     assert help_text(RouterSettings.model_fields["allowed_methods"]).endswith("(default: *)")
+    assert help_text(BenchSettings.model_fields["seeds"]).endswith("(default: 1,2,3)")
