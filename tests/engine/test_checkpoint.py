@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -178,3 +180,27 @@ def test_offline_a_hub_id_comes_from_the_cache(
             Checkpoint.find(name, revision)
         assert "\n" not in str(missing.value)
         assert name in str(missing.value)
+
+
+class Gate(BaseHTTPRequestHandler):
+    """A hub whose every model is gated, as huggingface.co answers without a token."""
+
+    def do_GET(self) -> None:
+        self.send_response(401)
+        self.send_header("X-Error-Code", "GatedRepo")
+        self.send_header("X-Error-Message", "Access to model somebody/gated is restricted.")
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None: ...
+
+
+def test_a_refusal_of_the_hub_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its errors begin with a line that has nothing but the status."""
+    with HTTPServer(("127.0.0.1", 0), Gate) as hub:
+        threading.Thread(target=hub.serve_forever, args=(0.01,), daemon=True).start()
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+        with pytest.raises(ModelNotFound, match=r"somebody/gated is restricted\..*HF_TOKEN") as refused:
+            Checkpoint.find("somebody/gated")
+        hub.shutdown()
+    assert "\n" not in str(refused.value)

@@ -131,9 +131,12 @@ def _resolve(name: str, revision: str | None) -> Path:
             raise ModelNotFound(f"--model {name}: {problem}")
         return folder
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import RepositoryNotFoundError
 
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_COPIES))
     except (OSError, ValueError) as error:  # base classes of the hub's errors
-        reason = str(error).splitlines()[0]
+        reason = " ".join(str(error).split())  # the first line has no more than the status
+        if isinstance(error, RepositoryNotFoundError):  # also of one that is private or gated
+            reason += " (the environment variable HF_TOKEN is the token for it)"
         raise ModelNotFound(f"--model {name} is neither a folder nor to be had from the hub: {reason}") from error
