@@ -47,7 +47,9 @@ class BenchSettings(Settings):
     request_timeout: float = Field(600.0, gt=0, description="seconds until a request without a whole answer has failed")
     ignore_eos: bool = Field(False, description="ask for answers of full length; OpenAI's own API has no such field")
     goodput_ttft: float | None = Field(None, gt=0, description="limit of TTFT in seconds; begins a search for goodput")
-    goodput_itl: float | None = Field(None, gt=0, description="limit of a request's mean ITL in seconds; likewise")
+    goodput_itl: float | None = Field(
+        None, gt=0, description="limit of a request's mean ITL in seconds; begins a search for goodput"
+    )
     goodput_share: float = Field(0.9, gt=0, le=1, description="share of requests that must be within both limits")
     goodput_min_rate: float = Field(0.125, gt=0, description="lowest rate to try, in requests a second")
     goodput_max_rate: float = Field(64.0, gt=0, description="highest rate to try, in requests a second")

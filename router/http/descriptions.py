@@ -154,7 +154,7 @@ FIELDS: Mapping[str, str] = {
 
 NO_EFFECT: Mapping[str, str] = {
     "cache_control": "Anthropic's; all prompts are cached",
-    "metadata": "OpenAI's; nothing is stored",
+    "metadata": "OpenAI's; only `/v1/responses` keeps answers",
     "parallel_tool_calls": "OpenAI's; outside chats nothing calls tools",
     "prompt_cache_key": "OpenAI's; the router finds the node that has the prompt by itself",
     "prompt_cache_options": "OpenAI's; all prompts are cached",
@@ -162,7 +162,7 @@ NO_EFFECT: Mapping[str, str] = {
     "safety_identifier": "OpenAI's; nothing is moderated",
     "service_tier": "OpenAI's; there is one",
     "session_id": "vLLM's; the router finds the node that has the prompt by itself",
-    "store": "OpenAI's; nothing is stored",
+    "store": "OpenAI's; only `/v1/responses` keeps answers",
     "user": "OpenAI's; nothing is told apart by it",
 }
 """Fields that are accepted although they do nothing, and why they need not."""

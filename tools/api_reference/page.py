@@ -16,7 +16,8 @@ names one test, below `tests/`, that covers the line. `tests/router/test_ranges.
 
 A field that is null is the same as one that is not there. *unset* says what applies then; *the model's* is what its
 `generation_config.json` says. A value outside its range is a 400 that names field, value and range. [Structured
-outputs](structured_outputs.md) and [tool calls and reasoning](tools.md) have pages of their own.
+outputs](structured_outputs.md), [tool calls and reasoning](tools.md) and [responses](responses.md) have pages of their
+own. Chats and responses are also served over [WebSockets](responses.md#websockets).
 """
 _BODIES = """\
 ## Fields over HTTP
@@ -38,9 +39,10 @@ These change no answer. The log names every other unknown field once, with a war
 _GRPC = """\
 ## gRPC
 
-The service `baton.v1.Generation`. Ranges are those of HTTP. A field without a name *over HTTP* has none there.
-Of an error that a field causes, the trailing metadata has its name as `error-param`; of one that may be
-tried again, `retry-after` in seconds.
+The service `baton.v1.Generation`. Ranges are those of HTTP. A field without a name *over HTTP* has none there. If a
+field causes an error, the trailing metadata has its name as `error-param`. If the request may be tried again, they have
+`retry-after`, in seconds. Beside it are server reflection and the health service, `grpc.health.v1.Health`: the names ""
+and `baton.v1.Generation` are serving as long as `/ready` says 200, and `baton.v1.Cluster` unless it says *degraded*.
 
 """
 
