@@ -110,7 +110,10 @@ def parse(cls: type[S], argv: Sequence[str] | None = None) -> S:
     parser.add_argument("--version", action="version", version=f"%(prog)s {baton.__version__}")
     for name, field in cls.model_fields.items():
         _add_flag(parser, name, field)
-    flags = vars(parser.parse_args(argv))
+    found, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_hint(cls, unknown[0])}")
+    flags = vars(found)
     for line in misspelt_variables(cls, os.environ):
         sys.stderr.write(f"{cls.prog}: warning: {line}\n")
     try:
@@ -129,6 +132,17 @@ def load(cls: type[S], flags: Mapping[str, Any]) -> S:
         return cls(**{**from_file, **flags})  # pydantic-settings adds the environment below these
     except ValidationError as error:
         raise SettingsError(_describe(error, flags, from_file, path)) from None
+
+
+def _hint(cls: type[Settings], argument: str) -> str:
+    """What the first argument that no flag takes may have been meant for."""
+    if not argument.startswith("--"):
+        return ""
+    name = argument[2:].split("=")[0].replace("-", "_")
+    if name in ALL_NAMES:
+        return ", which other commands take"
+    meant = closest(name, cls.model_fields)
+    return f", did you mean {flag_name(meant)}?" if meant else ""
 
 
 def misspelt_variables(cls: type[Settings], environ: Mapping[str, str]) -> list[str]:
