@@ -17,7 +17,7 @@ from pathlib import Path
 from baton.address import HostPort
 from baton.settings import ENV_PREFIX, flag_name
 from deploy.settings import OwnSettings
-from node.kv_events.config import KvEventsConfig
+from node.kv_events_config import KvEventsConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from node.base import Base, Link
 from node.core import RoleCore
 from node.describe import count, describe
 from node.handoffs.stream import PeerTransport
-from node.kv_events.config import KvEventsConfig
+from node.kv_events_config import KvEventsConfig
 from node.logits_processors import LogitsProcessors
 from node.ranks.ranks import Ranks
 from node.settings import NodeSettings
@@ -102,12 +102,8 @@ def _follow_blocks(settings: NodeSettings, core: RoleCore, block_size: int) -> C
     config = None if stated is None else KvEventsConfig.parse(stated)
     if config is None or not config.publishes:
         return None
-    try:
-        from node.kv_events.publisher import KvEventPublisher, KvEvents
-    except ImportError as error:
-        raise ValueError(
-            f"--kv-events-config: {error.name} is not installed: pip install baton-serve[kv-events]"
-        ) from None
+    from node.kv_events.publisher import KvEventPublisher, KvEvents
+
     model = settings.served_model_name or settings.model
     publisher = KvEventPublisher(config, f"kv@{settings.name(core.role)}@{model}")
     core.block_changes.follow(KvEvents(publisher, block_size))

@@ -14,15 +14,18 @@ from engine.checkpoint import local_folder, why_no_checkpoint, why_no_tokenizer,
 from engine.simulated.profile import load_profile
 from kv_transfer import NIXL_PACKAGES
 from node.errors import StartupError
+from node.kv_events_config import KvEventsConfig
 from node.settings import NodeSettings
 
 _PACKAGES = {"ucx": (("ucxx",), "node"), "nixl": (NIXL_PACKAGES, "nixl")}
 """The package that a transport imports, under one of its names, and the extra that installs it."""
+KV_EVENTS_PACKAGES = ("zmq", "msgspec")
 
 
 def check(settings: NodeSettings) -> None:
     """Raise StartupError with one line that names the flag."""
     if settings.node_rank == 0:
+        _check_kv_events(settings)
         require_free("--listen", settings.listen)
         require_free("--metrics-port", settings.metrics_listen)
     if settings.node_rank == 0 and settings.nnodes > 1:
@@ -50,6 +53,15 @@ def require_free(flag: str, listen: HostPort) -> None:
             probe.listen()
     except OSError as error:
         raise StartupError(f"{flag}: cannot listen on {listen}: {error.strerror}") from None
+
+
+def _check_kv_events(settings: NodeSettings) -> None:
+    stated = settings.kv_events_config
+    if stated is None or not KvEventsConfig.parse(stated).publishes:
+        return
+    for name in KV_EVENTS_PACKAGES:
+        if importlib.util.find_spec(name) is None:
+            raise StartupError(f"--kv-events-config: needs the package {name}: pip install 'baton-serve[kv-events]'")
 
 
 def _check_admin_key(settings: NodeSettings) -> None:

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from baton.address import HostPort
 from baton.node_info import NodeRole
 from baton.settings import ListenAddress, Sizes
+from node.kv_events_config import KvEventsConfig
 from node.parallel_settings import LONGEST_S, ParallelSettings
 
 GIB = 1024**3
@@ -166,6 +167,8 @@ class NodeSettings(ParallelSettings):
             raise ValueError(f"--metrics-port: {self.listen.port} is the port of --listen")
         if self.advertise is not None and self.advertise.is_wildcard:
             raise ValueError(f"--advertise: nobody can connect to {self.advertise}")
+        if self.kv_events_config is not None:
+            KvEventsConfig.parse(self.kv_events_config)
         if self.nnodes > 1 and self.transport == "ipc":
             raise ValueError("--transport: ipc moves KV within one host, and --nnodes has more")
         if self.engine == "simulated" and "transport" in self.model_fields_set:

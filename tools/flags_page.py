@@ -19,7 +19,8 @@ environment variable (`--max-num-seqs 8` is `BATON_MAX_NUM_SEQS=8`) and a key in
 (`max-num-seqs: 8`); a flag wins over the environment, and that over the file. Those without a value also have a `--no-`
 form. The README has a table of the most important ones. `baton bench`, `doctor`, `top` and `tune` are explained on
 pages of their own, and in their `--help`. `baton completion bash` (or `zsh`, `fish`) prints a script that completes
-subcommands and flags: `source <(baton completion bash)`.
+subcommands and flags: `source <(baton completion bash)`. Prefix caching, chunked prefill and priorities are always on,
+so vLLM's flags for them do not exist here.
 """
 
 

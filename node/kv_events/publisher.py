@@ -24,7 +24,7 @@ import msgspec
 import zmq
 
 from baton.block_hash import BlockHash
-from node.kv_events.config import KvEventsConfig, is_bound
+from node.kv_events_config import KvEventsConfig, is_bound
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from baton.address import HostPort
 from baton.settings import parse
 from deploy.plan import Child, Machine, NodePorts, clean_environment, node_names, placement, plan
 from deploy.settings import OwnSettings, UpSettings
-from node.kv_events.config import KvEventsConfig
+from node.kv_events_config import KvEventsConfig
 from node.settings import NodeSettings
 from router.settings import RouterSettings
 from tests.deploy.spawned import ROOT, python_path

@@ -17,8 +17,8 @@ from baton.settings import parse
 from decode_node.node import make_parts
 from decode_node.settings import DecodeSettings
 from node.events import SessionLost, SessionOpened
-from node.kv_events.config import KvEventsConfig
 from node.kv_events.publisher import END_OF_REPLAY, KvEventPublisher, KvEvents, as_int
+from node.kv_events_config import KvEventsConfig
 
 SIZE = 4
 WAIT_MS = 10_000

@@ -93,6 +93,19 @@ def test_a_backend_of_structured_outputs_that_is_not_there(folder: Path, monkeyp
     preflight.check(NodeSettings(model=str(folder), structured_outputs_backend="xgrammar"))
 
 
+def test_packages_of_kv_events_that_are_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "KV_EVENTS_PACKAGES", ("zmq", "no_such_package"))
+    preflight.check(NodeSettings(model=str(folder), device="cpu", kv_events_config="{}"))
+    refusal = told(folder, device="cpu", kv_events_config='{"enable_kv_cache_events": true}')
+    assert refusal.startswith("--kv-events-config")
+    assert "'baton-serve[kv-events]'" in refusal
+
+
+def test_kv_events_that_are_no_configuration_are_refused_before_anything_loads(folder: Path) -> None:
+    with pytest.raises(ValueError, match="--kv-events-config: endpont"):
+        NodeSettings(model=str(folder), kv_events_config='{"endpont": "tcp://*:5557"}')
+
+
 def test_an_admin_key_that_is_not_there(folder: Path) -> None:
     (folder / "key").write_text(" \n")
     assert told(folder, admin_key_file=folder / "key") == f"--admin-key-file: {folder}/key is empty"
