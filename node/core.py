@@ -138,8 +138,10 @@ class RoleCore(ABC):
             case SessionLost(epoch):
                 self._outbox.epochs.discard(epoch)
                 self.block_changes.record_if_wanted()
+                # Other nodes hear of it, and may tell the router before it notices: it then places the work elsewhere.
+                lost = NodeUnavailable(f"the router's stream to the {self.role.value} node ended")
                 for attempt_id in [attempt_id for attempt_id in self._attempts() if attempt_id.router_epoch == epoch]:
-                    self._end_attempt(attempt_id, RequestCancelled("the router's stream ended"))
+                    self._end_attempt(attempt_id, lost)
             case FromRouter(epoch, Prefill() as prefill):
                 self._intake(epoch, prefill, now)
             case FromRouter(_, Abort() as abort):

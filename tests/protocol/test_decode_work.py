@@ -104,10 +104,10 @@ def test_leases_end_with_their_routers_session(decoding: Decoding) -> None:
     decoding.hear(SessionLost(EPOCH))
     decoding.turn()
     assert not decoding.told, "nobody listens"
-    assert refusals(decoding) == [RequestCancelled]
+    assert refusals(decoding) == [NodeUnavailable]
     assert decoding.node.pool_is_whole()
     decoding.commit(decoding.grants[0], first_tokens(0))
-    assert isinstance(decoding.replies[-1].error, RequestCancelled)
+    assert isinstance(decoding.replies[-1].error, NodeUnavailable)
     decoding.reserve(named(1))
     assert refusals(decoding)[1:] == [NodeUnavailable]
 

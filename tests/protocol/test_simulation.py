@@ -17,6 +17,7 @@ from baton.sampling import SamplingParams
 from router.request_state import FirstToken
 from tests.machines import machine
 from tests.protocol.fake_model import VOCAB_SIZE
+from tests.protocol.network import ROUTER
 from tests.protocol.world import World
 
 FIRST_TOKEN = get_args(FirstToken)
@@ -263,3 +264,23 @@ def test_a_damaged_part_costs_an_attempt_and_nothing_else(num_damaged: int) -> N
     assert client.end.error is None
     assert client.end.timings.num_attempts > 1
     assert client.got == client.want
+
+
+def test_a_decode_node_that_loses_its_router_before_the_router_knows_costs_an_attempt() -> None:
+    """The prefill node tells the router of it first."""
+    world, draw = World(num_prefill=1, num_decode=2), random.Random(0)
+    world.run_dry()  # until the router knows its nodes
+    client = world.clients[world.submit(tuple(range(2, 20)), 1, SamplingParams(seed=3, max_tokens=6))]
+    decode = [node for node in world.nodes.values() if node.role is NodeRole.DECODE]
+    while not (leased := [node for node in decode if len(node.core._reservations)]):
+        world.act(draw.choice(world.enabled()))
+    late = leased[0].incarnation, ROUTER
+    world._sessions.break_off(leased[0])
+    while acts := [act for act in world.enabled() if act != ("deliver", late)]:
+        world.act(draw.choice(acts))
+    assert client.end, "the other decode node has answered"
+    assert client.end.error is None
+    assert client.end.timings.num_attempts == 2
+    assert client.got == client.want
+    world.run_dry()
+    world.check_whole()
