@@ -34,7 +34,7 @@ class Running:
     deadline: float
     sequences: dict[int, Sequence]
     beams: BeamGroup[Sequence] | None = None  # has the sequences instead
-    samples: tuple[int, ...] = ()  # that the best beams become
+    samples: tuple[int, ...] = ()  # those of the best beams that are wanted
     move: int = 0
     started: float = 0.0
     computed: float = 0.0
@@ -183,11 +183,11 @@ class RunningRequests:
             self._drop_sample(running, token.sample)
 
     def searched(self, group: BeamGroup[Sequence]) -> None:
-        """A beam search has ended: its best beams are the samples."""
+        """A beam search has ended: its best beams are the samples, in order, whichever of these are wanted."""
         running = self._running[group.attempt_id]
-        stopped = self._fences.stopped(running.attempt_id)
-        for sample, beam in zip(running.samples, group.best, strict=False):
-            if sample not in stopped:
+        wanted = set(running.samples) - self._fences.stopped(running.attempt_id)
+        for sample, beam in enumerate(group.best):
+            if sample in wanted:
                 self._outbox.to_router(running.attempt_id, Tokens(sample, 0, beam.tokens, beam.logprobs))
                 assert beam.finish is not None
                 self._outbox.to_router(running.attempt_id, SampleEnd(sample, beam.finish, beam.stop_token_id))

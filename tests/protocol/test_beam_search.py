@@ -9,7 +9,7 @@ import pytest
 from baton.block_hash import chain
 from baton.errors import InvalidRequest, RequestCancelled
 from baton.handoff_messages import Commit, CommitReply, Grant, Reserve
-from baton.messages import Abort, AttemptId, End, Sample, SampleEnd, Tokens
+from baton.messages import Abort, AttemptId, End, Prefill, Sample, SampleEnd, Tokens
 from baton.sampling import FinishReason, SamplingParams
 from node.events import FromRouter
 from tests.engine.beam_reference import Found, beam_search
@@ -100,6 +100,24 @@ def test_a_sample_that_is_stopped_leaves_the_others_their_beams(is_early: bool) 
     decoding.send(grant, computed)
     decoding.turn()
     decoding.hear(stop)
+    decoding.run()
+    decoding.turn()
+    outputs = [tuple(decoding.output(sample)) for sample in range(WIDTH)]
+    assert outputs == [(), *(tokens for tokens, _ in expected()[1:])]
+
+
+@pytest.mark.parametrize("handed_over", [False, True])
+def test_an_attempt_at_some_of_the_samples_gives_them_the_same_beams(handed_over: bool) -> None:
+    """As when the others were stopped, and then the node was lost that had all of them."""
+    decoding, wanted = Decoding(), (Sample(1), Sample(2))
+    if handed_over:
+        decoding.reserve(prompt=PROMPT[:-1], n=WIDTH, max_total_tokens=len(PROMPT) + 6)
+        (grant,) = decoding.grants
+        decoding.send(grant, PROMPT[:-1])
+        decoding.commit(grant, {sample.index: () for sample in wanted}, sampling=SAMPLING)
+    else:
+        prefill = Prefill(WORK, decoding.node.incarnation, PROMPT, wanted, SAMPLING, 60.0)
+        decoding.hear(FromRouter(EPOCH, prefill))
     decoding.run()
     decoding.turn()
     outputs = [tuple(decoding.output(sample)) for sample in range(WIDTH)]
