@@ -154,21 +154,23 @@ class Pool:
         """A pair that fits and works, or a decode node alone, for a prompt of so many tokens, as the policy chooses
         among the nodes of `version`; None: of all.
 
-        Decode nodes that could never hold the request are left out if others could; nodes in `avoid` are chosen only if
-        there is no other. `held`: how many of the prompt's leading blocks nodes hold, by incarnation. `n`: how many
-        answers go on on a decode node; 0: none has more than the token that the prompt gives. None: no node can take it
-        at the moment. Raises NodeUnavailable with the reason if the present nodes do not fit together, so that waiting
-        would not help; TooLargeForNow if none of them could ever hold the request, and InvalidRequest if also no other
-        could that was ever here."""
+        Decode nodes that could never hold the request, or have fewer places than answers, are left out if others could;
+        nodes in `avoid` are chosen only if there is no other. `held`: how many of the prompt's leading blocks nodes
+        hold, by incarnation. `n`: how many answers go on on a decode node; 0: none has more than the token that the
+        prompt gives. None: no node can take it at the moment. Raises NodeUnavailable with the reason if the present
+        nodes do not fit together, so that waiting would not help; TooLargeForNow if none of them could ever hold the
+        request, and InvalidRequest if also no other could that was ever here, or if all have fewer places."""
         every_prefill, every_decode = self._by_role(version)
         if not every_decode:
             return None
         able = [node for node in every_decode if node.can_hold(least_blocks(node, num_tokens, n))]
-        prefills, decodes, paired = self._candidates(every_prefill, able or every_decode, avoid, now)
-        if not paired and every_prefill and (misfit := self._why_not(every_prefill, able or every_decode)):
+        seated = [node for node in able if n <= node.info.max_num_seqs]  # needed only for what is handed over
+        eligible = seated or able or every_decode
+        prefills, decodes, paired = self._candidates(every_prefill, eligible, avoid, now)
+        if not paired and every_prefill and (misfit := self._why_not(every_prefill, eligible)):
             raise NodeUnavailable(misfit)
-        if paired and not able:
-            raise self._too_large(every_decode, num_tokens, n)
+        if paired and not seated:
+            raise self._too_many(able, n) if able else self._too_large(every_decode, num_tokens, n)
         roomy = self._with_room(prefills, decodes, now, num_tokens, held, n) if paired else []
         options = self._options((prefills, roomy or decodes, paired), now, num_tokens, held, version)
         option = self._policy.choose(options, self._draw)
@@ -187,6 +189,10 @@ class Pool:
         if known.can_hold(least_blocks(known, num_tokens, n)):
             return TooLargeForNow(f"{why} while {known.info.node_id} is away")
         return InvalidRequest(why, "prompt")
+
+    def _too_many(self, decodes: Sequence[Node], n: int) -> BatonError:
+        """What to raise, since none of these may run so many answers at a time."""
+        return InvalidRequest(f"n {n} is more than --max-num-seqs {max(d.info.max_num_seqs for d in decodes)}", "n")
 
     def _with_room(
         self, prefills: list[Node], decodes: list[Node], now: float, num_tokens: int, held: Mapping[str, int], n: int

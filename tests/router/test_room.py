@@ -91,6 +91,7 @@ def test_what_no_decode_node_could_hold_is_refused_and_nobody_waits_for_it() -> 
 def test_all_beams_of_a_search_need_room() -> None:
     """Of one answer, too."""
     rig = RouterRig("p1", "d1")
+    rig.core.node_up(dataclasses.replace(info("d1", NodeRole.DECODE), max_num_seqs=10), 0.0)
     load(rig, 50)
     params = SamplingParams(max_tokens=8, temperature=0.0, beam_width=10)
     rig.core.submit(RoutedRequest("a", tuple(range(LONG)), 1, params, 60.0), 0.0)
@@ -180,6 +181,28 @@ def test_decode_nodes_alone_get_what_they_can_hold() -> None:
     rig.core.submit(RoutedRequest("many", tuple(range(LONG)), 50, params, 60.0), 0.0)
     rig.collect()
     assert [incarnation for incarnation, _ in rig.prefills] == ["d2"]
+
+
+@pytest.mark.parametrize("with_prefill", [True, False])
+def test_many_answers_go_where_there_are_as_many_places(with_prefill: bool) -> None:
+    """d1 is less loaded, and refuses what is handed over with more answers than it may run at a time."""
+    names = ("p1", "d1", "d2") if with_prefill else ("d1", "d2")
+    rig = RouterRig(*names, with_prefill=with_prefill)
+    rig.core.node_up(dataclasses.replace(info("d2", NodeRole.DECODE), max_num_seqs=8), 0.0)
+    rig.core.node_load("d1", Load(0, 0, 100, 100), 0.0)
+    load(rig, 90, "d2")
+    params = SamplingParams(max_tokens=8)
+    rig.core.submit(RoutedRequest("many", tuple(range(LONG)), 8, params, 60.0), 0.0)
+    rig.collect()
+    ((incarnation, prefill),) = rig.prefills
+    assert (prefill.decode.incarnation if prefill.decode else incarnation) == "d2"
+    more = RoutedRequest("more", tuple(range(LONG)), 9, params, 60.0)
+    if with_prefill:
+        with pytest.raises(InvalidRequest, match=r"^n 9 is more than --max-num-seqs 8$") as refused:
+            rig.core.submit(more, 0.0)
+        assert refused.value.param == "n"
+    else:
+        rig.core.submit(more, 0.0)  # its answers take turns
 
 
 def test_what_only_a_node_that_is_away_could_hold_is_unavailable() -> None:
