@@ -99,10 +99,6 @@ class Collector:
             self._answers[delta.index].add(delta)
 
     @property
-    def num_output_tokens(self) -> int:
-        return sum(len(answer.token_ids) for answer in self._answers)
-
-    @property
     def all_ended(self) -> bool:
         return all(answer.finish_reason for answer in self._answers)
 

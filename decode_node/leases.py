@@ -72,10 +72,9 @@ class Extras:
 @dataclass(slots=True)
 class Lease:
     """Room for one request's KV. `table` holds the prefix found here, the blocks to fill, and the ones that the first
-    step writes to; `spares` those of further samples. The lease owns them until adoption or its end. `held`: for each
-    KV group, the columns of the table that need not travel. `num_cached_tokens`: of the prompt, whose KV was here
-    already. `parts`: what the prefill node sends, of the table's `entries`; `marks`: each rank's earlier work, some of
-    which may still use these blocks. `since_s`: see Waiting."""
+    step writes to; `spares` those of further samples. The lease owns them until adoption or its end.
+    `num_cached_tokens`: of the prompt, whose KV was here already. `parts`: what the prefill node sends, of the table's
+    `entries`; `marks`: each rank's earlier work, some of which may still use these blocks. `since_s`: see Waiting."""
 
     serial: int
     reserve: Reserve
@@ -84,7 +83,6 @@ class Lease:
     granted: float
     table: list[int]
     spares: list[int]
-    held: tuple[int, ...]
     num_cached_tokens: int
     entries: Seq[int]
     parts: tuple[Piece, ...]

@@ -232,7 +232,6 @@ class Reservations:
             since_s=waiting.since_s,
             table=tables.table_of(found, least, lacking, fresh[: len(lacking)]),
             spares=fresh[len(lacking) :],
-            held=held,
             num_cached_tokens=held[0] * self._shape.block_size if found[0] else 0,
             entries=entries,
             parts=self._planners[waiting.peer].of_entries(entries, *tail),

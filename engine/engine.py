@@ -59,14 +59,13 @@ class Engine:
         self,
         config: EngineConfig,
         runner: ModelRunner,
-        blocks: BlockManager | None = None,
         clock: Callable[[], float] = time.monotonic,
         tier: KvTier | None = None,
         keep_up: Callable[[bool], bool] = lambda busy: False,
     ) -> None:
         self.config = config
         self.clock = clock
-        self.blocks = blocks or BlockManager(config.num_blocks, config.block_size)
+        self.blocks = BlockManager(config.num_blocks, config.block_size)
         self._runner = runner
         self._tier, self._keep_up = tier, keep_up
         self._timing = StepTiming(config, clock)

@@ -62,9 +62,6 @@ class ServedModel(Protocol):
     def layout(self) -> KvLayout: ...
 
     @property
-    def on_gpu(self) -> bool: ...
-
-    @property
     def served_model_name(self) -> str: ...
 
     @property

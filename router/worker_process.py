@@ -23,10 +23,6 @@ class WorkerProcess:
         self._thread = ThreadPoolExecutor(1, module.rpartition(".")[2])
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
     def ended(self) -> bool:
         return self._process.poll() is not None
 

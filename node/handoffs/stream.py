@@ -5,7 +5,7 @@ prefill node                decode node
   | -- Hello ---------------> |  checks version, incarnation and layout, connects the transport
   | <---------------- Hello - |  with an error if it refuses the peer
   |   connects the transport  |
-  | <-> messages, heartbeats  |  silence of SILENCE_S ends the stream
+  | <-> messages, heartbeats  |  silence ends the stream
 """
 
 from __future__ import annotations

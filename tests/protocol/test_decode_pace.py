@@ -137,7 +137,7 @@ def test_what_happens_before_the_commit_takes_no_time(
     """The Commit comes at 10.0, the first step is launched at 15.0, or when it can be."""
     reserve = Reserve(NEW, "i", 8, (), 1, 60.0, 60)
     commit = Commit(1, NEW, "i", PROMPT, (Sample(0, (90,)),), ENDLESS, 60.0, age_s=0.5)
-    lease = Lease(1, reserve, "p", 99.0, 1.0, [], [], (1,), BLOCK_SIZE, [], (), [], commit=commit, committed=10.0)
+    lease = Lease(1, reserve, "p", 99.0, 1.0, [], [], BLOCK_SIZE, [], (), [], commit=commit, committed=10.0)
     lease.last_arrived, lease.landed = arrived, landed
     launched = max(10.0, landed) + step_wait_s
     adopted = lease.adopted(launched)

@@ -6,10 +6,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(x, weight, bias)
-
-
 def int8_linear(x: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """x: [num_rows, in_features]. values: [out_features, in_features], int8. scale: [out_features], fp32."""
     rows, row_scale = quantize_rows(x)
