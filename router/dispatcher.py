@@ -65,8 +65,6 @@ class Dispatcher:
         self._carrying_out = False
         self.is_closed = False
         self._cause = ""
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     # ---- for the front ends ----
 
@@ -86,7 +84,6 @@ class Dispatcher:
             raise
         self._sinks[request.request_id] = sink
         self._request_metrics.opened(request, received)
-        self._idle.clear()
         self._carry_out(now)
         self._arm()
 
@@ -217,10 +214,6 @@ class Dispatcher:
         )
         return PrefixIndexState(len(index), known)
 
-    async def drained(self) -> None:
-        """Returns once no request is live."""
-        await self._idle.wait()
-
     def close(self) -> None:
         """End all live requests, and take no more: their clients are told that the server was stopped."""
         self.is_closed = True
@@ -261,8 +254,6 @@ class Dispatcher:
         sink = self._sinks[request_id]
         if isinstance(event, RequestEnd):
             del self._sinks[request_id]
-            if not self._sinks:
-                self._idle.set()
         sink(event)
 
     def _log_retry(self, attempt_id: AttemptId) -> None:

@@ -215,9 +215,6 @@ class RouterServer:
         """Of HTTP connections."""
         return self._edge.limits
 
-    def why_not_ready(self) -> str | None:
-        return self.cluster.readiness().why_not
-
     @property
     def _scheme(self) -> str:
         return "http" if self._edge.tls is None else "https"

@@ -42,10 +42,6 @@ class Deadlines(Generic[K]):
         if self._live.pop(key, None) is not None:
             self._clean()
 
-    def get(self, key: K) -> float | None:
-        entry = self._live.get(key)
-        return entry[0] if entry else None
-
     def next(self) -> float | None:
         """The earliest deadline, or None."""
         return self._heap[0][0] if self._heap else None

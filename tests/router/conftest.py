@@ -27,6 +27,7 @@ def says(text: str, **more: Any) -> Callable[[Prefill], Answer]:
 
 
 _LOOK_AGAIN_S = 0.2
+_POLL_S = 0.01
 
 
 class Router:
@@ -63,8 +64,10 @@ class Router:
         return "; ".join(link.problem for link in self.server.cluster.links if link.problem)
 
     async def idle(self) -> None:
+        """Wait until no request is live."""
         async with asyncio.timeout(PATIENCE_S):
-            await self.server.dispatcher.drained()
+            while self.server.dispatcher.live_timelines(1):
+                await asyncio.sleep(_POLL_S)
 
     async def stop(self) -> None:
         hurry = asyncio.Event()

@@ -46,7 +46,7 @@ async def test_secrets_that_do_not_fit_are_named_on_ready(nodes, tmp_path, ours,
     await router.start()
     reason = REASONS[ours, theirs]
     if reason:
-        await router.until(lambda: router.server.why_not_ready().count(reason) == 2)
+        await router.until(lambda: router.server.cluster.readiness().status.count(reason) == 2)
         assert not any(node.sessions for node in nodes.nodes)
     else:
         await router.ready()
@@ -70,7 +70,7 @@ async def test_a_router_speaks_tls_with_nodes_and_shows_its_certificate(nodes, t
             await router.ready()
         else:
             await router.until(functools.partial(all_reached, router))
-            assert router.server.why_not_ready()
+            assert not router.server.cluster.readiness().ready
         await router.stop()
 
 
