@@ -54,11 +54,6 @@ def tag_of(lease: int, part: int) -> int:
     return lease << PART_BITS | part
 
 
-def split_tag(tag: int) -> tuple[int, int]:
-    """(lease, part) of a tag."""
-    return tag >> PART_BITS, tag & ((1 << PART_BITS) - 1)
-
-
 def slot_bytes_for(part_blocks: int, block_bytes: int) -> int:
     """Bytes of a slot that holds parts of `part_blocks` blocks, with checksums."""
     return part_blocks * block_bytes + MAX_PIECES * CHECKSUM_BYTES

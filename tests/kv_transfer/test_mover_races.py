@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from baton.layout import KvSlice
-from kv_transfer.parts import PartHeader, split_tag
+from kv_transfer.parts import PART_BITS, PartHeader
 from kv_transfer.receiver import KvReceiver, PartLanded, PartRefused, PartUnused
 from kv_transfer.sender import PartFailed
 from kv_transfer.transport import PeerDisconnected
@@ -111,7 +111,7 @@ class World:
 
     def foresee(self, transfer: Transfer) -> None:
         """What is to become of it, within its delivery."""
-        lease, _ = split_tag(transfer.push.tag)
+        lease = transfer.push.tag >> PART_BITS
         receiver, _, _, blocks, what = self.grants[lease]
         if transfer.push.header != self.headers.get(lease, transfer.push.header):
             receiver.outcome[lease] = PartRefused
@@ -134,19 +134,19 @@ class World:
         """A bit of a header falls over on the way."""
         if self.hub.pending:
             push = self.rng.choice(self.hub.pending).push
-            self.headers.setdefault(split_tag(push.tag)[0], push.header)
+            self.headers.setdefault(push.tag >> PART_BITS, push.header)
             header = bytearray(push.header)
             header[self.rng.randrange(len(header))] ^= 1 << self.rng.randrange(8)
             push.header = bytes(header)
 
     def damage(self) -> None:
         """A bit of a checked part falls over on the way."""
-        sound = [t.push for t in self.hub.pending if split_tag(t.push.tag)[0] not in self.headers]
+        sound = [t.push for t in self.hub.pending if t.push.tag >> PART_BITS not in self.headers]
         if checked := [push for push in sound if PartHeader.parse(push.header).checked]:
             push = self.rng.choice(checked)
             place = self.rng.randrange(PartHeader.parse(push.header).message_bytes), self.rng.randrange(8)
             push.owner.staging.memory(push.slot)[place[0]] ^= 1 << place[1]
-            self.flipped[split_tag(push.tag)[0]] ^= {place}
+            self.flipped[push.tag >> PART_BITS] ^= {place}
 
     def poll(self) -> None:
         self.hear(self.rng.choice(self.senders + self.receivers))

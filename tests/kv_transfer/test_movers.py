@@ -12,7 +12,7 @@ from baton.errors import TransferError
 from baton.layout import KvSlice
 from baton_kernels.block_copy import Move
 from kv_transfer.async_operation import AsyncOperation, Target
-from kv_transfer.parts import PartHeader, split_tag
+from kv_transfer.parts import PartHeader
 from kv_transfer.receiver import PartLanded, PartRefused, PartUnused
 from kv_transfer.sender import KvSender
 from tests.kv_transfer.mover_sides import NUM_SLOTS, PART_BLOCKS, Side
@@ -116,11 +116,14 @@ class Device:
         self._target = Target(memory, announce=lambda header: self.said.append(f"say {PartHeader.parse(header).part}"))
         monkeypatch.setattr(sender._copies, "gather", self._gather)
         monkeypatch.setattr(sender.transport, "acquire_remote_slot", lambda *_: self._target)
-        monkeypatch.setattr(sender.transport, "push", lambda _, tag, *__: self.said.append(f"push {split_tag(tag)[1]}"))
+        monkeypatch.setattr(sender.transport, "push", self._push)
 
     def _gather(self, slot: int, blocks: list[int], *_: Any) -> AsyncOperation:
         self.said.append(f"copy {blocks[0]}")
         return self
+
+    def _push(self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes, *_: Any) -> None:
+        self.said.append(f"push {PartHeader.parse(header).part}")
 
     def query(self) -> bool:
         return False

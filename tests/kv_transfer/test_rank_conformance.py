@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kv_transfer.parts import split_tag
+from kv_transfer.parts import PartHeader
 from kv_transfer.ranks import rank_name
 from kv_transfer.receiver import PartFailed, PartLanded, PartRefused, PartUnused
 from kv_transfer.sender import PartSent, PeerDisconnected
@@ -116,7 +116,7 @@ def check_damage(case: Case, num_parts: int) -> None:
     scene.run_until_delivered(num_parts)
     scene.run(LEASE, lambda: bool(scene.hub.pending))
     push = scene.hub.pending[0].push
-    _, part = split_tag(push.tag)
+    part = PartHeader.parse(push.header).part
     piece = scene.plan[part]
     if not case.num_bytes(piece):
         return  # no block has a layer in the slice
