@@ -27,7 +27,6 @@ def says(text: str, **more: Any) -> Callable[[Prefill], Answer]:
 
 
 _LOOK_AGAIN_S = 0.2
-_POLL_S = 0.01
 
 
 class Router:
@@ -65,9 +64,7 @@ class Router:
 
     async def idle(self) -> None:
         """Wait until no request is live."""
-        async with asyncio.timeout(PATIENCE_S):
-            while self.server.dispatcher.live_timelines(1):
-                await asyncio.sleep(_POLL_S)
+        await self.until(lambda: not self.server.dispatcher.live_timelines(1))
 
     async def stop(self) -> None:
         hurry = asyncio.Event()

@@ -316,7 +316,8 @@ async def test_a_node_that_does_not_fit_is_named(empty, changes, says_):
     router = Router(empty)
     await router.start()
     await router.until(lambda: says_ in router.server.cluster.readiness().status)
-    waits = not router.server.cluster.readiness().ready  # else a decode node came first, and a prefill node does not fit
+    # if it is ready, a decode node came first, and a prefill node does not fit
+    waits = not router.server.cluster.readiness().ready
     response = await answer(router, timeout=0.2 if waits else 20)
     ambiguous = "served_model_name" in changes
     assert response.status_code == (400 if ambiguous else 503 if waits else 200)
