@@ -16,9 +16,9 @@ STOP_S = 10.0
 class Background:
     """Runs from its construction to `close`. The thread is a daemon: it never keeps a process from ending."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self) -> None:
         self._started: Future[asyncio.AbstractEventLoop] = Future()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name=name, daemon=True)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="baton-llm", daemon=True)
         self._thread.start()
         self.loop = self._started.result(STOP_S)
 

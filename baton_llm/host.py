@@ -38,7 +38,7 @@ class Host:
     def __init__(self, backend: Backend) -> None:
         """Raises what the backend's start raises."""
         self.backend = backend
-        self._background = Background("baton-llm")
+        self._background = Background()
         self._lock = threading.Lock()
         self._closed = False
         self._process = os.getpid()

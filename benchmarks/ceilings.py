@@ -91,16 +91,16 @@ def _matmul(device: torch.device, size: int, dtype: torch.dtype) -> Callable[[],
     return lambda: torch._scaled_mm(a, b.t(), rows, columns, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
-def best_s(call: Callable[[], object], device: torch.device, tries: int = NUM_TRIES) -> float:
-    """Seconds of the fastest of `tries` calls, after one warm-up call."""
+def best_s(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the fastest of NUM_TRIES calls, after one warm-up call."""
     call()
     if device.type != "cuda":
         stamps = [time.perf_counter()]
-        for _ in range(tries):
+        for _ in range(NUM_TRIES):
             call()
             stamps.append(time.perf_counter())
         return min(end - start for start, end in pairwise(stamps))
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(tries + 1)]  # type: ignore[no-untyped-call]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(NUM_TRIES + 1)]  # type: ignore[no-untyped-call]
     events[0].record()
     for event in events[1:]:
         call()

@@ -55,15 +55,15 @@ class Stranger:
         await self.read(call)
         return call
 
-    async def handoff(self, endpoints: list[Any], name: str = "stranger") -> tuple[Any, Any]:
+    async def handoff(self, endpoints: list[Any]) -> tuple[Any, Any]:
         """The stream, and the decode node's answer to Hello."""
         call = node_pb2_grpc.DecodeNodeStub(self._channel).Handoff()  # type: ignore[no-untyped-call]
         self._calls.append(call)
         hello = node_pb2.Hello(
             protocol_version=PROTOCOL_VERSION,
-            incarnation=f"{name}-{secrets.token_hex(4)}",
+            incarnation=f"stranger-{secrets.token_hex(4)}",
             target_incarnation=self.info.incarnation,
-            node_id=name,
+            node_id="stranger",
             layout=self.info.layout,
             endpoints=endpoints,
             part_blocks=4,

@@ -58,10 +58,10 @@ class Published:
         for number in range(settings.num_nodes):
             self.index.add(str(number), settings.num_blocks)
 
-    def publish(self, number: int, hashes: Sequence[BlockHash], removed: Sequence[BlockHash] = ()) -> None:
+    def publish(self, number: int, hashes: Sequence[BlockHash]) -> None:
         sequence = self._next[number]
         self._next[number] += 1
-        events = KvEvents(sequence, tuple(hashes), tuple(removed), snapshot=sequence == 0)
+        events = KvEvents(sequence, tuple(hashes), snapshot=sequence == 0)
         began = time.thread_time()
         self.index.apply(str(number), events)
         self.apply_s += time.thread_time() - began

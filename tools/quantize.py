@@ -26,6 +26,8 @@ from torch import Tensor
 from engine.checkpoint import EMBEDDED
 
 FP8_MAX = 448.0
+GROUP = 128
+"""Columns that share a scale, of AWQ and GPTQ."""
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 Tensors = dict[str, Tensor]
 _LAYERS = re.compile(r"_proj\.weight$|\.experts\.\d+\.w[123]\.weight$")
@@ -111,8 +113,8 @@ def integers(weight: Tensor, bits: int, group: int, dtype: torch.dtype, with_zer
     return codes, scale, zero, (codes - zeros) * wide
 
 
-def awq(weight: Tensor, group: int = 128) -> tuple[Tensors, Tensor]:
-    codes, scale, zero, values = integers(weight, 4, group, torch.float16, with_zero=True)
+def awq(weight: Tensor) -> tuple[Tensors, Tensor]:
+    codes, scale, zero, values = integers(weight, 4, GROUP, torch.float16, with_zero=True)
     tensors = {
         "qweight": pack(codes.t(), 4, 1, AWQ_ORDER),
         "qzeros": pack(zero.t(), 4, 1, AWQ_ORDER),
@@ -121,14 +123,14 @@ def awq(weight: Tensor, group: int = 128) -> tuple[Tensors, Tensor]:
     return tensors, values
 
 
-def gptq(bits: int, desc_act: bool, with_zero: bool, offset: int, group: int = 128) -> Callable[..., Any]:
+def gptq(bits: int, desc_act: bool, with_zero: bool, offset: int) -> Callable[..., Any]:
     def quantize(weight: Tensor) -> tuple[Tensors, Tensor]:
         columns = torch.arange(weight.shape[1])
         # GPTQ takes the columns of the largest activations first; the largest weights stand for them here
         order = weight.square().sum(0).argsort(descending=True) if desc_act else columns
-        codes, scale, zero, values = integers(weight[:, order], bits, group, torch.float16, with_zero)
+        codes, scale, zero, values = integers(weight[:, order], bits, GROUP, torch.float16, with_zero)
         g_idx = torch.empty(weight.shape[1], dtype=torch.int32)
-        g_idx[order] = (columns // group).to(torch.int32)
+        g_idx[order] = (columns // GROUP).to(torch.int32)
         own = torch.empty_like(order)
         own[order] = columns
         tensors = {
@@ -142,18 +144,18 @@ def gptq(bits: int, desc_act: bool, with_zero: bool, offset: int, group: int = 1
     return quantize
 
 
-def compressed(bits: int, group: int, with_zero: bool = False) -> Callable[..., Any]:
+def compressed(group: int, with_zero: bool = False) -> Callable[..., Any]:
     """4 bits, packed."""
 
     def quantize(weight: Tensor) -> tuple[Tensors, Tensor]:
-        codes, scale, zero, values = integers(weight, bits, group or weight.shape[1], torch.bfloat16, with_zero)
+        codes, scale, zero, values = integers(weight, 4, group or weight.shape[1], torch.bfloat16, with_zero)
         tensors = {
-            "weight_packed": pack(codes, bits, 1),
+            "weight_packed": pack(codes, 4, 1),
             "weight_scale": scale,
             "weight_shape": torch.tensor(weight.shape),
         }
         if with_zero:
-            tensors["weight_zero_point"] = pack(zero, bits, 0)
+            tensors["weight_zero_point"] = pack(zero, 4, 0)
         return tensors, values
 
     return quantize
@@ -223,14 +225,14 @@ FORMATS = {
     ),
     "compressed-int8": Format(_scheme("int-quantized", True, num_bits=8, type="int", strategy="channel"), int8_rows),
     "compressed-w4a16": Format(
-        _scheme("pack-quantized", False, num_bits=4, type="int", strategy="group", group_size=128), compressed(4, 128)
+        _scheme("pack-quantized", False, num_bits=4, type="int", strategy="group", group_size=128), compressed(128)
     ),
     "compressed-w4a16-asym": Format(
         _scheme("pack-quantized", False, num_bits=4, type="int", strategy="group", group_size=64, symmetric=False),
-        compressed(4, 64, with_zero=True),
+        compressed(64, with_zero=True),
     ),
     "compressed-w4a16-channel": Format(
-        _scheme("pack-quantized", False, num_bits=4, type="int", strategy="channel"), compressed(4, 0)
+        _scheme("pack-quantized", False, num_bits=4, type="int", strategy="channel"), compressed(0)
     ),
     "awq": Format(_AWQ, awq),
     "gptq": Format(_gptq_config(4, False, True, "gptq"), gptq(4, False, False, 1)),

@@ -26,15 +26,15 @@ def summary(values: Sequence[float]) -> dict[str, float]:
     return {**mean, **{f"p{percent}": percentile(values, percent) for percent in PERCENTILES}}
 
 
-def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """A confidence interval of the median for any distribution, from the order statistics of the sign test (see any
-    text on nonparametric methods). The whole range for fewer than six values, at 95%."""
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 95% confidence interval of the median for any distribution, from the order statistics of the sign test (see
+    any text on nonparametric methods). The whole range for fewer than six values."""
     ordered = sorted(values)
     n = len(ordered)
-    tail, below = 0.0, 0  # `below`: largest k with P(Binomial(n, 1/2) < k) <= (1 - confidence) / 2
+    tail, below = 0.0, 0  # `below`: largest k with P(Binomial(n, 1/2) < k) <= 0.025
     while below < n // 2:
         tail += math.comb(n, below) / 2**n
-        if tail > (1 - confidence) / 2:
+        if tail > 0.025:
             break
         below += 1
     low = max(below - 1, 0)

@@ -15,6 +15,7 @@ from deploy.doctor.finding import Finding, failure, ok, skipped
 
 DISTRIBUTION = "baton-serve"
 NODE = "node"
+_INSTALL = f"pip install '{DISTRIBUTION}[{NODE}]'"
 """The extra that a node needs."""
 
 
@@ -65,12 +66,12 @@ def router_packages(wanted: Iterable[Requirement], version_of: Callable[[str], s
 def node_packages(wanted: Iterable[Requirement], version_of: Callable[[str], str | None]) -> Iterator[Finding]:
     """A finding for each package of a node; one for all if there is no torch."""
     if version_of("torch") is None:
-        yield skipped("torch", "torch is not installed: this machine can only run a router.", _install(NODE))
+        yield skipped("torch", "torch is not installed: this machine can only run a router.", _INSTALL)
         return
     for requirement in wanted:
         installed = version_of(requirement.name)
         if problem := _problem(requirement, installed):
-            yield failure(requirement.name, f"{problem}.", _install(NODE))
+            yield failure(requirement.name, f"{problem}.", _INSTALL)
         else:
             yield ok(requirement.name, f"{requirement.name} {installed}, within {requirement.specifier}.")
 
@@ -93,7 +94,3 @@ def _wanted(declared: Iterable[str], extra: str) -> list[Requirement]:
         if in_base is (not extra) and (not extra or (marker is not None and marker.evaluate({"extra": extra}))):
             found.append(requirement)
     return found
-
-
-def _install(extra: str) -> str:
-    return f"pip install '{DISTRIBUTION}[{extra}]'"

@@ -85,7 +85,7 @@ def figures(windows: Sequence[Window]) -> Figures:
         itl_p50_s=router.quantile(itl, 0.5),
         itl_p99_s=router.quantile(itl, 0.99),
         hits=router.increase("baton:prefix_hit_tokens_total") / num_prompt_tokens if num_prompt_tokens else None,
-        transfer_s=_mean_of(nodes["decode"], "baton:kv_transfer_seconds"),
+        transfer_s=_transfer_s(nodes["decode"]),
     )
 
 
@@ -142,5 +142,5 @@ def _slots(nodes: Sequence[Window]) -> float | None:
     return _ratio(in_use, in_use + sum(node.gauge("baton:kv_slots", state="free") or 0.0 for node in nodes))
 
 
-def _mean_of(nodes: Sequence[Window], histogram: str) -> float | None:
-    return _ratio(_sum(nodes, f"{histogram}_sum"), _sum(nodes, f"{histogram}_count"))
+def _transfer_s(nodes: Sequence[Window]) -> float | None:
+    return _ratio(_sum(nodes, "baton:kv_transfer_seconds_sum"), _sum(nodes, "baton:kv_transfer_seconds_count"))

@@ -69,14 +69,14 @@ def _pour(control: Control) -> None:
 def answer_stream(control: Control) -> None:
     """Read for a while, and say how fast it came."""
     buffer = bytearray(_PIECE_BYTES)
-    _read_for(control, buffer, STREAM_S)
+    _read_for_a_while(control, buffer)
     began = time.monotonic()
-    num_bytes = _read_for(control, buffer, STREAM_S)
+    num_bytes = _read_for_a_while(control, buffer)
     control.say(bytes_per_s=num_bytes / (time.monotonic() - began))
 
 
-def _read_for(control: Control, buffer: bytearray, seconds: float) -> int:
-    num_bytes, end = 0, time.monotonic() + seconds
+def _read_for_a_while(control: Control, buffer: bytearray) -> int:
+    num_bytes, end = 0, time.monotonic() + STREAM_S
     while (left_s := end - time.monotonic()) > 0:
         control.socket.settimeout(left_s)
         try:

@@ -60,7 +60,7 @@ class Awq(WithStoredExperts):
         return install(module, weight, dtype)
 
     def experts(self, name: str) -> StoredExperts | None:
-        return packed_experts(self, name, self._stored, ".qweight", name in self._layers)
+        return packed_experts(self, name, self._stored, name in self._layers)
 
     def group(self, name: str) -> int:
         return max(0, self._group)

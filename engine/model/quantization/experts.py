@@ -16,7 +16,6 @@ from baton_kernels.experts.weights import BLOCK
 from engine.model.errors import UnsupportedModel
 from engine.model.experts import NAMES, expert_shape, is_transposed
 from engine.model.linear_method import Quantization
-from engine.model.load.safetensors_index import StoredTensor
 from engine.model.parallel.experts import FLAG
 from engine.model.parallel.group import ONE_RANK, RankGroup
 from engine.model.quantization.expert_weights import Codes, keep_quantized, store_values
@@ -127,17 +126,6 @@ class Fp8Experts(StoredExperts):
         elif not self.block:
             scale = scale.repeat_interleave(codes.shape[1] // scale.shape[1], 1)
         return codes, scale
-
-
-def fp8_experts(
-    name: str, stored: Mapping[str, StoredTensor], suffixes: Iterable[str], block: int
-) -> Fp8Experts | None:
-    """How the files store the module's experts in fp8; None: they do not."""
-    found = first_scale(name, stored, suffixes)
-    if found is None:
-        return None
-    shape = stored[found].shape
-    return Fp8Experts(found.rpartition(".")[2], block, not block and max(shape, default=1) > 1)
 
 
 class WithStoredExperts(Quantization):

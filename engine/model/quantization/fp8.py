@@ -14,7 +14,7 @@ from baton_kernels.quantized_linear import QuantizedWeight
 from engine.model.errors import UnsupportedModel
 from engine.model.linear_method import LinearMethod
 from engine.model.load.safetensors_index import StoredTensor
-from engine.model.quantization.experts import Fp8Experts, WithStoredExperts, fp8_experts
+from engine.model.quantization.experts import Fp8Experts, WithStoredExperts, first_scale
 from engine.model.quantization.linear import install
 from engine.model.quantization.stored import (
     QuantizedLayers,
@@ -75,6 +75,10 @@ class Fp8(WithStoredExperts):
         return install(module, QuantizedWeight(weight, per_row(scale, weight.shape[0])), dtype)
 
     def experts(self, name: str) -> Fp8Experts | None:
-        if self._stored:
-            return fp8_experts(name, self._stored, _SCALES, self._block)
-        return Fp8Experts("weight_scale_inv", self._block, by_rows=False) if name in self._layers else None
+        if not self._stored:
+            return Fp8Experts("weight_scale_inv", self._block, by_rows=False) if name in self._layers else None
+        found = first_scale(name, self._stored, _SCALES)
+        if found is None:
+            return None
+        by_rows = not self._block and max(self._stored[found].shape, default=1) > 1
+        return Fp8Experts(found.rpartition(".")[2], self._block, by_rows)

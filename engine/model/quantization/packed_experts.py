@@ -28,6 +28,8 @@ WORD = 8
 """The most codes in a word."""
 _CODES = "weight"
 """The suffix of tensors that have the name of the weight itself."""
+_WORDS = ".qweight"
+"""The suffix of the codes' names in the files."""
 _KINDS = ("qweight", "weight_packed", "weight_scale")
 """A module has a parameter with one of these suffixes until it is processed."""
 
@@ -53,14 +55,14 @@ class PackedForm(Protocol):
 
 
 def packed_experts(
-    form: PackedForm, name: str, stored: Mapping[str, StoredTensor], words: str, is_quantized: bool
+    form: PackedForm, name: str, stored: Mapping[str, StoredTensor], is_quantized: bool
 ) -> PackedExperts | None:
-    """How the files store the experts of the module of that name; None: not in this form. words: the suffix of the
-    codes' names. is_quantized: whether the experts are quantized if there are no files."""
+    """How the files store the experts of the module of that name; None: not in this form. is_quantized: whether the
+    experts are quantized if there are no files."""
     if not stored:
         return PackedExperts(form, name) if is_quantized else None
-    found = first_scale(name, stored, (words,))
-    return None if found is None else PackedExperts(form, found.removesuffix(words))
+    found = first_scale(name, stored, (_WORDS,))
+    return None if found is None else PackedExperts(form, found.removesuffix(_WORDS))
 
 
 @dataclass(frozen=True, slots=True)

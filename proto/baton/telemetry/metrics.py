@@ -161,8 +161,8 @@ class NodeMetrics:
     def __init__(self, registry: CollectorRegistry, model: str, clock: Callable[[], float] = time.monotonic) -> None:
         names, values = ["model_name"], (model,)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...] = PHASE_S) -> Histogram:
-            return Histogram(f"baton:{name}", text, names, buckets=buckets, registry=registry).labels(*values)
+        def histogram(name: str, text: str) -> Histogram:
+            return Histogram(f"baton:{name}", text, names, buckets=PHASE_S, registry=registry).labels(*values)
 
         def counter(name: str, text: str) -> Counter:
             return Counter(f"baton:{name}", text, names, registry=registry).labels(*values)

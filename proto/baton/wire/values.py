@@ -110,10 +110,10 @@ def read_below(value: int, end: int, param: str) -> int:
     return value
 
 
-def read_text(value: str, param: str, most: int = MAX_NAME_CHARS) -> str:
+def read_text(value: str, param: str) -> str:
     """A text that is safe in a log line. Raises InvalidRequest if it is too long or not printable."""
-    if len(value) > most:
-        raise InvalidRequest(f"{param}: {len(value)} characters are more than {most}", param)
+    if len(value) > MAX_NAME_CHARS:
+        raise InvalidRequest(f"{param}: {len(value)} characters are more than {MAX_NAME_CHARS}", param)
     if not value.isprintable():
         raise InvalidRequest(f"{param} is not printable: {value!r}", param)
     return value
