@@ -267,7 +267,7 @@ def _bench(settings: SumsSettings, rank: int, meeting: Path) -> Bench:
 
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    return Bench(settings, GpuRanks(host, device).part(0, settings.ranks), device)
+    return Bench(settings, GpuRanks(host, device).part(settings.ranks), device)
 
 
 def _measure(settings: SumsSettings, rank: int, meeting: Path, rows: Any) -> None:

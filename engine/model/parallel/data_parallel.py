@@ -39,7 +39,7 @@ class DataParallel:
     def __init__(self, everyone: RankGroup, num_nodes: int = 1) -> None:
         assert everyone.size % num_nodes == 0
         self.everyone, self.num_nodes = everyone, num_nodes
-        self.peers = everyone.part(everyone.rank // num_nodes * num_nodes, num_nodes)
+        self.peers = everyone.part(num_nodes)
         self._num_tokens_across_dp: list[int] = []
         self._steps = False
         self.exchange_s = 0.0

@@ -123,11 +123,11 @@ class GpuRanks:
     def receive(self, x: Tensor, of: int) -> None:
         self._pair(of, self.rank).receive(x)
 
-    def part(self, first: int, size: int) -> RankGroup:
+    def part(self, size: int) -> RankGroup:
         if size == 1:
             return ONE_RANK
         kept = 0 if size == self.size else 2 * _PAIR_CTAS
-        return GpuPeers(self._host.part(first, size), self.device, kept)
+        return GpuPeers(self._host.part(size), self.device, kept)
 
     def _pair(self, sender: int, receiver: int) -> Pair:
         ends = sender, receiver

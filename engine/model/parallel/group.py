@@ -85,8 +85,9 @@ class RankGroup(Protocol):
     def receive(self, x: Tensor, of: int) -> None:
         """Overwrite x with the next tensor that rank `of` sends to this one."""
 
-    def part(self, first: int, size: int) -> RankGroup:
-        """The group of ranks [first, first + size), which must include this rank; only these ranks need to call."""
+    def part(self, size: int) -> RankGroup:
+        """The group of this rank and its neighbours, if the ranks are divided into groups of that size, in order; only
+        ranks of this group need to call."""
 
 
 class OneRank:
@@ -121,7 +122,7 @@ class OneRank:
     def receive(self, x: Tensor, of: int) -> None:
         raise RuntimeError(f"there is no rank {of}")
 
-    def part(self, first: int, size: int) -> RankGroup:
+    def part(self, size: int) -> RankGroup:
         return self
 
 
@@ -188,13 +189,14 @@ class GlooRanks:
     def receive(self, x: Tensor, of: int) -> None:
         self._group.recv([x], of, _TAG).wait(self._timeout)
 
-    def part(self, first: int, size: int) -> RankGroup:
+    def part(self, size: int) -> RankGroup:
         if size == self.size:
             return self
         if size == 1:
             return ONE_RANK
-        store = self.sub_store(f"ranks {first} to {first + size}")
-        return GlooRanks(store, self.rank - first, size, self._timeout.total_seconds(), self._host)
+        number, rank = divmod(self.rank, size)
+        store = self.sub_store(f"part {number} of {size} ranks")
+        return GlooRanks(store, rank, size, self._timeout.total_seconds(), self._host)
 
     def sub_store(self, name: str) -> Store:
         """A store for a part of these ranks, by the name of its purpose."""

@@ -44,10 +44,10 @@ class NcclRanks(GpuRanks):
         else:
             super().broadcast(x)
 
-    def part(self, first: int, size: int) -> RankGroup:
+    def part(self, size: int) -> RankGroup:
         if size == 1:
             return ONE_RANK
-        own = self._host.part(first, size)
+        own = self._host.part(size)
         if own is self._host:
             return self
         assert isinstance(own, GlooRanks)

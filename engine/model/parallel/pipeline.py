@@ -34,7 +34,7 @@ class Pipeline:
         self.everyone = everyone
         self._stage_size = everyone.size // num_stages
         self.stage = Stage(everyone.rank // self._stage_size, num_stages)
-        self.peers = everyone.part(self.stage.number * self._stage_size, self._stage_size)
+        self.peers = everyone.part(self._stage_size)
         self._on_the_way: deque[Callable[[], None]] = deque()
         if num_stages > 1:
             self._connect()
