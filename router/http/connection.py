@@ -21,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from router.http.body_writer import BodyWriter
+from router.http.bounded_writes import BoundedWrites
 from router.http.errors import error_body
 from router.http.limits import ConnectionLimits, LimitLog, WebSockets
 from router.scope import RETRY_AFTER_S
@@ -62,7 +63,7 @@ class _Refused(Exception):
         self.message = message
 
 
-class Connection(HttpToolsProtocol):
+class Connection(BoundedWrites, HttpToolsProtocol):
     """Timers run only for data that did not come or go at once: a request that arrives whole starts none."""
 
     def __init__(
@@ -84,7 +85,6 @@ class Connection(HttpToolsProtocol):
         self._refused = False
         self._turned_away = False
         self._read_timer: TimerHandle | None = None
-        self._write_timer: TimerHandle | None = None
 
     # ---- connections ----
 
@@ -277,25 +277,10 @@ class Connection(HttpToolsProtocol):
             self._unset_keepalive_if_required()
             self._watch()
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._start_write_timer()
-
     def resume_writing(self) -> None:
         super().resume_writing()
         if self._body_writer is not None:
             self._body_writer.resumed()
-        if not self.transport.is_closing():
-            self._stop_write_timer()
-
-    def _close_in_time(self) -> None:
-        """Bound the close: a transport that closes waits until its client has taken the rest."""
-        if self.transport.get_write_buffer_size():
-            self._start_write_timer()
-
-    def _does_not_read(self) -> None:
-        log.info("cut off client=%s: it did not read for %g s", self.client, self._limits.write_timeout_s)
-        self.transport.abort()
 
     def _refuse(self, status: int, message: str) -> None:
         """Say why, once, in place of an answer that has not begun; then only wait until the client has read it."""
@@ -334,15 +319,6 @@ class Connection(HttpToolsProtocol):
 
     def _later(self, delay_s: float, call: Callable[[], object]) -> TimerHandle:
         return self.loop.call_later(delay_s, call)
-
-    def _start_write_timer(self) -> None:
-        if self._write_timer is None:
-            self._write_timer = self._later(self._limits.write_timeout_s, self._does_not_read)
-
-    def _stop_write_timer(self) -> None:
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-            self._write_timer = None
 
     def _stop_read_timer(self) -> None:
         if self._read_timer is not None:

@@ -5,8 +5,6 @@ It counts as a connection like any other. Messages count as bodies until the app
 
 from __future__ import annotations
 
-import logging
-from asyncio import TimerHandle
 from typing import Any
 
 import uvicorn
@@ -14,16 +12,15 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from uvicorn.server import ServerState
 
 from baton.errors import Overloaded
+from router.http.bounded_writes import BoundedWrites
 from router.http.limits import Bodies, ConnectionLimits
 from router.http.websocket import TRY_AGAIN_LATER, WebSocketState
-
-log = logging.getLogger(__name__)
 
 _INVALID_DATA = 1007
 """The code of a close."""
 
 
-class WebSocketConnection(WebSocketsSansIOProtocol):
+class WebSocketConnection(BoundedWrites, WebSocketsSansIOProtocol):
     """The application finds its WebSocketState as `websocket` in the scope's state."""
 
     def __init__(
@@ -39,7 +36,6 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         self._limits = limits
         self._bodies = bodies
         self._held_bytes = 0
-        self._write_timer: TimerHandle | None = None
 
     def data_received(self, data: bytes) -> None:
         if self.handshake_complete and not self._take(len(data)):
@@ -83,15 +79,12 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
     def pause_writing(self) -> None:
         """Read no more either: a client may send pings without end, and each is answered."""
         super().pause_writing()
-        self._start_write_timer()
         self._stop_reading()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if not self.transport.is_closing():
-            self._stop_write_timer()
-            if not self.read_paused:
-                self.transport.resume_reading()
+        if not self.transport.is_closing() and not self.read_paused:
+            self.transport.resume_reading()
 
     def _stop_reading(self) -> None:
         if not self.transport.is_closing():
@@ -121,24 +114,6 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
     def _give_back(self) -> None:
         self._bodies.give_back(self._held_bytes)
         self._held_bytes = 0
-
-    def _close_in_time(self) -> None:
-        """Bound the close: a transport that closes waits until its client has taken the rest."""
-        if self.transport.get_write_buffer_size():
-            self._start_write_timer()
-
-    def _start_write_timer(self) -> None:
-        if self._write_timer is None:
-            self._write_timer = self.loop.call_later(self._limits.write_timeout_s, self._does_not_read)
-
-    def _stop_write_timer(self) -> None:
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-            self._write_timer = None
-
-    def _does_not_read(self) -> None:
-        log.info("cut off client=%s: it did not read for %g s", self.client, self._limits.write_timeout_s)
-        self.transport.abort()
 
 
 def _is_text(data: bytes) -> bool:
