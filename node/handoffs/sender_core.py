@@ -140,7 +140,7 @@ class KvSenderCore(ABC, Generic[S]):
         if sending is None or sending.grant or not sending.reserved or not sending.goes_to(peer):
             # The request ended while the grant was in flight, or the grant answers no Reserve.
             self._drain(peer, grant.lease, Drain(grant.attempt_id, 0, grant.credits, grant.num_parts))
-            self._outbox.to_decode(peer.target, Release(grant.lease, grant.attempt_id))
+            self._outbox.to_decode(peer.target, Release(grant.attempt_id))
             return
         sending.grant, sending.credits = grant, grant.credits
         sending.granted = self._engine.clock()
@@ -248,7 +248,7 @@ class KvSenderCore(ABC, Generic[S]):
             left = sending.next_part, sending.credits, grant.num_parts
             self._drain(peer, grant.lease, Drain(grant.attempt_id, *left, sending.closed))
         if release and sending.reserved:
-            self._outbox.to_decode(sending.target, Release(grant.lease if grant else 0, sending.attempt_id))
+            self._outbox.to_decode(sending.target, Release(sending.attempt_id))
 
     # ---- implemented by the role ----
 

@@ -81,7 +81,7 @@ def _fail_at_prefill(attempt_id: AttemptId, error: InvalidRequest) -> tuple[None
 
 
 def _fail_at_decode(attempt_id: AttemptId, error: InvalidRequest) -> tuple[Refuse, Release]:
-    return Refuse(attempt_id, error), Release(0, attempt_id)
+    return Refuse(attempt_id, error), Release(attempt_id)
 
 
 PREFILL_CODEC = Codec(wire.read_decode_message, wire.write_prefill_message, _fail_at_prefill)

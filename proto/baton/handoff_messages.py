@@ -102,9 +102,8 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The lease (0: the waiting Reserve of `attempt_id`) is no longer needed. Granted parts are still drained."""
+    """The lease, or the waiting Reserve, is no longer needed. Granted parts are still drained."""
 
-    lease: int
     attempt_id: AttemptId
 
 

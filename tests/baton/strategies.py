@@ -188,7 +188,7 @@ prefill_message = st.one_of(
     ),
     st.builds(handoff.Commit, lease, attempt_id, text, prompt, samples(1), sampling(2), seconds, text, seconds),
     st.builds(handoff.Commit, lease, attempt_id, text, prompt, samples(0), beam_search, seconds, text, seconds),
-    st.builds(handoff.Release, st.just(0) | lease, attempt_id),
+    st.builds(handoff.Release, attempt_id),
 )
 
 

@@ -186,8 +186,8 @@ def test_serials_of_leases_and_parts_are_those_that_tags_have_room_for() -> None
     [
         wire.write_decode_message(Credit(2**39, 1)),
         wire.write_decode_message(Credit(1, 33)),
-        wire.write_prefill_message(Release(1, AttemptId(1, "", 0))),
-        wire.write_prefill_message(Release(1, AttemptId(1, "x" * 600, 0))),
+        wire.write_prefill_message(Release(AttemptId(1, "", 0))),
+        wire.write_prefill_message(Release(AttemptId(1, "x" * 600, 0))),
     ],
 )
 def test_what_names_no_work_is_nobodys_failure(message) -> None:

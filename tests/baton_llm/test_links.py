@@ -35,7 +35,7 @@ from tests.router.rig import info
 
 ATTEMPT = AttemptId(7, "r", 0)
 RESERVE = Reserve(ATTEMPT, "d", 16, (), 1, 60.0, 64)
-RELEASE = Release(0, ATTEMPT)
+RELEASE = Release(ATTEMPT)
 REPLY = CommitReply(1, ATTEMPT)
 TARGET = DecodeTarget("here", "d")
 

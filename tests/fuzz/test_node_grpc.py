@@ -66,7 +66,7 @@ def prefill_nodes(number: int) -> list[Any]:
         Reserve(attempt_id, "i1", 20, (b"h" * 32,), 1, 5.0, 24),
         Reserve(attempt_id, "i1", 20, (b"h" * 32,), 1, 5.0, 24, move=1, num_spare_tokens=3),
         Commit(1, attempt_id, "i1", (1, 2, 3), (Sample(0, (4,)),), SAMPLING, 5.0),
-        Release(1, attempt_id),
+        Release(attempt_id),
     ]
 
 

@@ -131,7 +131,7 @@ async def test_the_decode_node_can_end_it_too():
 
 async def test_only_a_reserve_opens_a_stream():
     async with pair() as (p, d):
-        p.say(ToDecode(target(d), Release(0, WORK)), ToDecode(target(d), COMMIT))
+        p.say(ToDecode(target(d), Release(WORK)), ToDecode(target(d), COMMIT))
         p.say(ToDecode(target(d), reserve()))
         assert [e.message for e in await d.role.saw(FromPeer)] == [reserve()]
 

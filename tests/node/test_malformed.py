@@ -78,7 +78,6 @@ SAMPLES = (Sample(0, (3,)),)
         Reserve(WORK, "d1", 2, (b"x" * 32,), 1, 5.0, 8),
         Commit(1, WORK, "d1", (1, 32), SAMPLES, SamplingParams(), 5.0),
         Commit(1, WORK, "d1", (1, 2), SAMPLES, SamplingParams(logit_bias={32: 1.0}), 5.0),
-        Release(2**39, WORK),
     ],
 )
 async def test_what_a_prefill_node_says_of_a_request_ends_that_request_alone(message):
@@ -89,7 +88,7 @@ async def test_what_a_prefill_node_says_of_a_request_ends_that_request_alone(mes
         assert isinstance(refuse, Refuse)
         assert refuse.attempt_id == WORK
         assert isinstance(refuse.error, InvalidRequest)
-        assert [e.message for e in await d.role.saw(FromPeer)] == [Release(0, WORK)]
+        assert [e.message for e in await d.role.saw(FromPeer)] == [Release(WORK)]
         d.say(ToPrefill("p9", Grant(WORK, 1, 0, 1, 1)))
         assert isinstance(await hear(call), Grant)
 

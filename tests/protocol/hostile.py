@@ -191,9 +191,7 @@ commit = mostly(
     },
 ).map(lambda said: node_pb2.PrefillMessage(commit=said))
 
-release = st.builds(node_pb2.Release, lease=uint64, attempt_id=attempt_id).map(
-    lambda said: node_pb2.PrefillMessage(release=said)
-)
+release = st.builds(node_pb2.Release, attempt_id=attempt_id).map(lambda said: node_pb2.PrefillMessage(release=said))
 from_prefill = st.one_of(reserve, reserve, commit, commit, release)
 
 _few = st.integers(0, 6) | st.integers(0, 6) | uint32

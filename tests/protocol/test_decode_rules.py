@@ -144,7 +144,7 @@ def test_a_part_that_is_under_way_when_its_lease_ends_touches_no_block(node: Nod
     assert isinstance(grant, Grant)
     assert sender.send(node.incarnation, grant.lease, 0, [1, 2], checked=True)
     before = node.model.pool_bytes.clone()
-    node.core.handle(FromPeer(PEER, Release(grant.lease, WORK)), 1.5)
+    node.core.handle(FromPeer(PEER, Release(WORK)), 1.5)
     assert node.pool_is_whole()  # and others may have them
     node.transport.hub.deliver_all()
     assert torch.equal(node.model.pool_bytes, before)
@@ -159,7 +159,7 @@ def test_a_part_that_has_landed_when_its_lease_ends_is_no_news(node: Node, sende
     before = node.model.pool_bytes.clone()
     node.transport.hub.deliver_all()
     assert (node.model.pool_bytes != before).any(1).sum() == PART_BLOCKS, "a part waits for a turn of the engine"
-    node.core.handle(FromPeer(PEER, Release(grant.lease, WORK)), 1.5)
+    node.core.handle(FromPeer(PEER, Release(WORK)), 1.5)
     assert node.pool_is_whole()
     node.model.pool_bytes.copy_(before)  # the blocks are others'
     answers(node)
@@ -170,7 +170,7 @@ def test_a_part_that_has_landed_when_its_lease_ends_is_no_news(node: Node, sende
 def test_a_released_lease_is_confirmed_so_that_it_can_be_forgotten(node: Node) -> None:
     (grant,) = reserve(node)
     assert isinstance(grant, Grant)
-    node.core.handle(FromPeer(PEER, Release(grant.lease, WORK)), 1.5)
+    node.core.handle(FromPeer(PEER, Release(WORK)), 1.5)
     (confirmed,) = answers(node)
     assert isinstance(confirmed, Refuse)
     assert confirmed.attempt_id == WORK
@@ -275,10 +275,10 @@ def test_one_that_leaves_the_midst_of_the_queue_lets_the_others_keep_their_order
     (grant,) = reserve(node)
     assert isinstance(grant, Grant)
     waiting = [ask(node, str(i), 4 * 38) for i in range(4)]
-    node.core.handle(FromPeer(PEER, Release(0, waiting[1])), 1.0)
-    node.core.handle(FromPeer("somebody else", Release(0, waiting[2])), 1.0)
+    node.core.handle(FromPeer(PEER, Release(waiting[1])), 1.0)
+    node.core.handle(FromPeer("somebody else", Release(waiting[2])), 1.0)
     assert not answers(node)
-    node.core.handle(FromPeer(PEER, Release(grant.lease, WORK)), 1.0)
+    node.core.handle(FromPeer(PEER, Release(WORK)), 1.0)
     assert granted(answers(node)) == [waiting[0]]
     node.core.handle(FromRouter(EPOCH, Abort(waiting[0])), 1.0)
     assert granted(answers(node)) == [waiting[2]]

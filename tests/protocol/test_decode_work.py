@@ -136,7 +136,7 @@ def test_a_grant_needs_a_place_in_the_batch_for_each_sample(decoding: Decoding) 
     decoding.reserve(named(1), n=3)
     assert len(decoding.grants) == 1
     assert decoding.core.load().num_waiting == 1
-    decoding.hear(FromPeer(PEER, Release(1, named(0))))
+    decoding.hear(FromPeer(PEER, Release(named(0))))
     decoding.turn()
     assert len(decoding.grants) == 2
     assert decoding.core.engine.scheduler.num_reserved_seqs == 3
@@ -179,7 +179,7 @@ def test_who_was_preempted_has_blocks_before_any_newcomer() -> None:
 def test_a_serial_is_never_used_again(decoding: Decoding) -> None:
     for number in range(3):
         decoding.reserve(named(number))
-        decoding.hear(FromPeer(PEER, Release(number + 1, named(number))))
+        decoding.hear(FromPeer(PEER, Release(named(number))))
     assert [grant.lease for grant in decoding.grants] == [1, 2, 3]
 
 
@@ -229,7 +229,7 @@ def test_an_answer_that_has_begun_is_never_refused_for_the_queue(decoding: Decod
     assert not refusals(decoding)
     decoding.reserve(named(3))
     assert refusals(decoding) == [Overloaded]
-    decoding.hear(FromPeer(PEER, Release(1, named(9))))
+    decoding.hear(FromPeer(PEER, Release(named(9))))
     decoding.turn()
     assert [grant.attempt_id for grant in decoding.grants[1:]] == [named(number) for number in range(3)]
 

@@ -235,7 +235,7 @@ def test_a_grant_after_the_end_of_a_move_is_released_and_used_up() -> None:
     node = leaving("asked")
     node.from_target(Refuse(WORK, REFUSED))
     node.grant(num_credits=2)
-    assert node.said[-1] == Release(LEASE, WORK)
+    assert node.said[-1] == Release(WORK)
     goes_on(node)
 
 

@@ -123,7 +123,7 @@ def test_a_decode_node_that_expects_other_parts_gets_none(prefilling: Prefilling
     prefilling.grant(num_parts=2)
     (end,) = prefilling.ends
     assert isinstance(end.error, TransferError)
-    assert prefilling.said[-1] == Release(1, WORK)
+    assert prefilling.said[-1] == Release(WORK)
     prefilling.compute(NUM_LAYERS)
     assert prefilling.node.pool_is_whole()
 
@@ -165,7 +165,7 @@ def test_a_grant_that_nobody_asked_for_is_given_back_and_drained(prefilling: Pre
     prefilling.grant(num_parts=GRANTED)
     prefilling.node.core.handle(FromPeer(prefilling.peer, grant), 2.0)
     prefilling.turn()
-    assert prefilling.said[-1] == Release(2, grant.attempt_id)
+    assert prefilling.said[-1] == Release(grant.attempt_id)
     assert not prefilling.ends
 
 

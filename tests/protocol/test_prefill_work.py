@@ -92,7 +92,7 @@ def test_a_higher_attempt_ends_those_below(prefilling: Prefilling) -> None:
     send(prefilling)
     send(prefilling, WORK._replace(attempt=2))
     assert errors(prefilling) == [RequestCancelled]
-    assert of(Release, prefilling) == [Release(0, WORK)]
+    assert of(Release, prefilling) == [Release(WORK)]
     run(prefilling)
     assert [reserve.attempt_id.attempt for reserve in of(Reserve, prefilling)] == [1, 2]  # type: ignore[attr-defined]
 
@@ -148,7 +148,7 @@ def test_the_work_of_a_router_that_is_gone_ends(prefilling: Prefilling) -> None:
     send(prefilling)
     prefilling.node.core.handle(SessionLost(EPOCH), 1.5)
     prefilling.turn()
-    assert of(Release, prefilling) == [Release(0, WORK)]
+    assert of(Release, prefilling) == [Release(WORK)]
     run(prefilling)
     assert prefilling.node.core.idle
     assert prefilling.node.pool_is_whole()
@@ -241,7 +241,7 @@ def test_a_dead_lease_is_drained_until_no_credit_can_follow(reserved: Prefilling
     hear(reserved, Grant(WORK, 1, 0, NUM_PARTS, 2))
     reserved.node.core.handle(FromRouter(EPOCH, Abort(WORK)), 2.0)
     reserved.turn()
-    assert of(Release, reserved) == [Release(1, WORK)]
+    assert of(Release, reserved) == [Release(WORK)]
     assert reserved.num_sent == 2
     run(reserved)
     assert not reserved.node.core.idle, "more credits may be under way"
@@ -257,7 +257,7 @@ def test_a_dead_lease_is_drained_until_no_credit_can_follow(reserved: Prefilling
 def test_a_grant_that_comes_too_late_is_released_and_drained(reserved: Prefilling) -> None:
     reserved.node.core.handle(FromRouter(EPOCH, Abort(WORK)), 2.0)
     hear(reserved, Grant(WORK, 1, 0, NUM_PARTS, 2))
-    assert of(Release, reserved) == [Release(0, WORK), Release(1, WORK)]
+    assert of(Release, reserved) == [Release(WORK), Release(WORK)]
     assert reserved.num_sent == 2
     assert not reserved.node.core.idle
 

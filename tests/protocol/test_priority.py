@@ -19,7 +19,7 @@ def named(name: object) -> AttemptId:
 
 
 def release(decoding: Decoding, lease: int) -> None:
-    decoding.hear(FromPeer(PEER, Release(lease, decoding.grants[lease - 1].attempt_id)))
+    decoding.hear(FromPeer(PEER, Release(decoding.grants[lease - 1].attempt_id)))
     decoding.turn()
 
 
@@ -42,7 +42,7 @@ def test_one_that_left_the_queue_is_not_granted() -> None:
     decoding.reserve(named("holds all"), n=n)
     for name, priority in (("first", 1), ("gone", 0), ("last", 2)):
         decoding.reserve(named(name), n=n, priority=priority)
-    decoding.hear(FromPeer(PEER, Release(0, named("gone"))))
+    decoding.hear(FromPeer(PEER, Release(named("gone"))))
     release(decoding, 1)
     release(decoding, 2)
     assert [grant.attempt_id.request_id for grant in decoding.grants] == ["holds all", "first", "last"]

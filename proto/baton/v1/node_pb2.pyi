@@ -616,9 +616,7 @@ class Landed(_message.Message):
     def __init__(self, lease: _Optional[int] = ..., attempt_id: _Optional[_Union[_common_pb2.AttemptId, _Mapping]] = ...) -> None: ...
 
 class Release(_message.Message):
-    __slots__ = ("lease", "attempt_id")
-    LEASE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("attempt_id",)
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
-    lease: int
     attempt_id: _common_pb2.AttemptId
-    def __init__(self, lease: _Optional[int] = ..., attempt_id: _Optional[_Union[_common_pb2.AttemptId, _Mapping]] = ...) -> None: ...
+    def __init__(self, attempt_id: _Optional[_Union[_common_pb2.AttemptId, _Mapping]] = ...) -> None: ...

@@ -37,10 +37,8 @@ def write_prefill_message(message: FromPrefill) -> node_pb2.PrefillMessage:
             return node_pb2.PrefillMessage(reserve=_write_reserve(message))
         case Commit():
             return node_pb2.PrefillMessage(commit=_write_commit(message))
-        case Release(lease, attempt_id):
-            return node_pb2.PrefillMessage(
-                release=node_pb2.Release(lease=lease, attempt_id=values.write_attempt_id(attempt_id))
-            )
+        case Release(attempt_id):
+            return node_pb2.PrefillMessage(release=node_pb2.Release(attempt_id=values.write_attempt_id(attempt_id)))
         case Hello():
             return node_pb2.PrefillMessage(hello=write_hello(message))
         case Auth():
@@ -57,8 +55,7 @@ def read_prefill_message(wire: node_pb2.PrefillMessage, limits: Limits = ANY) ->
         case "commit":
             return _read_commit(wire.commit, limits)
         case "release":
-            lease = values.read_below(wire.release.lease, MAX_LEASES, "lease")
-            return Release(lease, values.read_attempt_id(wire.release.attempt_id))
+            return Release(values.read_attempt_id(wire.release.attempt_id))
         case "hello":
             return read_hello(wire.hello)
         case "auth":
