@@ -27,14 +27,11 @@ class ByteDetokenizer:
     tokens that are whole characters, shared by the detokenizers of a tokenizer."""
 
     def __init__(
-        self,
-        token_bytes: Callable[[int], bytes],
-        skipped: frozenset[int],
-        whole_texts: MutableMapping[int, str] | None = None,
+        self, token_bytes: Callable[[int], bytes], skipped: frozenset[int], whole_texts: MutableMapping[int, str]
     ) -> None:
         self._token_bytes = token_bytes
         self._skipped = skipped
-        self._whole_texts = {} if whole_texts is None else whole_texts
+        self._whole_texts = whole_texts
         self._utf8 = _Utf8Decoder("replace")
         self._in_character = False
 

@@ -37,7 +37,7 @@ class LiveTimelines(Protocol):
 class DebugRequests:
     """`ended`, `live`: the timelines of this process."""
 
-    def __init__(self, ended: TimelineRing, live: LiveTimelines | None = None) -> None:
+    def __init__(self, ended: TimelineRing, live: LiveTimelines) -> None:
         self._ended = ended
         self._live = live
         self.ask: Ask = self._ask_own
@@ -69,11 +69,11 @@ class DebugRequests:
         return {0: self.answers[name](argument)}
 
     def _newest(self, limit: str) -> list[dict[str, Any]]:
-        live = self._live.live_timelines(int(limit)) if self._live is not None else []
+        live = self._live.live_timelines(int(limit))
         return [summary(timeline) for timeline in (*live, *self._ended.newest(int(limit)))]
 
     def _found(self, request_id: str) -> list[dict[str, Any]]:
-        live = self._live.live_timelines_of(request_id) if self._live is not None else []
+        live = self._live.live_timelines_of(request_id)
         return [describe(timeline) for timeline in (*live, *self._ended.find(request_id))[:MAX_FOUND]]
 
 

@@ -13,7 +13,6 @@ from prometheus_client import CollectorRegistry
 import baton
 from baton.errors import NodeUnavailable
 from baton.telemetry import RouterMetrics, metrics_page
-from baton.telemetry.timeline_ring import TimelineRing
 from router.admission import Admission
 from router.cluster import Cluster
 from router.console.snapshot import Snapshot
@@ -37,10 +36,10 @@ class StatusRoutes:
         metrics: RouterMetrics,
         registry: CollectorRegistry,
         admission: Admission,
-        place: WorkerPlace | None = None,
-        policy: str = "",
-        requests: DebugRequests | None = None,
-        snapshot: Snapshot | None = None,
+        place: WorkerPlace | None,
+        policy: str,
+        requests: DebugRequests,
+        snapshot: Snapshot,
     ) -> None:
         self._cluster = cluster
         self._dispatcher = dispatcher
@@ -48,12 +47,11 @@ class StatusRoutes:
         self._registry = registry
         self._admission = admission
         self._policy = policy
-        requests = requests or DebugRequests(TimelineRing(0))
         answers: dict[str, Callable[..., Any]] = {
             "load": lambda: admission.num_requests,
             "metrics": lambda: plain_metrics(self._current()),
         }
-        pages: list[DebugRequests | Snapshot] = [requests, *([snapshot] if snapshot else [])]
+        pages: tuple[DebugRequests | Snapshot, ...] = (requests, snapshot)
         for page in pages:
             answers |= page.answers
         self.siblings = Siblings(place, answers) if place else None
