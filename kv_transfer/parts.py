@@ -251,7 +251,7 @@ class PartHeader(NamedTuple):
     ) -> None:
         """Raise TransferError unless this is the header of exactly that part; LayoutMismatch for another layout."""
         if self.layout_digest != layout_digest:
-            raise LayoutMismatch(f"part {part} of lease {lease} has blocks of another layout", "layout_digest")
+            raise LayoutMismatch(f"part {part} of lease {lease} has blocks of another layout")
         wanted = (lease, part, num_blocks, what, payload_bytes, False)
         found = (self.lease, self.part, self.num_blocks, self.what, self.payload_bytes, self.drain)
         if found != wanted:

@@ -104,13 +104,9 @@ class TransferError(BatonError):
 
 
 class LayoutMismatch(TransferError):
-    """Two nodes' KV blocks differ. `field` names the first difference."""
+    """Two nodes' KV blocks differ."""
 
     code = pb.ERROR_CODE_LAYOUT_MISMATCH
-
-    def __init__(self, message: str, field: str = "") -> None:
-        super().__init__(message)
-        self.field = field
 
 
 class TransferTimeout(TransferError):

@@ -184,7 +184,7 @@ class KvLayout:
 
         def require(field: str, mine: object, theirs: object, where: str = "") -> None:
             if mine != theirs:
-                raise LayoutMismatch(f"{field}{where} {mine} != {theirs} of {who}", field)
+                raise LayoutMismatch(f"{field}{where} {mine} != {theirs} of {who}")
 
         require("num_layers", len(self.layers), len(other.layers))
         for field in ("block_size", "fingerprint", "windows", "groups"):
@@ -198,7 +198,7 @@ class KvLayout:
                 for part in dataclasses.fields(LayerKv):
                     require(part.name, getattr(mine, part.name), getattr(theirs, part.name), f" of layer {index}")
         if not self.has_equal_runs and any(rank.num_heads < self.num_kv_heads for rank in self.ranks + other.ranks):
-            raise LayoutMismatch(f"ranks divide heads of layers that differ, here or at {who}", "ranks")
+            raise LayoutMismatch(f"ranks divide heads of layers that differ, here or at {who}")
 
     def sent(self, other: KvLayout) -> KvLayout:
         """This layout with its layers as they are sent between it and `other`, which must be compatible: quantized, if

@@ -26,9 +26,8 @@ LAYER = LAYOUT.layers[0]
 )
 def test_a_difference_between_models_is_named(field: str, other: KvLayout) -> None:
     mine, theirs = getattr(LAYOUT, field), getattr(other, field)
-    with pytest.raises(LayoutMismatch, match=f"^{field} {mine} != {theirs} of the node$") as refused:
+    with pytest.raises(LayoutMismatch, match=f"^{field} {mine} != {theirs} of the node$"):
         LAYOUT.require_compatible(other, "the node")
-    assert refused.value.field == field
     assert LAYOUT.digest() != other.digest()
 
 
@@ -48,9 +47,8 @@ def test_a_difference_in_a_layer_is_named(field: str, value: object) -> None:
     changed = dataclasses.replace(LAYER, **change)
     other = dataclasses.replace(LAYOUT, layers=(LAYER, LAYER, changed, LAYER), ranks=())
     text = f"^{field} of layer 2 {getattr(LAYER, field)} != {value} of the node$"
-    with pytest.raises(LayoutMismatch, match=text) as refused:
+    with pytest.raises(LayoutMismatch, match=text):
         LAYOUT.require_compatible(other, "the node")
-    assert refused.value.field == field
     assert LAYOUT.digest() != other.digest()
 
 
@@ -135,9 +133,8 @@ def test_quantized_layers_differ_from_others_in_nothing_else() -> None:
     integers = dataclasses.replace(LAYOUT, layers=tuple(dataclasses.replace(x, dtype="int8") for x in LAYOUT.layers))
     partly = dataclasses.replace(LAYOUT, layers=(as_quantized(LAYER), *LAYOUT.layers[1:]))
     for other, field in ((wider, "head_dim_k"), (integers, "dtype"), (partly, "dtype")):
-        with pytest.raises(LayoutMismatch) as refused:
+        with pytest.raises(LayoutMismatch, match=f"^{field} "):
             QUANTIZED.require_compatible(other, "the node")
-        assert refused.value.field == field
 
 
 HEADS = (KvSlice(0, 4, 0, 1), KvSlice(0, 4, 1, 2))

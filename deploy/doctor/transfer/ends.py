@@ -60,8 +60,6 @@ class Measured:
     gb_s: float
     copy_gb_s: float
     num_bytes: int
-    sender: str
-    receiver: str
 
 
 class End:
@@ -102,10 +100,6 @@ class End:
             if not self._awake.wait(max(0.0, deadline - time.monotonic())):
                 raise TestFailed("the transfer has not ended in time")
 
-    @property
-    def name(self) -> str:
-        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
-
 
 @contextlib.contextmanager
 def _open(kind: type[KvSender] | type[KvReceiver], options: Options, secret: ClusterSecret | None) -> Iterator[End]:
@@ -142,8 +136,7 @@ def send(control: Control, options: Options, secret: ClusterSecret | None) -> Me
         if end.device.type == "cuda" and answer.get("gpu") == end.device.index:
             copy_gb_s = min(copy_gb_s, ONE_GPU_GB_S)
         rates = [num_bytes / seconds / 1e9 for seconds in took_s]
-        names = end.name, str(answer.get("name"))
-        return Measured(statistics.median(rates), copy_gb_s, num_bytes, *names)
+        return Measured(statistics.median(rates), copy_gb_s, num_bytes)
 
 
 class _Sends:
@@ -224,7 +217,7 @@ def receive(control: Control, device: str, interface: str | None, host: str, sec
             end.pool.zero_()
             _synchronize(end.device)
             gpu = end.device.index if asked.get("boot") == boot_id() else None
-            control.say(address=_pack(end.transport.info()), name=end.name, gpu=gpu)
+            control.say(address=_pack(end.transport.info()), gpu=gpu)
             _connect(end, "sender", asked)
             control.say(connected=True)
             _serve(end, control)
