@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from baton.address import HostPort
 from baton.incarnation import new_incarnation
 from node.errors import StartupError
+from node.limits import Limits
 from node.peers.links import PeerLink
-from node.peers.nodes import Limits, PeerNodes, RendezvousInfo
+from node.peers.nodes import PeerNodes, RendezvousInfo
 from node.peers.rendezvous import (
     RendezvousEndpoint,
     RendezvousServer,

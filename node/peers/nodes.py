@@ -17,36 +17,18 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from baton.address import HostPort
 from baton.incarnation import in_group
+from node.limits import Limits
 from node.peers.links import PeerLink
-
-if TYPE_CHECKING:
-    from node.settings import NodeSettings
 
 log = logging.getLogger(__name__)
 
 BEAT_S = 0.2
 _LEFT_S = 5.0
 _HAS_ENDED = "has ended"
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Timeouts in seconds. join: until all nodes have connected. silence: a node that sends nothing for so long is
-    taken to hang; loading_silence: the same while some nodes load, which may hold the GIL. report: how long a node may
-    take to report why its own start failed, before the end of another node ends it."""
-
-    join: float = 300.0
-    silence: float = 5.0
-    loading_silence: float = 60.0
-    report: float = 5.0
-
-    @classmethod
-    def of(cls, settings: NodeSettings) -> Limits:
-        return cls(silence=settings.silence_timeout, join=settings.distributed_timeout_seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,13 +17,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from baton.parent import die_with
 from baton.signals import stop_signals
-
-if TYPE_CHECKING:
-    from node.settings import NodeSettings
+from node.limits import Limits
 
 log = logging.getLogger(__name__)
 
@@ -31,24 +29,6 @@ BEAT_S = 0.2
 MAX_MESSAGE = 64 * 1024
 HAS_ENDED = "has ended"
 ENDED_LOADING = "has ended while it loaded its part"
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Timeouts in seconds. silence: a rank without a heartbeat, or a host without a message, for so long is taken to
-    hang; loading_silence: the same while it imports and loads, which may hold the GIL. report: how long rank 0 may take
-    to report why a start failed, before the node just ends. close: how long ranks may take to end by themselves. join:
-    until all hosts have joined."""
-
-    silence: float = 5.0
-    loading_silence: float = 60.0
-    report: float = 5.0
-    close: float = 5.0
-    join: float = 300.0
-
-    @classmethod
-    def of(cls, settings: NodeSettings) -> Limits:
-        return cls(silence=settings.silence_timeout, join=settings.distributed_timeout_seconds)
 
 
 class LossReason(NamedTuple):

@@ -24,9 +24,10 @@ from typing import Any
 
 from baton.signals import stop_signals
 from node import preflight
+from node.limits import Limits
 from node.peers.links import PeerLink
 from node.peers.rendezvous import HELLO_TIMEOUT_S, join_rendezvous
-from node.ranks.forks import BEAT_S, Limits, LossReason, RankFork, RankForks, RankPipe, fork
+from node.ranks.forks import BEAT_S, LossReason, RankFork, RankForks, RankPipe, fork
 from node.ranks.joining import rendezvous_of, shared_flags
 from node.ranks.rank_links import RemoteRankLink
 from node.ranks.ranks import RunRank

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from kv_transfer.remote import RemotePool
 from kv_transfer.transports.host import address_of
+from node.limits import Limits
 from node.peers.links import PeerLink
-from node.ranks.forks import BEAT_S, HAS_ENDED, Limits, LossReason
+from node.ranks.forks import BEAT_S, HAS_ENDED, LossReason
 from node.ranks.joining import HOST, RANK, JoiningHosts
 from node.ranks.pool_wire import PoolWire
 from node.ranks.stream import RankStream

@@ -19,9 +19,10 @@ import baton
 from baton.address import HostPort
 from baton.settings import flag_name
 from node.errors import StartupError
+from node.limits import Limits
 from node.peers.links import PeerLink
 from node.peers.rendezvous import RendezvousEndpoint, RendezvousServer, int_field, mismatch
-from node.ranks.forks import BEAT_S, HAS_ENDED, Limits
+from node.ranks.forks import BEAT_S, HAS_ENDED
 from node.settings import NodeSettings
 
 log = logging.getLogger(__name__)

@@ -24,11 +24,11 @@ from baton.address import HostPort
 from kv_transfer.remote import RemotePool
 from kv_transfer.transports.host import LOOPBACK, listen_on
 from node.errors import StartupError
+from node.limits import Limits
 from node.ranks.forks import (
     ENDED_LOADING,
     HAS_ENDED,
     MAX_MESSAGE,
-    Limits,
     LossReason,
     RankForks,
     RankPipe,

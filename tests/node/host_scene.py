@@ -18,7 +18,7 @@ import torch
 
 from engine.model.parallel.others import Kind
 from node.errors import StartupError
-from node.ranks.forks import Limits
+from node.limits import Limits
 from node.ranks.headless import run_headless
 from node.ranks.rank_links import RankLink
 from node.ranks.ranks import Ranks, fork_ranks

@@ -21,9 +21,10 @@ import pytest
 from baton.address import HostPort
 from deploy.ports import HeldPort
 from node.errors import StartupError
+from node.limits import Limits
 from node.peers.links import PeerLink
 from node.peers.rendezvous import join_rendezvous
-from node.ranks.forks import Limits, LossReason, RankFork, fork
+from node.ranks.forks import LossReason, RankFork, fork
 from node.ranks.headless import _Host
 from node.ranks.hosts import OtherHosts, _HostRank
 from node.ranks.joining import JoiningHosts, rendezvous_of, shared_flags

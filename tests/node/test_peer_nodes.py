@@ -16,9 +16,10 @@ from baton.address import HostPort
 from baton.incarnation import failure_domain
 from deploy.ports import HeldPort
 from node.errors import StartupError
+from node.limits import Limits
 from node.peers.data_parallel import join_nodes
 from node.peers.links import PeerLink
-from node.peers.nodes import BEAT_S, Limits, PeerNodes
+from node.peers.nodes import BEAT_S, PeerNodes
 from node.peers.rendezvous import HELLO_TIMEOUT_S
 from node.settings import NodeSettings
 

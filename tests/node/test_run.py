@@ -18,10 +18,10 @@ from baton.messages import AttemptId
 from engine.model.parallel.group import ONE_RANK
 from engine.model.parallel.others import Kind
 from node.fences import Fences
+from node.limits import Limits
 from node.parallel_settings import LONGEST_S
-from node.peers import nodes
 from node.peers.nodes import PeerNodes
-from node.ranks import forks, process
+from node.ranks import process
 from node.ranks.ranks import Ranks
 from node.run import MakeParts, _make_frozen_parts, _stopped_by
 from node.settings import NodeSettings
@@ -113,7 +113,7 @@ def test_a_node_may_be_told_to_stop_at_any_time() -> None:
 
 def test_ranks_hosts_and_other_nodes_are_given_up_after_the_silence_that_is_set() -> None:
     settings = NodeSettings(model="nowhere", silence_timeout=7.0)
-    assert forks.Limits.of(settings).silence == nodes.Limits.of(settings).silence == 7.0
+    assert Limits.of(settings).silence == 7.0
 
 
 @pytest.mark.parametrize("flag", ["request_timeout", "distributed_timeout_seconds"])
