@@ -85,7 +85,7 @@ def test_the_best_of_more_beams_and_a_prompt_of_one_token(llm, model):
         ({"beam_width": 2, "n": 3}, "n"),
         ({"temperature": 0.7}, "temperature"),
         ({"stop": "x"}, "stop"),
-        ({"presence_penalty": 1.0}, "repetition_penalty"),
+        ({"presence_penalty": 1.0}, "presence_penalty"),
         ({"logit_bias": {5: 1.0}}, "logit_bias"),
         ({"allowed_token_ids": [5]}, "allowed_token_ids"),
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),

@@ -316,7 +316,7 @@ def node_info(role: NodeRole, node_id: str, address: str) -> NodeInfo:
         address=address,
         served_model_name="tiny",
         max_model_len=128,
-        max_num_seqs=8,
+        max_num_seqs=128,
         num_blocks=4096,
         layout=LAYOUT,
         endpoints=(),
