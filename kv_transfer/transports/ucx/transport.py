@@ -32,8 +32,9 @@ detect it, and call `disconnect`.
 
 **Keepalive is frequent**, since it is what finds a stale endpoint: with UCX's own 20 s, connecting takes half a minute
 then. It has a price: a check of a peer that has just closed its endpoint connects anew ("connect(...) failed:
-Connection refused": one of 35 closes with an interval of 1 ms, none without keepalive). A process that had said so ended
-with "stubs.c:107 Assertion `0' failed", once in some hundred runs of the tests; 4,500 such closes did not repeat it.
+Connection refused": one of 35 closes with an interval of 1 ms, none without keepalive). A process that had said so
+ended with "stubs.c:107 Assertion `0' failed", once in some hundred runs of the tests; 4,500 such closes did not repeat
+it.
 
 Not fork-safe: neither this process nor its children may use UCX after a fork; start processes by spawn or exec.
 """
