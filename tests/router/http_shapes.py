@@ -1,5 +1,6 @@
 """What tests of the HTTP API share."""
 
+import json
 from typing import Any
 
 import httpx
@@ -11,6 +12,13 @@ def error_of(response: httpx.Response) -> dict:
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     return error
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """What a whole stream of server-sent events says, without comments."""
+    lines = [line for line in text.split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1] if not line.startswith(":")]
 
 
 def allowed(mode: str, *tools: Any) -> dict[str, Any]:
