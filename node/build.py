@@ -115,11 +115,8 @@ class LoadedModel:
             imbalance=counts.imbalance,
             rank_imbalance=counts.rank_imbalance if counts.num_parts > 1 else None,
             exchange_s=self.expert_exchange_s,
+            num_rebalances=lambda: 0 if self.eplb is None else self.eplb.num_rebalances,
         )
-
-    @property
-    def num_expert_rebalances(self) -> int:
-        return 0 if self.eplb is None else self.eplb.num_rebalances
 
     @property
     def generation_defaults(self) -> GenerationDefaults:

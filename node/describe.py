@@ -37,7 +37,7 @@ class ServedModel(Protocol):
     """An engine with all that a role is built on: `build.LoadedModel`, or `simulated.SimulatedModel`.
 
     pools: the KV pool of each rank, see `KvMover`. graph_sizes: empty without CUDA graphs. experts: None where nothing
-    is counted. num_expert_rebalances: see `Eplb`.
+    is counted.
     """
 
     @property
@@ -48,9 +48,6 @@ class ServedModel(Protocol):
 
     @property
     def experts(self) -> ExpertReadings | None: ...
-
-    @property
-    def num_expert_rebalances(self) -> int: ...
 
     @property
     def layer_groups(self) -> int: ...
@@ -106,6 +103,4 @@ def count(built: ServedModel, num_damaged_pieces: int = 0) -> Counts:
     """For metrics. Engine's thread only."""
     engine = built.engine
     blocks = {state.value: number for state, number in engine.blocks.counts_by_state().items()}
-    return Counts(
-        blocks, engine.num_preemptions, num_damaged_pieces, engine.counters.totals(), built.num_expert_rebalances
-    )
+    return Counts(blocks, engine.num_preemptions, num_damaged_pieces, engine.counters.totals())

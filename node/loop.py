@@ -28,13 +28,12 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Counts:
     """The engine's counters, for metrics. blocks: KV blocks by state. num_damaged_pieces: pieces of KV blocks with
-    wrong checksums. steps: None without an engine. num_expert_rebalances: see `Eplb`."""
+    wrong checksums. steps: None without an engine."""
 
     blocks: Mapping[str, int]
     num_preemptions: int = 0
     num_damaged_pieces: int = 0
     steps: StepTotals | None = None
-    num_expert_rebalances: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,6 @@ class NodeLoop:
         self._thread: threading.Thread | None = None
         self._reported: tuple[Load, bool] | None = None
         self._next_gauge = 0.0
-        self._uncounted = False  # a step came after the last counts
 
     def post(self, event: Event) -> int:
         """Queue an event and return its number: a `Turn` whose `num_handled` is at least that has seen the event."""
@@ -174,8 +172,7 @@ class NodeLoop:
         self._tell(role, deliver, count, only_outputs=True)
         busy = role.compute(self.clock())
         self._step_began = role.device_busy_since
-        self._uncounted |= busy
-        self._tell(role, deliver, count, rests=not busy)
+        self._tell(role, deliver, count)
         role.end_turn()
         self._turn_began = None
         if not busy:
@@ -188,19 +185,15 @@ class NodeLoop:
         deliver: Callable[[Turn], object],
         count: Callable[[], Counts],
         only_outputs: bool = False,
-        rests: bool = False,
     ) -> None:
-        """rests: the thread sleeps next. What idle nodes compute for data parallel ones is counted then, too."""
         outputs = role.take_outputs()
         if only_outputs and not outputs:
             return
         state = role.load(), role.idle
-        is_news = bool(outputs) or state != self._reported or (rests and state[1] and self._uncounted)
-        if not is_news:
+        if not outputs and state == self._reported:
             return
         self._reported = state
         counts = None
         if state[1] or self.clock() >= self._next_gauge:
             counts, self._next_gauge = count(), self.clock() + GAUGE_PERIOD_S
-            self._uncounted = False
         deliver(Turn(outputs, self._num_handled, *state, counts))

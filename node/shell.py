@@ -265,8 +265,7 @@ class Node:
             self._idle.clear()
         if turn.counts is not None:
             counts = turn.counts
-            damaged, rebalances = counts.num_damaged_pieces, counts.num_expert_rebalances
-            self._metrics.set_counts(counts.blocks, counts.num_preemptions, damaged, rebalances)
+            self._metrics.set_counts(counts.blocks, counts.num_preemptions, counts.num_damaged_pieces)
             if counts.steps is not None:
                 self._metrics.set_steps(counts.steps.seconds, counts.steps.num_steps, counts.steps.num_tokens)
         if not self._first_turn.done():

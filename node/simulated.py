@@ -50,7 +50,6 @@ class SimulatedModel:
     graph_sizes: list[int] = dataclasses.field(default_factory=lambda: [1])  # steps cost as with CUDA graphs
     pools: tuple[None] = (None,)
     experts: None = None
-    num_expert_rebalances: int = 0
     on_gpu: bool = True  # in the sizes of slots and steps, which the profile is of
 
     def warm_up(self) -> None:

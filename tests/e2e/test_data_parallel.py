@@ -86,7 +86,7 @@ async def check(client: Client, wanted: list[Reference], *pools: list[Node]) -> 
 
 
 def why_not_rebalanced_alike(nodes: list[Node]) -> str | None:
-    """Counts are shown a moment later. Nodes that do nothing change nothing."""
+    """Each node takes part in the last steps at a moment of its own."""
     counts = [node.metric("baton:expert_rebalances_total") for node in nodes]
     return None if counts[0] and len(set(counts)) == 1 else f"they have rebalanced {counts} times"
 

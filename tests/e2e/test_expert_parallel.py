@@ -83,7 +83,7 @@ def eplb(num_redundant: int) -> list[str]:
 
 
 def why_not_rebalanced(each: Node) -> str | None:
-    """The count is shown a moment later."""
+    """A step's tokens may be out before its count."""
     count = each.metric("baton:expert_rebalances_total")
     return None if count else f"{each.name} has rebalanced {count:g} times"
 

@@ -10,7 +10,7 @@ import pytest
 
 from baton.messages import AttemptId, End, Load, Update
 from node.events import Draining, SessionOpened, ToRouter
-from node.loop import Counts, NodeLoop
+from node.loop import NodeLoop
 
 WAIT_S = 20.0
 UPDATE = Update(AttemptId(1, "r", 0), End())
@@ -238,24 +238,3 @@ async def test_what_an_engine_call_returns_is_told_and_a_cancelled_one_is_not_ru
 
 def _fail():
     raise AssertionError("broken")
-
-
-async def test_what_an_idle_node_computed_is_counted_once_it_rests():
-    """As data parallel nodes do for each other: neither its load nor its outputs tell of it."""
-    role: Any = Role()
-    counted, turns = [], asyncio.Queue()
-    loop = NodeLoop()
-    loop.start(role, turns.put_nowait, print, lambda: counted.append(role.turns) or Counts({}))
-    try:
-        assert (await take(turns)).counts is not None
-        role.busy = 5
-        loop.wake()
-        turn = await take(turns)
-        assert turn.counts is not None
-        assert counted == [1, 6]
-        loop.wake()
-        for _ in range(7):
-            assert role.turned.acquire(timeout=WAIT_S)
-        assert turns.empty()
-    finally:
-        assert loop.stop(WAIT_S)

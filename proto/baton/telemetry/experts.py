@@ -14,12 +14,14 @@ class ExpertReadings:
     """Each may be called on any thread. tokens: how many have chosen each expert, in all layers together. imbalance:
     those of a layer's most chosen expert over the mean of its experts; rank_imbalance: likewise of ranks that have
     whole experts. exchange_s: the seconds for which layers have gathered rows and summed results; None: not measured.
+    num_rebalances: how often experts changed places between ranks; None: not counted.
     """
 
     tokens: Callable[[], Sequence[int]]
     imbalance: Callable[[], float]
     rank_imbalance: Callable[[], float] | None = None
     exchange_s: Callable[[], float] | None = None
+    num_rebalances: Callable[[], int] | None = None
 
 
 class ExpertMetrics:
@@ -50,8 +52,15 @@ class ExpertMetrics:
         for expert, number in enumerate(self._readings.tokens()):
             tokens.add_metric([self._model_name, str(expert)], number)
         yield tokens
-        if self._readings.exchange_s is not None:
-            text = "Seconds in which layers of experts have gathered the rows of other ranks, and summed results."
-            exchange = CounterMetricFamily("baton:expert_exchange_seconds", text, labels=["model_name"])
-            exchange.add_metric([self._model_name], self._readings.exchange_s())
-            yield exchange
+        counters = {
+            "expert_exchange_seconds": (
+                "Seconds in which layers of experts have gathered the rows of other ranks, and summed results.",
+                self._readings.exchange_s,
+            ),
+            "expert_rebalances": ("How often experts changed places between ranks.", self._readings.num_rebalances),
+        }
+        for name, (text, read) in counters.items():
+            if read is not None:
+                counter = CounterMetricFamily(f"baton:{name}", text, labels=["model_name"])
+                counter.add_metric([self._model_name], read())
+                yield counter

@@ -185,8 +185,7 @@ class NodeMetrics:
         )
         self._preemptions = counter("num_preemptions", "Sequences that lost their KV blocks to others, to begin anew.")
         self._damaged = counter("kv_transfer_damaged_blocks", "KV blocks that came with a wrong checksum.")
-        self._rebalances = counter("expert_rebalances", "How often experts changed places between ranks.")
-        self._num_preemptions = self._num_damaged = self._num_rebalances = 0
+        self._num_preemptions = self._num_damaged = 0
         self._steps = StepMetrics(registry, names, values)
         self._prompt_tokens = counter("node_prompt_tokens", "Prompt tokens received.")
         self._unstarted: dict[AttemptId, int] = {}  # how many tokens will be looked up in the prefix cache
@@ -245,17 +244,13 @@ class NodeMetrics:
         used = load.num_blocks_total - load.num_blocks_free
         self._usage.set(used / load.num_blocks_total if load.num_blocks_total else 0.0)
 
-    def set_counts(
-        self, blocks: Mapping[str, int], num_preemptions: int, num_damaged: int = 0, num_rebalances: int = 0
-    ) -> None:
+    def set_counts(self, blocks: Mapping[str, int], num_preemptions: int, num_damaged: int = 0) -> None:
         """blocks: counts by state. The others: totals since the start."""
         for state, count in blocks.items():
             self._blocks.labels(*self._values, state).set(count)
         self._preemptions.inc(num_preemptions - self._num_preemptions)
         self._damaged.inc(num_damaged - self._num_damaged)
-        self._rebalances.inc(num_rebalances - self._num_rebalances)
         self._num_preemptions, self._num_damaged = num_preemptions, num_damaged
-        self._num_rebalances = num_rebalances
 
     def set_steps(self, seconds: Mapping[str, float], steps: Mapping[str, int], tokens: Mapping[str, int]) -> None:
         """Totals since the start: seconds by phase, steps by kind, tokens by kind."""
