@@ -191,9 +191,20 @@ def test_a_slot_is_free_only_when_its_part_has_landed(pair: Pair) -> None:
     pair.deliver()
     assert pair.receiver.num_free_slots == 3
     pair.receiver.check_integrity()
-    pair.woken.clear()
     pair.until(lambda: pair.receiver.num_free_slots == 4)
+
+
+def test_an_engine_that_waits_for_a_slot_is_told_when_the_copy_out_of_one_is_done(pair: Pair) -> None:
+    for part in range(4):
+        assert pair.receiver.expect("sender", 1, part, [8 + part]), "of more parts"
+    assert pair.sender.send("receiver", 1, 0, [5])
+    pair.until(pair.pushed)
+    hold_up_copies(pair.receiver)
+    pair.deliver()
+    assert pair.receiver.num_free_slots == 0
+    pair.woken.clear()
     assert pair.woken.wait(WAIT_S), "nobody was told of the free slot"
+    assert pair.receiver.num_free_slots == 1
 
 
 def test_slots_serve_part_after_part_while_copies_are_held_up(pair: Pair) -> None:
