@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
-from tests import fork_server, machines, shares, summary
+from tests import fork_server, interpreter, machines, shares, summary
 
 if TYPE_CHECKING:
     from xdist.scheduler import LoadScopeScheduling
@@ -44,6 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
+        interpreter.hasten()
 
 
 @pytest.hookimpl(optionalhook=True)
