@@ -6,12 +6,14 @@ What an attempt's tokens mean for its request is for `router.updates` to say, an
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Sequence
 
 from baton.errors import BatonError, InvalidRequest, NodeUnavailable
 from baton.messages import Abort, AttemptId, DecodeTarget
+from baton.node_info import NodeRole
 from router.actions import Outbox
 from router.pending_blocks import PendingBlocks
 from router.placement import Placement
@@ -95,6 +97,7 @@ class Attempts:
         """A node has come, or has told its load: what waits is placed, in the order in which it is due. Of each version
         the first for which there is no room has the others wait, and so does the first of nodes of which no pair fits.
         Returns those that wait in vain."""
+        self._follow_versions()
         in_vain = list[tuple[RequestState, BatonError]]()
         for tasks in self._waiting.queues():
             for task in tasks:
@@ -113,6 +116,16 @@ class Attempts:
                 self._waiting.placed(task, now)
                 self._place(task, placement, now)
         return in_vain
+
+    def _follow_versions(self) -> None:
+        """What waits for a version that is gone waits among what is of its successor: else newer requests of that would
+        overtake it. Those that cannot become one of it are told so when they are to be placed."""
+        for version in self._waiting.versions():
+            if self._pool.role(NodeRole.DECODE, version) or not (successors := self._pool.successors(version)):
+                continue
+            for task in self._waiting.of(version):
+                with contextlib.suppress(VersionGone):
+                    self._waiting.follow(task, _successor(task.request_state, version, successors))
 
     @property
     def num_waiting(self) -> int:

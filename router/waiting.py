@@ -16,7 +16,7 @@ from router.versions import ModelVersion
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """`queue`: the version whose queue it is in, since a request's may change."""
+    """`queue`: the version whose queue it is in, since a request's may change with another task of it."""
 
     queue: ModelVersion | None
     num_tokens: int
@@ -45,6 +45,21 @@ class WaitingRoom:
         """The tasks of each version, in order; first those of the version whose first one is due first."""
         ranked = sorted((queue.rank_of(next(iter(queue))), list(queue)) for queue in self._queues.values())
         return [tasks for _, tasks in ranked]
+
+    def versions(self) -> list[ModelVersion]:
+        """Those that requests wait for."""
+        return [version for version in self._queues if version is not None]
+
+    def of(self, version: ModelVersion) -> list[Unplaced]:
+        """The tasks of that version, in order."""
+        return list(self._queues[version])
+
+    def follow(self, task: Unplaced, version: ModelVersion) -> None:
+        """Have the task wait among those of that version, which it becomes one of."""
+        wait = self._waits[task]
+        self.remove(task)
+        task.request_state.version = version
+        self._add(task, wait.since)
 
     def is_behind_others(self, task: Unplaced) -> bool:
         """Whether others of its version wait that come before it."""

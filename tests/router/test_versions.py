@@ -138,6 +138,32 @@ def test_who_waits_in_vain_is_told_when_the_other_version_comes() -> None:
     assert (where(rig)[0], rig.prefills[-1][1].attempt_id.request_id) == ("d9", "fresh")
 
 
+@pytest.mark.parametrize(("first", "second"), [(OLD, NEW), (NEW, OLD)])
+def test_who_becomes_one_of_the_version_that_is_left_has_its_place_there(
+    first: ModelVersion, second: ModelVersion
+) -> None:
+    rig = house_of(node("p1"), node("d1"), node("p9", "new"), node("d9", "new"))
+    for name in ("d1", "d9"):
+        rig.core.node_load(name, Load(0, 1, 0, 100), 0.0)
+
+    def wants(name: str, num_tokens: int, version: ModelVersion, now: float) -> None:
+        request = RoutedRequest(name, (1,) * num_tokens, 1, SamplingParams(max_tokens=8), 60.0, version=version)
+        rig.core.submit(request, now)
+
+    wants("long", 32, first, 0.0)
+    if second == OLD:
+        wants("short", 1, second, 1.0)
+    rig.core.node_lost("d1", "killed", 2.0)
+    rig.core.node_load("d9", Load(0, 1, 3, 100), 2.0)
+    if second == NEW:
+        wants("short", 1, second, 3.0)
+    rig.collect()
+    assert rig.prefills == [], "there is room for the short one alone"
+    rig.core.node_load("d9", Load(0, 1, 10, 100), 4.0)
+    rig.collect()
+    assert [prefill.attempt_id.request_id for _, prefill in rig.prefills] == ["long", "short"]
+
+
 def test_one_model_without_nodes_holds_up_no_other() -> None:
     rig = house_of(node("d1"))
     absent = version_of(node("d", served_model_name="absent"))
