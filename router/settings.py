@@ -70,13 +70,16 @@ class RouterSettings(EdgeSettings, DiscoverySettings, ClusterSettings):
     )
     max_num_samples: int = Field(1024, ge=1, description="answers to one request, prompts times n; more are a 400")
     max_waiting: int = Field(
-        1024, ge=0, description="requests that may wait while there is no node to run them; more are refused with 503"
+        1024,
+        ge=0,
+        description="requests that may wait, for each model, while there is no node to run them; more are refused with "
+        "503",
     )
     max_waiting_tokens: int = Field(
         16 * 2**20,
         ge=0,
-        description="tokens, of prompts and wanted answers, of requests that may wait for room on decode nodes; more "
-        "are refused with 429; 0 is no limit",
+        description="tokens, of prompts and wanted answers, of requests that may wait, for each model, for room on "
+        "decode nodes; more are refused with 429; 0 is no limit",
     )
     workers: int = Field(
         1,

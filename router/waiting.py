@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from dataclasses import dataclass
 
 from baton.errors import NodeUnavailable
@@ -24,9 +25,10 @@ class _Wait:
 
 
 class WaitingRoom:
-    """A queue for each version, in the order in which requests are due. At most `max_requests` wait for a node, and
-    requests of at most `max_tokens` (of prompts and wanted answers; 0: no limit) for room on one; but a request that
-    was taken is never refused later. Keeps `RequestState.unplaced` up to date."""
+    """A queue for each version, in the order in which requests are due. In each, at most `max_requests` wait for a
+    node, and requests of at most `max_tokens` (of prompts and wanted answers; 0: no limit) for room on one, so that a
+    model without nodes costs no other a request; but a request that was taken is never refused later. Keeps
+    `RequestState.unplaced` up to date."""
 
     def __init__(self, max_requests: int, max_tokens: int) -> None:
         self._max_requests = max_requests
@@ -35,8 +37,7 @@ class WaitingRoom:
         self._waits: dict[Unplaced, _Wait] = {}
         self._serials = itertools.count()
         self._waited_s = Mean()
-        self.num_tokens = 0
-        """Of all that wait."""
+        self._num_tokens: Counter[ModelVersion | None] = Counter()  # of all that wait, by queue
 
     def __len__(self) -> int:
         return len(self._waits)
@@ -68,16 +69,17 @@ class WaitingRoom:
 
     def add_for_node(self, task: Unplaced, why: str, now: float) -> None:
         """Raises NodeUnavailable if too many wait already; its text says `why` there is no node."""
-        if task.attempt == 0 and len(self._waits) >= self._max_requests:
+        num_waiting = len(self._queues.get(task.request_state.version, ()))
+        if task.attempt == 0 and num_waiting >= self._max_requests:
             raise NodeUnavailable(f"{why}, and {self._max_requests} requests wait for one already")
         self._add(task, now)
 
     def add_for_room(self, task: Unplaced, now: float) -> None:
         """Raises Full if requests of too many tokens wait already. One that is alone always may."""
-        limit, num_tokens = self._max_tokens, _num_tokens(task)
-        if task.attempt == 0 and limit and self.num_tokens and self.num_tokens + num_tokens > limit:
-            missing_share = (self.num_tokens + num_tokens - limit) / self.num_tokens
-            message = f"requests of {self.num_tokens} of {limit} tokens wait for decode nodes (--max-waiting-tokens)"
+        limit, waiting, num_tokens = self._max_tokens, self._num_tokens[task.request_state.version], _num_tokens(task)
+        if task.attempt == 0 and limit and waiting and waiting + num_tokens > limit:
+            missing_share = (waiting + num_tokens - limit) / waiting
+            message = f"requests of {waiting} of {limit} tokens wait for decode nodes (--max-waiting-tokens)"
             raise Full(message, retry_after(missing_share, self._waited_s.value))
         self._add(task, now)
 
@@ -90,15 +92,15 @@ class WaitingRoom:
         """The task waits no longer."""
         wait = self._waits.pop(task)
         self._queues[wait.queue].remove(task)
+        self._num_tokens[wait.queue] -= wait.num_tokens
         if not self._queues[wait.queue]:
-            del self._queues[wait.queue]
-        self.num_tokens -= wait.num_tokens
+            del self._queues[wait.queue], self._num_tokens[wait.queue]
         task.request_state.unplaced.remove(task)
 
     def _add(self, task: Unplaced, now: float) -> None:
         wait = self._waits[task] = _Wait(task.request_state.version, _num_tokens(task), now)
         self._queues.setdefault(wait.queue, WaitingQueue(self._serials)).add(task, _due_s(task))
-        self.num_tokens += wait.num_tokens
+        self._num_tokens[wait.queue] += wait.num_tokens
         task.request_state.unplaced.append(task)
 
 

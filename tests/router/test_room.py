@@ -19,10 +19,12 @@ from baton.table_shape import TableShape
 from router.admission import LONGEST_RETRY_AFTER_S, Full
 from router.request_state import AttemptState, RoutedRequest
 from router.routed_node import Node, least_blocks, num_blocks
+from router.versions import version_of
 from tests.router.rig import RouterRig, info
 
 LONG = 32
 """Tokens, 2 blocks. With one for the answer 3 are needed."""
+VERSION = version_of(info("d", NodeRole.DECODE))
 
 
 def load(rig: RouterRig, num_free: int, name: str = "d1", now: float = 0.0) -> None:
@@ -35,7 +37,8 @@ def submit(
     rig: RouterRig, name: str, num_tokens: int = LONG, priority: int = 0, now: float = 0.0, max_tokens: int = 8
 ) -> None:
     params = SamplingParams(max_tokens=max_tokens)
-    rig.core.submit(RoutedRequest(name, tuple(range(num_tokens)), 1, params, 60.0, priority=priority), now)
+    request = RoutedRequest(name, tuple(range(num_tokens)), 1, params, 60.0, priority=priority, version=VERSION)
+    rig.core.submit(request, now)
     rig.collect()
 
 

@@ -10,6 +10,7 @@ from baton.errors import NodeUnavailable
 from baton.messages import Adopted, HandedOff, Load, Prefill, Started, Tokens
 from baton.node_info import GenerationDefaults, NodeInfo, NodeRole
 from baton.sampling import SamplingParams
+from router.admission import Full
 from router.request_state import RoutedRequest
 from router.versions import ModelVersion, VersionGone, difference, shares, version_of
 from tests.router.rig import RouterRig, info
@@ -25,8 +26,8 @@ def node(name: str, fingerprint: str = "old", **changes: object) -> NodeInfo:
 OLD, NEW = version_of(node("d")), version_of(node("d", "new"))
 
 
-def house_of(*nodes: NodeInfo, max_waiting: int = 100) -> RouterRig:
-    rig = RouterRig(max_waiting=max_waiting)
+def house_of(*nodes: NodeInfo, max_waiting: int = 100, max_waiting_tokens: int = 0) -> RouterRig:
+    rig = RouterRig(max_waiting=max_waiting, max_waiting_tokens=max_waiting_tokens)
     for each in nodes:
         rig.core.node_up(each, 0.0)
     return rig
@@ -173,6 +174,25 @@ def test_one_model_without_nodes_holds_up_no_other() -> None:
     rig.core.node_up(node("d2"), 2.0)
     rig.collect()
     assert [prefill.attempt_id.request_id for _, prefill in rig.prefills] == ["goes"]
+
+
+def test_one_model_without_nodes_takes_no_other_ones_place_to_wait() -> None:
+    rig = house_of(node("p1"), node("d1"), max_waiting=2, max_waiting_tokens=100)
+    rig.core.node_load("d1", Load(0, 1, 0, 100), 0.0)
+    absent, away = (version_of(node("d", served_model_name=name)) for name in ("absent", "away"))
+
+    def wants(name: str, version: ModelVersion) -> None:
+        request = RoutedRequest(name, (1,) * 52, 1, SamplingParams(max_tokens=8), 60.0, version=version)
+        rig.core.submit(request, 0.0)
+
+    for name in "ab":
+        wants(name, absent)
+    with pytest.raises(NodeUnavailable, match="and 2 requests wait for one already"):
+        wants("c", absent)
+    wants("for a node", away)
+    wants("for room", OLD)
+    with pytest.raises(Full, match="requests of 60 of 100 tokens wait"):
+        wants("for room, too", OLD)
 
 
 def test_nodes_that_do_not_fit_hold_up_no_other_model() -> None:
