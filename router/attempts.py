@@ -216,12 +216,12 @@ class Attempts:
         if attempt.prefilled:
             self._pool.count_tokens(attempt.prefill, attempt.num_tokens - num_cached)
 
-    def prefilled(self, state: RequestState, attempt: Attempt, now: float) -> None:
-        """Its prompt keeps nobody waiting any more. Once more does nothing."""
+    def prefilled(self, attempt: Attempt, now: float, begun: bool = True) -> None:
+        """Its prompt keeps nobody waiting any more. Once more does nothing. `begun`: see Pool.prefilled."""
         if not attempt.prefilled:
             attempt.prefilled = True
             num_computed = attempt.num_tokens - attempt.num_cached if attempt.num_cached is not None else None
-            self._pool.prefilled(attempt.prefill, attempt.num_tokens, attempt.prefill_s, now, num_computed)
+            self._pool.prefilled(attempt.prefill, attempt.num_tokens, attempt.prefill_s, now, num_computed, begun)
 
     def has_blocks(self, attempt: Attempt) -> None:
         """The node that generates has given it its blocks. Once more does nothing."""
@@ -246,7 +246,7 @@ class Attempts:
         self.has_blocks(attempt)
         if not attempt.prefilled:
             attempt.num_cached = None  # it was not computed to its end
-        self.prefilled(state, attempt, now)
+        self.prefilled(attempt, now, begun=attempt.state is not AttemptState.QUEUED)
         for incarnation in attempt.placed_on:
             self._pending.remove(incarnation, state.request.block_hashes)
         held_s = now - (state.deadline - attempt.deadline_s)

@@ -272,9 +272,16 @@ class Pool:
             self.pair_breakers.placed(_key(node, placement.decode), now)
 
     def prefilled(
-        self, incarnation: str, num_tokens: int, prefill_s: float, now: float, num_computed: int | None
+        self,
+        incarnation: str,
+        num_tokens: int,
+        prefill_s: float,
+        now: float,
+        num_computed: int | None,
+        begun: bool = True,
     ) -> None:
-        """That prompt is computed, so many tokens of it; None: it is no longer needed. `prefill_s` as it was placed."""
+        """That prompt is computed, so many tokens of it; None: it is no longer needed. `prefill_s` as it was placed;
+        `begun`: the node has spent time on it."""
         if node := self._nodes.get(incarnation):
             if num_computed is not None:
                 for learner in (self._prefill_time, node.prefill_time):  # what is known of all bounds a node's surprise
@@ -283,7 +290,8 @@ class Pool:
             node.num_prompts -= 1
             node.to_prefill -= num_tokens
             node.to_prefill_s = node.to_prefill_s - prefill_s if node.num_prompts else 0.0
-            node.busy_since = now
+            if begun:  # else it is where it was in the prompt before
+                node.busy_since = now
 
     def count_tokens(self, incarnation: str, num_tokens: int) -> None:
         """See `Node.num_tokens`."""

@@ -94,7 +94,7 @@ class Updates:
     ) -> None:
         if attempt.handed_off or attempt.decode is None or incarnation != attempt.prefill:
             return
-        self._attempts.prefilled(state, attempt, now)
+        self._attempts.prefilled(attempt, now)
         attempt.handed_off = True
         if not attempt.visited:
             self._pool.pair_breakers.worked((attempt.prefill, attempt.decode))
@@ -105,7 +105,7 @@ class Updates:
         self._after_progress(state, attempt, now)
 
     def _adopted(self, state: RequestState, attempt: Attempt, adopted: Adopted, incarnation: str, now: float) -> None:
-        self._attempts.prefilled(state, attempt, now)
+        self._attempts.prefilled(attempt, now)
         attempt.state = AttemptState.DECODING
         if not attempt.visited:
             attempt.record.was_adopted(adopted, now - state.arrived)
@@ -204,7 +204,7 @@ class Updates:
         known = have - item.first_index  # repeated tokens
         fresh = item.token_ids[known:]
         if fresh:
-            self._attempts.prefilled(state, attempt, now)
+            self._attempts.prefilled(attempt, now)
             sample.tokens.extend(fresh)
             if attempt.decode and attempt.state is not AttemptState.DECODING:
                 attempt.state = AttemptState.HANDING_OFF

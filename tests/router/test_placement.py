@@ -162,6 +162,19 @@ def test_the_first_prompt_of_a_slow_node_makes_it_look_no_faster_than_nodes_with
     assert times["p1"] == pytest.approx(times["p2"], rel=0.01)
 
 
+def test_a_prompt_that_leaves_the_queue_makes_the_one_before_it_look_no_faster() -> None:
+    rig = RouterRig("p1", "d1", policy="cost")
+    place(rig, "first", 1000)
+    rig.say("p1", rig.prefills[-1][1], Started(0, 0.0), now=0.0)
+    place(rig, "behind", 100)
+    node = rig.core.pool.get("p1")
+    assert node
+    rig.core.cancel("behind", 0.9)
+    assert node.queue_s(0.95) == pytest.approx(0.95 - node.to_prefill_s), "it is late, and not just begun"
+    computed(rig, "first", 1.0)
+    assert node.prefill_time.predict(1000) == pytest.approx(1.0)
+
+
 def test_cost_counts_what_is_computed_of_the_first_prompt_in_the_queue() -> None:
     rig = RouterRig("p1", "d1", policy="cost")
     pool = rig.core.pool
