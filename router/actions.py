@@ -10,8 +10,11 @@ from router.request_state import RequestEvent
 
 
 class ToNode(NamedTuple):
+    """`cause`: what this attempt follows; empty: it is the request's first, or no attempt."""
+
     incarnation: str
     message: Prefill | Abort | Migrate
+    cause: str = ""
 
 
 class Emit(NamedTuple):
@@ -31,8 +34,8 @@ class Outbox:
     def __init__(self) -> None:
         self.actions: deque[Action] = deque()
 
-    def to_node(self, incarnation: str, message: Prefill | Abort | Migrate) -> None:
-        self.actions.append(ToNode(incarnation, message))
+    def to_node(self, incarnation: str, message: Prefill | Abort | Migrate, cause: str = "") -> None:
+        self.actions.append(ToNode(incarnation, message, cause))
 
     def to_client(self, request_id: str, event: RequestEvent) -> None:
         self.actions.append(Emit(request_id, event))

@@ -176,7 +176,7 @@ class Attempts:
         for incarnation in attempt.placed_on:
             self._pending.add(incarnation, state.request.block_hashes)
         target = DecodeTarget(decode.address, decode.incarnation) if decode else None
-        self._outbox.to_node(attempt.prefill, state.prefill(attempt, target, now))
+        self._outbox.to_node(attempt.prefill, state.prefill(attempt, target, now), task.cause)
 
     def is_on(self, incarnation: str) -> bool:
         """Whether an attempt still needs that node, or may be about to: nobody knows yet whether it has moved there."""

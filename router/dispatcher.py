@@ -64,7 +64,6 @@ class Dispatcher:
         self._armed_for = 0.0  # the deadline that it is set to
         self._carrying_out = False
         self.is_closed = False
-        self._cause = ""
 
     # ---- for the front ends ----
 
@@ -109,7 +108,6 @@ class Dispatcher:
 
     def node_lost(self, incarnation: str, reason: str) -> None:
         self._links.pop(incarnation, None)
-        self._cause = "node_lost"
         now = time.monotonic()
         self._core.node_lost(incarnation, reason, now)
         self._carry_out(now)
@@ -135,7 +133,6 @@ class Dispatcher:
             self._core.node_blocks(incarnation, message)
             return
         now = time.monotonic()
-        self._cause = "node_error"
         take, actions = self._core.update, self._actions
         for update in message:
             take(incarnation, update, now)
@@ -242,9 +239,9 @@ class Dispatcher:
             self._carrying_out = False
 
     def _send(self, action: ToNode) -> None:
-        if isinstance(action.message, Prefill) and action.message.attempt_id.attempt:
-            self._request_metrics.retried(self._cause, action.message.attempt_id.request_id)
-            self._log_retry(action.message.attempt_id)
+        if isinstance(action.message, Prefill) and action.cause:
+            self._request_metrics.retried(action.cause, action.message.attempt_id.request_id)
+            _log_retry(action.message.attempt_id, action.cause)
         if send := self._links.get(action.incarnation):
             send(action.message)
 
@@ -255,14 +252,6 @@ class Dispatcher:
         if isinstance(event, RequestEnd):
             del self._sinks[request_id]
         sink(event)
-
-    def _log_retry(self, attempt_id: AttemptId) -> None:
-        log.warning(
-            "tried again attempt=%d cause=%s",
-            attempt_id.attempt,
-            self._cause,
-            extra={"request_id": attempt_id.request_id},
-        )
 
     def _arm(self) -> None:
         """Set the only timer to the next deadline. It fires in vain for a request that has ended early."""
@@ -280,3 +269,9 @@ class Dispatcher:
         self._core.tick(now)
         self._carry_out(now)
         self._arm()
+
+
+def _log_retry(attempt_id: AttemptId, cause: str) -> None:
+    log.warning(
+        "tried again attempt=%d cause=%s", attempt_id.attempt, cause, extra={"request_id": attempt_id.request_id}
+    )

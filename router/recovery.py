@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-from baton.errors import BatonError, InternalError, InvalidRequest, NodeUnavailable, Overloaded
+from baton.errors import BatonError, InternalError, InvalidRequest, NodeUnavailable, Overloaded, PeerLost
 from router.attempts import Attempts
 from router.live_requests import LiveRequests
 from router.request_state import Attempt, RequestState, SampleState, Unplaced
@@ -13,6 +13,10 @@ from router.retry_budget import RetryBudget
 MAX_ATTEMPTS = 4
 MAX_LOST_NODES = 2
 """A request that lost this many nodes is more likely the cause than the victim."""
+
+
+class NodeLost(NodeUnavailable):
+    """The router has lost a node that ran it."""
 
 
 class Recovery:
@@ -32,10 +36,10 @@ class Recovery:
             attempts = [attempt for attempt in state.attempts.values() if attempt.depends_on(incarnation)]
             if not stopped and (attempts or incarnation in state.blamed):
                 state.lost[incarnation] = f"{what}: {reason}"
-            gone = NodeUnavailable(f"{what} lost: {reason}")
+            gone = NodeLost(f"{what} lost: {reason}")
             for attempt in attempts:
                 if attempt.id in state.attempts:  # one failure can end all the request's work
-                    self.fail(state, attempt, gone, now, {incarnation, *doomed}, lost=True)
+                    self.fail(state, attempt, gone, now, {incarnation, *doomed})
 
     def fail(
         self,
@@ -45,10 +49,9 @@ class Recovery:
         now: float,
         suspects: set[str] | None = None,
         retry: bool = False,
-        lost: bool = False,
     ) -> None:
-        """The attempt is lost: fence it, and place what is unfinished again, or end the request with `error`. `lost`: a
-        node is, which needs no share of the retry budget."""
+        """The attempt is lost: fence it, and place what is unfinished again, or end the request with `error`. The loss
+        of a node needs no share of the retry budget."""
         attempt.record.has_failed(error)
         self._attempts.abort(attempt)
         self._attempts.retire(state, attempt, now)
@@ -64,7 +67,7 @@ class Recovery:
         if not (retry or error.retryable) or attempt.id.attempt + 1 >= MAX_ATTEMPTS:
             self._requests.end(state, error, now)
             return
-        if not (lost or self._retries.take(now)):
+        if not (isinstance(error, NodeLost | PeerLost) or self._retries.take(now)):
             self._requests.end(
                 state, type(error)(f"{error.message}; not tried again, since too many requests are"), now
             )
@@ -86,6 +89,7 @@ class Recovery:
         placement = self._attempts.choose(state, group, now)
         if isinstance(error, Overloaded) and (placement is None or placement.last.info.incarnation in state.avoid):
             raise error
+        cause = "node_lost" if isinstance(error, NodeLost) else "node_error"
         whole = len(group) == len(lost.samples)
         key = lost.id.request_id if whole else f"{lost.id.request_id}/{group[0].index}"
-        self._attempts.place_or_wait(Unplaced(state, group, key, lost.id.attempt + 1, error), placement, now)
+        self._attempts.place_or_wait(Unplaced(state, group, key, lost.id.attempt + 1, error, cause), placement, now)

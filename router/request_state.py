@@ -235,13 +235,15 @@ class Attempt:
 
 @dataclass(slots=True, eq=False)
 class Unplaced:
-    """Samples of a request that wait for a node: their next attempt, and why the previous one failed."""
+    """Samples of a request that wait for a node: their next attempt, and why the previous one failed. `cause`: of
+    which kind that was, for metrics; empty: there was none."""
 
     request_state: RequestState
     samples: list[SampleState]
     key: str
     attempt: int
     error: BatonError | None = None
+    cause: str = ""
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from baton.errors import BatonError, InternalError, NodeUnavailable, PeerLost, TransferError
+from baton.errors import BatonError, InternalError, PeerLost, TransferError
 from baton.messages import Adopted, End, HandedOff, SampleEnd, Started, Stayed, Tokens, Update, UpdateKind
 from baton.prompt_logprobs import PromptLogprobs
 from router.actions import Outbox
@@ -19,7 +19,7 @@ from router.kv_flows import KvFlows
 from router.live_requests import LiveRequests
 from router.migrations import Migrations
 from router.pool import Pool
-from router.recovery import Recovery
+from router.recovery import NodeLost, Recovery
 from router.request_state import Attempt, AttemptState, RequestState, SampleOut, SampleState
 
 
@@ -74,9 +74,9 @@ class Updates:
                 self._migrations.num_by_outcome["lost"] += 1
             return True
         if attempt.target_lost:
-            error = NodeUnavailable("the decode node was lost to which the request has moved")
+            error = NodeLost("the decode node was lost to which the request has moved")
             self._migrations.num_by_outcome["lost"] += 1
-            self._recovery.fail(state, attempt, error, now, {target} if target else None, lost=True)
+            self._recovery.fail(state, attempt, error, now, {target} if target else None)
             return False
         self._migrations.handed_over(state, attempt)
         attempt.record.has_moved(state.timings.decode_node, now - state.arrived)
@@ -244,7 +244,7 @@ class Updates:
             if isinstance(error, InternalError):
                 for suspect in suspects:
                     self._pool.failed(suspect, error.message, now)
-            self._recovery.fail(state, attempt, error, now, suspects, lost=isinstance(error, PeerLost))
+            self._recovery.fail(state, attempt, error, now, suspects)
         elif not attempt.unfinished:
             if incarnation == attempt.decode and not attempt.handed_off:
                 # its last word is still under way and says nothing new

@@ -1,4 +1,4 @@
-"""The timer of deadlines: it runs for each request, with nothing else happening."""
+"""The dispatcher: the timer of deadlines, and what it sends and counts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from baton.errors import DeadlineExceeded
-from baton.messages import Abort, Migrate, Prefill
+from baton.messages import Abort, AttemptId, End, Migrate, Prefill, Update
 from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
@@ -35,6 +35,23 @@ async def test_every_deadline_is_kept_though_nobody_submits_again() -> None:
             assert time.monotonic() - begun >= deadline_s, "before its time"
             order.append(name)
     assert order == ["first", "second", "last"]
+    dispatcher.close()
+
+
+async def test_an_attempt_that_waited_is_counted_by_what_it_follows() -> None:
+    """Whatever has come meanwhile."""
+    registry = new_registry(ROUTER)
+    dispatcher = Dispatcher(RouterCore(1), RequestMetrics(RouterMetrics(registry), lambda: "m"))
+    sent: list[Prefill | Abort | Migrate] = []
+    dispatcher.node_up(info("d1", NodeRole.DECODE), sent.append)
+    dispatcher.submit(RoutedRequest("r", (1, 2), 1, SamplingParams(), 60.0), lambda event: None, time.monotonic())
+    dispatcher.node_lost("d1", "died")
+    dispatcher.node_up(info("p1", NodeRole.PREFILL), sent.append)
+    dispatcher.handle_node_message("p1", (Update(AttemptId(1, "ended long ago", 0), End()),))
+    dispatcher.node_up(info("d2", NodeRole.DECODE), sent.append)
+    assert len(sent) == 2
+    labels = {"role": ROUTER, "model_name": "m", "reason": "node_lost"}
+    assert registry.get_sample_value("baton:request_attempts_total", labels) == 1.0
     dispatcher.close()
 
 
