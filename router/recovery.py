@@ -7,7 +7,8 @@ from collections.abc import Set
 from baton.errors import BatonError, InternalError, InvalidRequest, NodeUnavailable, Overloaded, PeerLost
 from router.attempts import Attempts
 from router.live_requests import LiveRequests
-from router.request_state import Attempt, RequestState, SampleState, Unplaced
+from router.placement import Placement
+from router.request_state import Attempt, AttemptState, RequestState, SampleState, Unplaced
 from router.retry_budget import RetryBudget
 
 MAX_ATTEMPTS = 4
@@ -87,9 +88,16 @@ class Recovery:
         """Raises NodeUnavailable. Raises `error` itself if it is Overloaded and no other node can be asked, so that the
         client retries later."""
         placement = self._attempts.choose(state, group, now)
-        if isinstance(error, Overloaded) and (placement is None or placement.last.info.incarnation in state.avoid):
+        if isinstance(error, Overloaded) and (placement is None or _is_full(state, lost, placement)):
             raise error
         cause = "node_lost" if isinstance(error, NodeLost) else "node_error"
         whole = len(group) == len(lost.samples)
         key = lost.id.request_id if whole else f"{lost.id.request_id}/{group[0].index}"
         self._attempts.place_or_wait(Unplaced(state, group, key, lost.id.attempt + 1, error, cause), placement, now)
+
+
+def _is_full(state: RequestState, lost: Attempt, placement: Placement) -> bool:
+    """Whether the placement is on nodes that have refused the request for lack of room. A prefill node asks its decode
+    node only once it has begun: before that, it has refused the request itself, and another one may have room."""
+    asked = [placement.last] if lost.state is not AttemptState.QUEUED else [placement.prefill, placement.last]
+    return all(node.info.incarnation in state.avoid for node in asked)

@@ -34,6 +34,19 @@ def test_a_full_node_is_passed_over_for_another() -> None:
     assert again.decode.incarnation != first.decode.incarnation
 
 
+@pytest.mark.parametrize(("said", "num_attempts"), [((), 2), ((Started(0, 0.0),), 1)])
+def test_a_full_prefill_node_is_passed_over_and_a_full_decode_node_not_asked_again(
+    said: tuple[Started, ...], num_attempts: int
+) -> None:
+    """Another prefill node would ask the same decode node."""
+    rig = RouterRig("p1", "p2", "d1")
+    rig.say("p1", rig.submit(), *said, End(Overloaded("full")))
+    assert [name for name, _ in rig.prefills] == ["p1", "p2"][:num_attempts]
+    if num_attempts == 2:
+        rig.say("p2", rig.prefills[-1][1], End(Overloaded("full")))
+    assert isinstance(rig.end, Overloaded)
+
+
 def test_when_all_are_full_the_client_is_told_so() -> None:
     rig = RouterRig("p1", "d1")
     rig.say("p1", rig.submit(), End(Overloaded("full")))
