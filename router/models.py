@@ -28,7 +28,7 @@ class UnknownModel(InvalidRequest):
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """One version of a model. `max_model_len` is the shortest context of its nodes in use, in tokens. `chat` is
-    `chat_template`, compiled. `block_size`: tokens in a KV block of the first node; 0: not known."""
+    `chat_template`, compiled. `block_size`: tokens in a KV block of the node that came last; 0: not known."""
 
     name: str
     max_model_len: int
@@ -190,7 +190,8 @@ def _is_cancelled() -> bool:
 def _described(known: ServedModel | None, version: ModelVersion, info: NodeInfo, tokenizer: Tokenizer) -> ServedModel:
     """The version as this node describes it; `known`: as others did."""
     if known is not None and (known.chat_template, known.special_tokens) == (info.chat_template, info.special_tokens):
-        return dataclasses.replace(known, version=version, defaults=info.generation_defaults)
+        block_size = info.layout.block_size
+        return dataclasses.replace(known, version=version, defaults=info.generation_defaults, block_size=block_size)
     return ServedModel(
         name=info.served_model_name,
         max_model_len=info.max_model_len,

@@ -100,6 +100,17 @@ def test_the_newest_node_describes_its_version() -> None:
     assert models.get(None).chat is not None
 
 
+def test_prompts_are_hashed_with_the_block_size_that_nodes_have_now() -> None:
+    """They were all started again with another one."""
+    models = Models()
+    models.join(node("a"), TOKENIZER, "here")
+    assert models.get(None).block_size == 16
+    models.leave("a")
+    again = node("b")
+    models.join(dataclasses.replace(again, layout=dataclasses.replace(again.layout, block_size=32)), TOKENIZER, "here")
+    assert models.get(None).block_size == 32
+
+
 async def test_a_tokenizer_that_another_node_fails_to_send_comes_from_the_next_one() -> None:
     models, fails, fetched = Models(), asyncio.Event(), list[str]()
 
