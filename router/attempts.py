@@ -249,7 +249,8 @@ class Attempts:
         self.prefilled(attempt, now, begun=attempt.state is not AttemptState.QUEUED)
         for incarnation in attempt.placed_on:
             self._pending.remove(incarnation, state.request.block_hashes)
-        held_s = now - (state.deadline - attempt.deadline_s)
+        had_blocks = attempt.state is AttemptState.DECODING
+        held_s = now - (state.deadline - attempt.deadline_s) if had_blocks else None
         self._pool.ended(attempt.decode or attempt.prefill, attempt.num_tokens, held_s)
 
 

@@ -318,11 +318,12 @@ class Pool:
         if node := self._nodes.get(incarnation):
             node.to_decode += num_tokens
 
-    def ended(self, incarnation: str, num_tokens: int, held_s: float) -> None:
-        """That request no longer generates there, so long after it was placed."""
+    def ended(self, incarnation: str, num_tokens: int, held_s: float | None) -> None:
+        """That request no longer generates there, so long after it was placed; None: it never had blocks there."""
         if node := self._nodes.get(incarnation):
             node.to_decode -= num_tokens
-            node.held_s.learn(held_s)
+            if held_s is not None:
+                node.held_s.learn(held_s)
 
     def settle(self, incarnation: str, num_blocks: int) -> None:
         """So many blocks that were promised there are taken, or no longer needed. The node's next load tells which."""

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from baton.errors import Overloaded
 from baton.messages import Adopted, End, HandedOff, KvEvents, Load, Prefill, SampleEnd, Started, Tokens
 from baton.node_info import NodeRole, TransportEndpoint
 from baton.sampling import FinishReason, SamplingParams
@@ -302,6 +303,20 @@ def test_how_long_requests_last_is_learned_when_they_end() -> None:
     node = rig.core.pool.get("d1")
     assert node
     assert node.held_s.value == pytest.approx(7.5)
+
+
+@pytest.mark.parametrize("ends", [End(Overloaded("full")), None])
+def test_what_never_had_blocks_says_nothing_of_how_long_requests_last(ends: End | None) -> None:
+    """Else a node that refuses many would look like one that soon has room."""
+    rig = RouterRig("p1", "d1")
+    place(rig, "a")
+    if ends:
+        say(rig, "p1", "a", Started(0, 0.0), ends)
+    else:
+        rig.core.cancel("a", 1.0)
+    node = rig.core.pool.get("d1")
+    assert node
+    assert (node.held_s.value, node.to_decode) == (0.0, 0)
 
 
 def test_round_robin_takes_turns_within_each_model() -> None:
