@@ -42,10 +42,8 @@ class Migrations:
         if node is None or not (targets := self._pool.targets(node, now)):
             return
         for state, attempt in self._attempts.generating_on(incarnation):
-            if is_movable(attempt) and now >= attempt.ask_at:
-                possible = [n for n in targets if attempt.may_go_to(n.info.incarnation)]
-                if fitting := [n for n in possible if n.info.incarnation not in state.avoid]:
-                    self.ask(state, attempt, node, min(fitting, key=lambda n: n.seats_taken))
+            if is_movable(attempt, now) and (fitting := [n for n in targets if may_move(state, attempt, n)]):
+                self.ask(state, attempt, node, min(fitting, key=lambda n: n.seats_taken))
 
     def ask(self, state: RequestState, attempt: Attempt, node: Node, target: Node) -> None:
         """Have the request move from the node, on which it generates, to the target."""
@@ -75,8 +73,16 @@ class Migrations:
         self._attempts.move(state, attempt)
 
 
-def is_movable(attempt: Attempt) -> bool:
-    """Whether the attempt has one answer that is generated, by a node that has got all of it, and does not move yet."""
+def may_move(state: RequestState, attempt: Attempt, target: Node) -> bool:
+    """Whether the attempt may go to that node: it has not been there, and none of the request has failed there."""
+    return attempt.may_go_to(target.info.incarnation) and target.info.incarnation not in state.avoid
+
+
+def is_movable(attempt: Attempt, now: float) -> bool:
+    """Whether the attempt has one answer that is generated, by a node that has got all of it, and neither moves yet nor
+    has said lately that it stays."""
+    if now < attempt.ask_at:
+        return False
     is_there = attempt.decode is None or attempt.handed_off
     is_generated = attempt.state is AttemptState.DECODING and len(attempt.unfinished) == 1 and not attempt.end_waits
     return is_there and is_generated and attempt.target is None and not attempt.unfinished[0].early

@@ -7,7 +7,7 @@ chosen: the largest that does not make the other node the fuller one.
 from __future__ import annotations
 
 from router.attempts import Attempts
-from router.migrations import Migrations, is_movable
+from router.migrations import Migrations, is_movable, may_move
 from router.pool import Pool
 from router.request_state import Attempt, RequestState
 from router.routed_node import Node
@@ -38,21 +38,19 @@ class Rebalancing:
         if target is None or node.in_use - target.in_use <= self._above:
             return
         num_tokens = int((node.in_use - target.in_use) / 2 * min(node.capacity, target.capacity))
-        if chosen := self._choose(node, target, num_tokens):
+        if chosen := self._choose(node, target, num_tokens, now):
             self._not_before[incarnation] = self._not_before[target.info.incarnation] = now + PAUSE_S
             self._migrations.ask(*chosen, node, target)
 
     def _rests(self, node: Node, now: float) -> bool:
         return now < self._not_before.get(node.info.incarnation, 0.0)
 
-    def _choose(self, node: Node, target: Node, num_tokens: int) -> tuple[RequestState, Attempt] | None:
+    def _choose(self, node: Node, target: Node, num_tokens: int, now: float) -> tuple[RequestState, Attempt] | None:
         """The request on the node with the most tokens, up to so many, that may move to the target."""
         fitting = [
             (state, attempt)
             for state, attempt in self._attempts.generating_on(node.info.incarnation)
-            if is_movable(attempt)
-            and attempt.may_go_to(target.info.incarnation)
-            and _size(state, attempt) <= num_tokens
+            if is_movable(attempt, now) and may_move(state, attempt, target) and _size(state, attempt) <= num_tokens
         ]
         return max(fitting, key=lambda found: _size(*found), default=None)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from baton.messages import HandedOff, Load, Migrate, Prefill, Tokens
+from baton.errors import CacheExhausted, Overloaded
+from baton.messages import End, HandedOff, Load, Migrate, Prefill, Stayed, Tokens
 from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
+from router.migrations import ASK_AGAIN_S
 from router.rebalancing import PAUSE_S
 from router.request_state import RoutedRequest
 from tests.router.rig import RouterRig, info
@@ -51,6 +53,29 @@ def test_one_moves_at_a_time_and_the_next_when_the_loads_tell_of_it() -> None:
     assert moves(rig, used=8) == ["of 40"]
     assert moves(rig, used=8, now=1.0 + 0.9 * PAUSE_S) == []
     assert moves(rig, used=8, now=1.0 + PAUSE_S) == ["of 20"]
+
+
+def test_one_that_stays_lets_the_next_largest_move() -> None:
+    """Its answer holds for a second; the pause is from when it was asked."""
+    rig = house_of(0.3, 40, 20)
+    assert moves(rig, used=8) == ["of 40"]
+    rig.say("d1", rig.prefills[0][1], Stayed(1, Overloaded("no room")), now=1.0 + 0.5 * ASK_AGAIN_S)
+    assert moves(rig, used=8, now=1.0 + PAUSE_S) == ["of 20"]
+
+
+def test_a_request_is_not_moved_to_a_node_that_failed_it() -> None:
+    rig = RouterRig("d1", "d2", with_prefill=False, migrate_above=0.3)
+    rig.core.submit(RoutedRequest("r", (1,) * 40, 1, SamplingParams(max_tokens=8), 60.0), 0.0)
+    rig.collect()
+    first = rig.prefills[-1][0]
+    rig.say(first, rig.prefills[-1][1], End(CacheExhausted("full")))
+    second = rig.prefills[-1][0]
+    assert second != first
+    rig.say(second, rig.prefills[-1][1], Tokens(0, 0, (1,)))
+    rig.core.node_load(first, Load(0, 1, NUM_BLOCKS, NUM_BLOCKS), 2.0)
+    rig.core.node_load(second, Load(0, 1, 0, NUM_BLOCKS), 2.0)
+    rig.collect()
+    assert not [action for action in rig.sent if isinstance(action.message, Migrate)]
 
 
 def test_without_the_setting_nothing_moves() -> None:
