@@ -160,7 +160,9 @@ class Cluster:
             node = wanted.get(address)
             if node is None or node.member.role is not running.link.role:
                 self._retire(running)
-            elif running.link.draining and not running.ending:
+                continue
+            running.link.name = node.member.name  # another source may know the address by another one
+            if running.link.draining and not running.ending:
                 running.resume()
         for address, node in wanted.items():
             if address not in self._running:

@@ -54,8 +54,9 @@ class LinkState(enum.Enum):
 
 class NodeLink:
     """Keeps one address connected. `problem` says why it is not in use; None while it is. `info`: of the node that is
-    in use; None: there is none. `incarnation`: of the node that was last there. `name`: see `open_channel`.
-    `silence_s`: the node is lost if it says nothing for so long while the router listens."""
+    in use; None: there is none. `incarnation`: of the node that was last there. `name`: see `open_channel`; a new one
+    counts from the next connection on. `silence_s`: the node is lost if it says nothing for so long while the router
+    listens."""
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class NodeLink:
         self.info: NodeInfo | None = None
         self.incarnation: str | None = None
         self.draining = False
-        self._name = name
+        self.name = name
         self._reached = False
         self._epoch = epoch
         self._dispatcher = dispatcher
@@ -127,7 +128,7 @@ class NodeLink:
 
     async def _connect_once(self) -> None:
         """One session, from connecting to its end. Always raises; _SessionLost if the node had been in use."""
-        async with open_channel(str(self.address), self._trust.tls, self._name) as channel:
+        async with open_channel(str(self.address), self._trust.tls, self.name) as channel:
             status = node_pb2_grpc.NodeStatusStub(channel)  # type: ignore[no-untyped-call]  # generated
             info = read_node_info(await status.Describe(node_pb2.DescribeRequest(), timeout=DESCRIBE_TIMEOUT_S))
             self._reached = True

@@ -189,6 +189,19 @@ async def test_a_drained_node_that_is_wanted_again_stays() -> None:
     await nodes.cluster.close()
 
 
+async def test_an_address_that_has_another_name_is_connected_to_by_that() -> None:
+    """An operator added it, and then DNS has it: its certificate names what DNS was asked for."""
+    nodes = Nodes()
+    nodes.cluster.start()
+    await turn()
+    nodes.cluster.membership.add(Member(NodeRole.DECODE, ADDRESSES[0]))
+    await turn()
+    (link,) = nodes.live
+    nodes.found(frozenset({Member(NodeRole.DECODE, ADDRESSES[0], "decode.local")}))
+    assert (nodes.live, link.name) == ([link], "decode.local")
+    await nodes.cluster.close()
+
+
 async def test_prefill_nodes_are_missed_only_if_there_should_be_some() -> None:
     nodes = Nodes()
     nodes.cluster.start()
