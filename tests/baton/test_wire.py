@@ -42,6 +42,12 @@ def test_what_a_router_says_at_once_is_split_into_the_same_messages(messages):
     assert len(parts) == len(messages)
 
 
+def test_an_abort_of_what_was_placed_after_its_deadline_is_an_abort():
+    """Its body came too slowly. A node would refuse a negative time, and log that as the request's fault."""
+    abort = wire.write_router_message(Abort(AttemptId(1, "r", 0), (1,), -0.5))
+    assert wire.read_router_message(abort) == Abort(AttemptId(1, "r", 0), (1,), 0.0)
+
+
 def test_several_messages_are_none_until_they_are_split():
     abort = wire.write_router_message(Abort(AttemptId(1, "r", 0), (), 5.0))
     several = wire.join_router_messages([abort, abort])

@@ -46,7 +46,9 @@ def write_router_message(message: RouterToNode) -> node_pb2.RouterMessage:
             return node_pb2.RouterMessage(prefill=write_prefill(message))
         case Abort(attempt_id, samples, deadline_s):
             abort = node_pb2.Abort(
-                attempt_id=values.write_attempt_id(attempt_id), samples=samples, deadline_s=deadline_s
+                attempt_id=values.write_attempt_id(attempt_id),
+                samples=samples,
+                deadline_s=values.write_time_left(deadline_s),
             )
             return node_pb2.RouterMessage(abort=abort)
         case Migrate(attempt_id, move, target):
