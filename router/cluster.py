@@ -215,8 +215,10 @@ class Cluster:
         return f"{reason} ({'; '.join(problems)})" if problems else reason
 
     def num_nodes_by_state(self) -> dict[tuple[str, str], int]:
-        """Nodes by (role, "up" or "down")."""
-        states = Counter((link.role.value, "down" if link.problem else "up") for link in self.links)
+        """Nodes by (role, "up" or "down"): one that is in use at one of its addresses counts once."""
+        in_use = {link.incarnation for link in self.links if link.info}
+        nodes = [link for link in self.links if link.info or link.incarnation is None or link.incarnation not in in_use]
+        states = Counter((link.role.value, "down" if link.problem else "up") for link in nodes)
         return {(role.value, state): states[role.value, state] for role in NodeRole for state in ("up", "down")}
 
     def _changed(self) -> None:

@@ -36,6 +36,7 @@ class FakeLink(NodeLink):
 
     def connect(self) -> None:
         self.info = self.info or info(f"{self.role.value}-{self.address}", self.role)
+        self.incarnation = self.info.incarnation
         self.problem = None
 
     def finish(self) -> None:
@@ -186,6 +187,24 @@ async def test_a_drained_node_that_is_wanted_again_stays() -> None:
     link.finish()
     await turn()
     assert nodes.live == [link]
+    await nodes.cluster.close()
+
+
+async def test_a_node_that_is_found_at_two_addresses_is_one_node() -> None:
+    """As DNS has it where pods have an IPv4 and an IPv6 address: none of them is down for that."""
+    nodes = Nodes()
+    nodes.cluster.start()
+    await turn()
+    nodes.found(frozenset(Member(NodeRole.DECODE, address) for address in ADDRESSES[:2]))
+    await turn()
+    first, second = nodes.live
+    assert nodes.cluster.num_nodes_by_state()["decode", "down"] == 2, "as far as anybody knows"
+    first.connect()
+    second.incarnation, second.problem = first.incarnation, "is configured twice, under different addresses"
+    counts = nodes.cluster.num_nodes_by_state()
+    assert (counts["decode", "up"], counts["decode", "down"]) == (1, 0)
+    first.info, first.problem = None, "no answer"
+    assert nodes.cluster.num_nodes_by_state()["decode", "down"] == 2
     await nodes.cluster.close()
 
 
