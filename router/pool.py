@@ -180,7 +180,7 @@ class Pool:
 
     def _too_large(self, decodes: Sequence[Node], num_tokens: int, n: int) -> BatonError:
         """What to raise, since none of these can hold it: it would wait for one to be idle, and others behind it."""
-        largest = max(decodes, key=lambda node: node.load.num_blocks_total)
+        largest = max(decodes, key=lambda node: node.most_tokens)
         needed, for_n = least_blocks(largest, num_tokens, n), f" for n {n}" if n > 1 else ""
         why = (
             f"the prompt needs {needed} KV blocks{for_n}, and a decode node has {largest.load.num_blocks_total} at most"
@@ -339,7 +339,7 @@ class Pool:
             node.waiting_of_others = max(0, load.num_waiting_tokens - node.to_prefill)
             if node.info.role is NodeRole.DECODE:
                 known = self._largest.setdefault(node.version.name, node)
-                if load.num_blocks_total > known.load.num_blocks_total:
+                if node.most_tokens > known.most_tokens:
                     self._largest[node.version.name] = node
 
     def handed_over(self, decode: str, handoff_s: float, now: float) -> None:

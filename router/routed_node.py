@@ -79,6 +79,11 @@ class Node:
         return 1 - self.load.num_blocks_free / self.load.num_blocks_total if self.load.num_blocks_total else 0.0
 
     @property
+    def most_tokens(self) -> int:
+        """That its KV pool holds, of long prompts, by its own account: nodes' blocks may be of several sizes."""
+        return self.load.num_blocks_total * self.info.layout.block_size // max(1, self.tables.num_full)
+
+    @property
     def seats_taken(self) -> tuple[float, int]:
         """How much it generates: by this router's account, which is never late, and by its own."""
         return self.to_decode / self.capacity, self.load.num_running
