@@ -212,16 +212,16 @@ def test_the_node_that_is_away_and_could_hold_it_may_have_fewer_blocks_than_an_o
     """The nodes of a model were started again with larger blocks."""
     rig = RouterRig()
 
-    def come(name: str, block_size: int, num_blocks: int) -> None:
+    def come(name: str, block_size: int, size: int) -> None:
         plain = info(name, NodeRole.PREFILL if name[0] == "p" else NodeRole.DECODE)
         layout = dataclasses.replace(plain.layout, block_size=block_size)
-        rig.core.node_up(dataclasses.replace(plain, layout=layout, num_blocks=num_blocks), 0.0)
-        rig.core.node_load(name, Load(0, 0, num_blocks, num_blocks), 0.0)
+        rig.core.node_up(dataclasses.replace(plain, layout=layout, num_blocks=size), 0.0)
+        rig.core.node_load(name, Load(0, 0, size, size), 0.0)
 
     come("d1", 16, 60)
     rig.core.node_lost("d1", "started again", 0.0)
-    for name, num_blocks in (("p2", 40), ("d2", 40), ("d3", 10)):
-        come(name, 64, num_blocks)
+    for name, size in (("p2", 40), ("d2", 40), ("d3", 10)):
+        come(name, 64, size)
     rig.core.node_lost("d2", "gone", 1.0)
     with pytest.raises(NodeUnavailable, match="needs 32 KV blocks, and a decode node has 10 at most while d2 is away"):
         submit(rig, "a", 31 * 64)
