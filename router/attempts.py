@@ -190,6 +190,7 @@ class Attempts:
         """The node that generated has handed the attempt over to its target, or is about to say so."""
         assert attempt.target
         source, target = attempt.generates_on, attempt.target
+        self.has_blocks(attempt)  # as it has where it generated, whatever that has said
         for incarnation in attempt.placed_on:
             self._pending.remove(incarnation, state.request.block_hashes)
         self._pool.will_decode(source, -attempt.num_tokens)

@@ -220,3 +220,16 @@ def test_a_node_that_leaves_looks_for_others_once_for_all_its_requests(monkeypat
     rig.collect()
     assert len([a for a in rig.sent if isinstance(a.message, Migrate)]) == 3
     assert looks == ["d1"]
+
+
+def test_blocks_that_were_promised_are_the_old_nodes_also_if_it_never_said_that_it_began() -> None:
+    rig = RouterRig("d1", with_prefill=False)
+    prefill = rig.submit()
+    rig.say("d1", prefill, Tokens(0, 0, (1,)))
+    rig.core.node_up(info("d2", NodeRole.DECODE), 1.0)
+    rig.core.drain_node("d1", True, 2.0)
+    rig.say("d1", prefill, HANDED_OFF)
+    rig.say("d2", prefill, Tokens(0, 1, (2,)), SampleEnd(0, FinishReason.STOP), End())
+    assert rig.end is None
+    nodes = [node for name in ("d1", "d2") if (node := rig.core.pool.get(name))]
+    assert [node.num_promised for node in nodes] == [0, 0]
