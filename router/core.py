@@ -97,7 +97,7 @@ class RouterCore:
             self.pool.failed(incarnation, reason, now)
         self.pool.remove(incarnation)
         self.prefix_index.forget(incarnation)
-        self._migrations.target_lost(incarnation)
+        self._migrations.node_lost(incarnation)
         self._rebalancing.forget(incarnation)
         what = f"{node.info.role.value} node {node.info.node_id}" if node else f"node {incarnation}"
         domain = failure_domain(incarnation)

@@ -61,8 +61,9 @@ class Migrations:
         self._attempts.forget_target(state, attempt)
         attempt.ask_at = now + ASK_AGAIN_S
 
-    def target_lost(self, incarnation: str) -> None:
-        """Its node will say whether the request stays."""
+    def node_lost(self, incarnation: str) -> None:
+        """What was to move from it is lost. Of what was to move to it, its node will say whether the request stays."""
+        self.num_by_outcome["lost"] += sum(a.target is not None for _, a in self._attempts.generating_on(incarnation))
         for _, attempt in self._attempts.moving_to(incarnation):
             attempt.target_lost = True
 

@@ -70,8 +70,8 @@ class Updates:
         """Note it if an update of an attempt that is to move says that the target has it. False: it is lost there."""
         kind, target = update.kind, attempt.target
         if incarnation != target and not (isinstance(kind, HandedOff) and incarnation == attempt.generates_on):
-            if isinstance(kind, End) and kind.error is not None:
-                self._migrations.num_by_outcome["lost"] += 1
+            if isinstance(kind, End):
+                self._migrations.num_by_outcome["stayed" if kind.error is None else "lost"] += 1
             return True
         if attempt.target_lost:
             error = NodeLost("the decode node was lost to which the request has moved")

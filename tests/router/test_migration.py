@@ -233,3 +233,14 @@ def test_blocks_that_were_promised_are_the_old_nodes_also_if_it_never_said_that_
     assert rig.end is None
     nodes = [node for name in ("d1", "d2") if (node := rig.core.pool.get(name))]
     assert [node.num_promised for node in nodes] == [0, 0]
+
+
+def test_a_move_in_which_the_old_node_dies_is_lost(moving: Moving) -> None:
+    moving.rig.core.node_lost(moving.old, "killed", 3.0)
+    assert moving.outcomes == {"lost": 1}
+
+
+def test_a_move_of_a_request_that_ends_meanwhile_came_to_nothing(moving: Moving) -> None:
+    moving.say(moving.old, SampleEnd(0, FinishReason.STOP), End())
+    assert moving.rig.end is None
+    assert moving.outcomes == {"stayed": 1}
