@@ -146,9 +146,9 @@ class Sequence:
     @property
     def takes_forced(self) -> bool:
         """Whether a token to which the matcher leaves no alternative may be appended without asking the sampler: not if
-        the choice's logprobs are wanted, if the sampler counts tokens, or if it may forbid this one."""
+        the choice's logprobs are wanted, if the sampler counts tokens, or if it or a processor may forbid this one."""
         params = self.sampling
-        forbids = params.min_tokens or params.bad_words_token_ids or params.allowed_token_ids
+        forbids = params.min_tokens or params.bad_words_token_ids or params.allowed_token_ids or self.processors
         return self.matcher is not None and params.num_logprobs < 0 and not params.has_penalties and not forbids
 
     @property

@@ -17,6 +17,7 @@ from baton.messages import AttemptId
 from baton.sampling import FinishReason, SamplingParams
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.logits_processor import LogitsProcessorChain
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.runner import TorchModelRunner
@@ -113,6 +114,7 @@ def test_a_run_ends_with_its_sequence(ends: dict[str, Any], said: list[int], fin
         {"min_tokens": 2},
         {"bad_words_token_ids": ((7, 8),)},
         {"allowed_token_ids": frozenset({40})},
+        {"processors": LogitsProcessorChain([("unchanged", lambda output, logits: logits)])},
     ],
 )
 def test_what_needs_the_sampler_s_part_is_sampled(wish: dict[str, Any]) -> None:
@@ -208,3 +210,21 @@ def test_a_model_says_the_same_whether_forced_tokens_are_sampled_or_not(folder: 
     assert singles == {1}
     assert together == {1, 2, 4}
     assert bool(num_preemptions) == (num_blocks < 200)
+
+
+@pytest.mark.parametrize("jumps", [False, True])
+def test_a_processor_sees_what_comes_before_each_token(folder: Path, jumps: bool) -> None:
+    """Also where the matcher leaves no alternative: the processor may fail, or forbid the token."""
+    seen = list[list[int]]()
+
+    def watch(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        seen.append(output)
+        return logits
+
+    config = EngineConfig(num_blocks=20, max_model_len=96, vocab_size=tiny_models.VOCAB_SIZE)
+    engine = Engine(config, TorchModelRunner(loader.load_model(Checkpoint.open(folder), device="cpu"), config))
+    seq = sequence(5, max_tokens=7, matcher=Places(ALLOWED, jumps), processors=LogitsProcessorChain([("watch", watch)]))
+    engine.add(seq)
+    run(engine)
+    assert seq.output_tokens[2:5] == (40, 41, 42)
+    assert seen == [list(seq.output_tokens[:length]) for length in range(7)]
