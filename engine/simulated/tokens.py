@@ -51,8 +51,8 @@ class MadeUpTokens:
             for sample in seq.samples
         ]
 
-    def _logprobs(self, seq: Sequence, sample: int, index: int, num_top: int | None) -> TokenLogprobs | None:
-        if num_top is None:
+    def _logprobs(self, seq: Sequence, sample: int, index: int, num_top: int) -> TokenLogprobs | None:
+        if num_top < 0:
             return None
         top = tuple((self.token(seq, sample, index, rank), -_LN2 * (rank + 1)) for rank in range(num_top))
         return TokenLogprobs(-_LN2, top)

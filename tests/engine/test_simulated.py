@@ -193,6 +193,15 @@ def test_an_answer_follows_from_its_prompt_and_goes_on_the_same_elsewhere() -> N
     assert all(0 <= token < 50 and token != 7 for token in whole)
 
 
+@pytest.mark.parametrize("num_logprobs", [-1, 0, 2])
+def test_logprobs_are_as_many_as_were_asked_for(num_logprobs: int) -> None:
+    seq = sequence(1, 3)
+    seq.sampling = dataclasses.replace(seq.sampling, num_logprobs=num_logprobs)
+    (choice,) = MadeUpTokens(50, (7,)).choices(Chunk.of(seq, 0, 3))
+    found = None if choice.logprobs is None else len(choice.logprobs.top)
+    assert found == (None if num_logprobs < 0 else num_logprobs)
+
+
 def test_tokens_are_all_but_those_that_are_never_said() -> None:
     tokens, seq = MadeUpTokens(8, (1, 3)), sequence(1, 10)
     assert {tokens.token(seq, 0, index) for index in range(200)} == {0, 2, 4, 5, 6, 7}
