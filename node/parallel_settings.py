@@ -123,6 +123,8 @@ class ParallelSettings(ModelSettings):
             )
         if self.data_parallel_rank is None or self.data_parallel_rank >= self.data_parallel_size:
             raise ValueError(f"--data-parallel-rank: each of the {self.data_parallel_size} nodes needs one, from 0")
+        if HostPort(self.data_parallel_address, self.data_parallel_rpc_port).is_wildcard:
+            raise ValueError(f"--data-parallel-address: nobody can connect to {self.data_parallel_address}")
         if self.pipeline_parallel_size > 1:
             raise ValueError("--pipeline-parallel-size: not with --data-parallel-size so far")
 

@@ -245,6 +245,7 @@ DATA_PARALLEL: dict[str, Any] = {"data_parallel_size": 2, "data_parallel_rank": 
         ({"enable_expert_parallel": False}, "--data-parallel-size: goes with --enable-expert-parallel"),
         ({"data_parallel_rank": None}, "--data-parallel-rank: each of the 2 nodes needs one, from 0"),
         ({"data_parallel_rank": 2}, "--data-parallel-rank: each of the 2 nodes needs one, from 0"),
+        ({"data_parallel_address": "0.0.0.0"}, "--data-parallel-address: nobody can connect to 0.0.0.0"),
         ({"data_parallel_size": 1, "tensor_parallel_size": 2}, "--data-parallel-rank: 1 of a --data-parallel-size of"),
         ({"engine": "simulated", "profile": "h200-8b"}, "--data-parallel-size: a simulated node is alone"),
     ],
