@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 
 BEAT_S = 0.2
 MAX_MESSAGE = 64 * 1024
+MAX_ERROR_CHARS = 4096
+"""Of an error that a rank reports: as JSON it has up to twelve times as many bytes, and a longer message would come cut
+off."""
 HAS_ENDED = "has ended"
 ENDED_LOADING = "has ended while it loaded its part"
 
@@ -79,7 +82,8 @@ class RankPipe(NamedTuple):
     def failed(self, error: Exception) -> None:
         """Report why this rank fails. A RuntimeError may only be the consequence of another rank's end."""
         with contextlib.suppress(OSError):
-            self.send(error=str(error) or repr(error), met=isinstance(error, RuntimeError))
+            text = (str(error) or repr(error))[:MAX_ERROR_CHARS]
+            self.send(error=text, met=isinstance(error, RuntimeError))
 
 
 @dataclass(slots=True)

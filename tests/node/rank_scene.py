@@ -47,6 +47,8 @@ def misfortune(case: str, moment: str) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         case ["fails", when] if when == moment:
             raise ValueError("its part is too large")
+        case ["rambles", when] if when == moment:
+            raise ValueError("its part is too large: " + "\N{SNOWMAN}" * 12_000)
         case ["stays", when] if when == moment:
             signal.pause()
 

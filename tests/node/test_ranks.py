@@ -42,6 +42,7 @@ ENDS = {
     "dies-load": "rank 2 has ended while it loaded its part",
     "fails-start": "rank 2: its part is too large",
     "fails-load": "rank 2: its part is too large",
+    "rambles-start": "rank 2: its part is too large: ",
     "hangs-start": f"has been silent for {LIMITS.loading_silence:g} s: the node ends",
     "hangs-load": f"has been silent for {LIMITS.loading_silence:g} s: the node ends",
     "dies-step": "has ended: the node ends",
