@@ -142,9 +142,10 @@ def _check_pool(settings: NodeSettings) -> None:
     wanted = settings.kv_cache_memory_bytes
     if wanted is None or (settings.device != "cpu" and num_gpus()):
         return
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if wanted > there:
-        raise StartupError(f"--kv-cache-memory-bytes: {wanted} are more than this machine's {there}")
+    there, num_here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), len(settings.host_ranks)
+    if wanted * num_here > there:
+        each = f" for each of {num_here} ranks" if num_here > 1 else ""
+        raise StartupError(f"--kv-cache-memory-bytes: {wanted}{each} are more than this machine's {there}")
 
 
 def num_gpus() -> int:

@@ -96,7 +96,9 @@ class NodeSettings(ParallelSettings):
     num_gpu_blocks_override: int | None = Field(None, ge=2, description="KV blocks; unset: as many as the memory holds")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of a GPU's memory to use, 1 is all")
     kv_cache_memory_bytes: int | None = Field(
-        None, ge=1, description="bytes of the KV pool; unset: the share of the GPU that is left, on a CPU at most 1 GiB"
+        None,
+        ge=1,
+        description="bytes of each rank's KV pool; unset: the share of the GPU that is left, on a CPU at most 1 GiB",
     )
 
     structured_outputs_backend: Literal["guidance", "xgrammar"] = Field(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -78,6 +79,16 @@ def test_a_pool_beyond_this_machines_memory(folder: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(preflight, "num_gpus", lambda: 0)
     assert told(folder, kv_cache_memory_bytes=10**15).startswith("--kv-cache-memory-bytes: 1000000000000000 are more")
     preflight.check(NodeSettings(model=str(folder), kv_cache_memory_bytes=10**6))
+
+
+def test_pools_of_several_ranks_share_this_machines_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "num_gpus", lambda: 0)
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    preflight.check(NodeSettings(model=str(folder), kv_cache_memory_bytes=most // 2, tensor_parallel_size=2))
+    says = told(folder, kv_cache_memory_bytes=most // 2, tensor_parallel_size=4)
+    assert says == f"--kv-cache-memory-bytes: {most // 2} for each of 4 ranks are more than this machine's {most}"
+    hosts = NodeSettings(model=str(folder), kv_cache_memory_bytes=most // 2, tensor_parallel_size=4, nnodes=2)
+    preflight.check(hosts)
 
 
 def test_a_transports_package_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
