@@ -59,7 +59,10 @@ class SimulatedModelRunner:
         for when, _ in marks:
             self._wake_at(when)
         begun(0.0)
-        return SimulatedStep(list(chunks), self._tokens, marks, self._clock)
+        # Made up now: what is made up of a sequence after its end would be kept for ever.
+        choices = [self._tokens.choices(chunk) for chunk in chunks]
+        scored = [(c.sequence, self._tokens.prompt_logprobs(c)) for c in chunks if c.scored_positions]
+        return SimulatedStep(choices, scored, marks, self._clock)
 
     def _step_s(self, chunks: Seq[Chunk]) -> float:
         size = StepSize.of(chunks)
@@ -83,11 +86,11 @@ class SimulatedModelRunner:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """Implements `engine.step.LaunchedStep`. `marks`: (time, number of layers that are done by then), in order; the
-    last one is the step's end."""
+    """Implements `engine.step.LaunchedStep`. `choices`, `scored`: what `wait` and `prompt_logprobs` return. `marks`:
+    (time, number of layers that are done by then), in order; the last one is the step's end."""
 
-    chunks: list[Chunk]
-    tokens: MadeUpTokens
+    choices: list[list[Choice]]
+    scored: list[tuple[Sequence, PromptLogprobs]]
     marks: list[tuple[float, int]]
     clock: Callable[[], float]
 
@@ -100,7 +103,7 @@ class SimulatedStep:
 
     def wait(self) -> list[list[Choice]]:
         """Never waits: a node's loop comes back when `is_done`."""
-        return [self.tokens.choices(chunk) for chunk in self.chunks]
+        return self.choices
 
     def prompt_logprobs(self) -> list[tuple[Sequence, PromptLogprobs]]:
-        return [(chunk.sequence, self.tokens.prompt_logprobs(chunk)) for chunk in self.chunks if chunk.scored_positions]
+        return self.scored

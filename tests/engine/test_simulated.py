@@ -17,7 +17,7 @@ from baton.sampling import SamplingParams
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.pace import StepSize
-from engine.sequence import Sequence
+from engine.sequence import Sequence, SequenceState
 from engine.simulated.profile import EMBEDDED, Profile, load_profile
 from engine.simulated.runner import SimulatedModelRunner
 from engine.simulated.tokens import MadeUpTokens
@@ -205,6 +205,25 @@ def test_logprobs_are_as_many_as_were_asked_for(num_logprobs: int) -> None:
 def test_tokens_are_all_but_those_that_are_never_said() -> None:
     tokens, seq = MadeUpTokens(8, (1, 3)), sequence(1, 10)
     assert {tokens.token(seq, 0, index) for index in range(200)} == {0, 2, 4, 5, 6, 7}
+
+
+@pytest.mark.parametrize("ends", ["stops", "leaves"])
+def test_nothing_is_kept_of_a_request_that_ends_while_its_next_step_runs(ends: str) -> None:
+    runner, third = Time().runner(load_profile("h200-8b")), answer_of(sequence(1, 10))[2]
+    engine = Engine(dataclasses.replace(CONFIG, async_scheduling=True), runner)
+    seq = sequence(1, 10, max_tokens=12)
+    if ends == "stops":
+        seq.sampling = dataclasses.replace(seq.sampling, stop_token_ids=frozenset({third}))
+    engine.add(seq)
+    for _ in range(3):
+        engine.compute(engine.schedule(0.0))
+    assert seq.in_flight
+    if ends == "leaves":
+        engine.sequences.release(seq)
+    drain(engine)
+    assert seq.state is SequenceState.FINISHED
+    assert not runner._tokens._prompts
+    assert not runner._known
 
 
 def answer_of(seq: Sequence) -> list[int]:
