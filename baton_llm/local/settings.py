@@ -8,6 +8,7 @@ from typing import Any
 from baton.setting_names import closest
 from baton.settings import SettingsError, flag_name, load
 from decode_node.settings import DecodeSettings
+from node.kv_events_config import KvEventsConfig
 from node.settings import NodeSettings
 from prefill_node.settings import PrefillSettings
 
@@ -37,6 +38,13 @@ _OF_ONE_PROCESS: Mapping[str, Any] = {
     "nnodes": 1,
     "node_rank": 0,
 }
+_UNLESS_GIVEN: Mapping[str, Any] = {
+    "enable_expert_parallel": False,
+    "enable_eplb": False,
+    "eplb_config": None,
+    "kv_events_config": None,
+}
+"""What only goes with several ranks, or binds a port: stated for the same environment."""
 _OTHERS = ("config", "drain_timeout", "log_format", "log_level")
 NAMES = frozenset(NodeSettings.model_fields) - _OF_PROCESSES.keys() - {*_OTHERS}
 """The flags of a node that also mean something here."""
@@ -49,10 +57,12 @@ def make_settings(flags: Mapping[str, Any]) -> tuple[PrefillSettings, DecodeSett
             meant = closest(name, NAMES)
             hint = f", did you mean {meant!r}?" if meant else ""
             raise TypeError(f"{name!r} is no flag of a node that can be set here{hint}")
-    given = {**_OF_PROCESSES, **_OF_ONE_PROCESS, **flags}
+    given = {**_OF_PROCESSES, **_OF_ONE_PROCESS, **_UNLESS_GIVEN, **flags}
     try:
         first = load(PrefillSettings, given)
         _require_one_rank(first)
+        if first.kv_events_config is not None:
+            given["kv_events_config"] = KvEventsConfig.parse(first.kv_events_config).of_node(1).model_dump_json()
         both = first, load(DecodeSettings, given)
     except SettingsError as error:
         raise ValueError(str(error)) from None

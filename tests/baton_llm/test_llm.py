@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import re
@@ -13,6 +14,8 @@ import pytest
 
 from baton.errors import CacheExhausted, InternalError
 from baton_llm import LLM, InvalidRequest, PromptsFailed, SamplingParams
+from baton_llm.local.settings import make_settings
+from node.kv_events_config import KvEventsConfig
 from tests.baton_llm.conftest import FLAGS, audit, backend_of, wait_whole
 from tests.e2e import reference_file
 
@@ -241,6 +244,25 @@ def test_a_failing_prompt_leaves_the_others_their_outputs(llm):
     assert [first.prompt, last.prompt] == ["Once", "There"]
     assert len(last.outputs[0].token_ids) == 4
     wait_whole(llm)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("enable_expert_parallel", "true"), ("enable_eplb", "true"), ("eplb_config", "{}")]
+)
+def test_an_environment_that_is_meant_for_nodes_of_several_ranks_does_not_matter(monkeypatch, name, value):
+    monkeypatch.setenv(f"BATON_{name.upper()}", value)
+    for settings in make_settings({"model": "baton-tiny"}):
+        assert not getattr(settings, name)
+
+
+def test_each_node_publishes_kv_events_at_an_address_of_its_own(monkeypatch):
+    stated = {"enable_kv_cache_events": True, "endpoint": "tcp://*:7101", "replay_endpoint": "tcp://*:7201"}
+    monkeypatch.setenv("BATON_KV_EVENTS_CONFIG", json.dumps(stated))  # meant for nodes that are processes
+    assert [settings.kv_events_config for settings in make_settings({"model": "baton-tiny"})] == [None, None]
+    both = make_settings({"model": "baton-tiny", "kv_events_config": json.dumps(stated)})
+    configs = [KvEventsConfig.parse(settings.kv_events_config) for settings in both]
+    assert [config.endpoint for config in configs] == ["tcp://*:7101", "tcp://*:7102"]
+    assert [config.replay_endpoint for config in configs] == ["tcp://*:7201", "tcp://*:7202"]
 
 
 def test_flags_are_checked(monkeypatch):
