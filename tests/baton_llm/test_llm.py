@@ -260,7 +260,7 @@ def test_each_node_publishes_kv_events_at_an_address_of_its_own(monkeypatch):
     monkeypatch.setenv("BATON_KV_EVENTS_CONFIG", json.dumps(stated))  # meant for nodes that are processes
     assert [settings.kv_events_config for settings in make_settings({"model": "baton-tiny"})] == [None, None]
     both = make_settings({"model": "baton-tiny", "kv_events_config": json.dumps(stated)})
-    configs = [KvEventsConfig.parse(settings.kv_events_config) for settings in both]
+    configs = [KvEventsConfig.parse(settings.kv_events_config or "") for settings in both]
     assert [config.endpoint for config in configs] == ["tcp://*:7101", "tcp://*:7102"]
     assert [config.replay_endpoint for config in configs] == ["tcp://*:7201", "tcp://*:7202"]
 
