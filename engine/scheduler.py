@@ -6,7 +6,7 @@ sequence runs ahead, a token that a launched step is sampling already counts. Ev
 generate and have a token to compute, or a few that came at once (`TokenMatcher.forced`). Besides them it has prompt
 chunks, of running sequences first and then of waiting ones, in the order in which they are due, within a budget of
 tokens. Single tokens use none of the budget: otherwise a prompt as long as the budget would take one more step whenever
-another sequence generates.
+another sequence generates. The last token of a prompt with several samples does, since each sample is a choice.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class Scheduler:
             to_go = seq.num_tokens_to_go(max_model_len)
             if to_go > 0 and has_windows and self._tables.is_growing(seq):
                 prompts.append((seq, to_go))
-            elif to_go == 1 + len(seq.draft_tokens):
+            elif to_go == 1 + len(seq.draft_tokens) and len(seq.samples) == 1:
                 self._take_chunk(plan, seq, to_go)
                 has_streams = True
             elif _is_forced_run(seq, to_go) and num_forced + to_go <= most_forced:

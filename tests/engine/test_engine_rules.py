@@ -144,6 +144,14 @@ def test_the_samples_of_prompts_in_a_step_are_no_more_than_may_run_but_for_those
     assert steps == [[6], [3, 1], [2, 1]]
 
 
+def test_the_samples_of_a_prompt_count_also_if_only_its_last_token_is_left() -> None:
+    engine, model = make(max_num_seqs=4, max_num_batched_tokens=8)
+    for first, length in ((0, 9), (20, 3)):
+        engine.add(sequence(length, first=first, samples=4, max_tokens=1))
+    run(engine)
+    assert [[chunk.length for chunk in batch] for batch in model.batches] == [[8], [1], [3]]
+
+
 def test_a_full_prefix_hit_computes_its_last_block_anew() -> None:
     engine, model = make()
     first = sequence(8)
