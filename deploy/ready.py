@@ -10,7 +10,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.address import HostPort
-from baton.channels import CHANNEL_OPTIONS
+from baton.channels import CLUSTER_CHANNEL_OPTIONS
 
 RECONNECT_MS = 100
 WHOLE_CLUSTER = "baton.v1.Cluster"
@@ -25,7 +25,7 @@ async def wait_until_serving(grpc_address: HostPort) -> None:
     Also waits for a router that is not up yet, or that dies meanwhile.
     """
     options = [
-        *CHANNEL_OPTIONS,
+        *CLUSTER_CHANNEL_OPTIONS,
         ("grpc.initial_reconnect_backoff_ms", RECONNECT_MS),
         ("grpc.min_reconnect_backoff_ms", RECONNECT_MS),
         ("grpc.max_reconnect_backoff_ms", RECONNECT_MS),

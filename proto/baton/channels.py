@@ -31,6 +31,13 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.use_local_subchannel_pool", 1),
 ]
 
+CLUSTER_CHANNEL_OPTIONS: list[tuple[str, int]] = [
+    *CHANNEL_OPTIONS,
+    # many have `http_proxy` for the outside and no `no_proxy`: gRPC would ask that proxy even for this machine's addresses
+    ("grpc.enable_http_proxy", 0),
+]
+"""Between the processes of a cluster."""
+
 SERVER_OPTIONS: list[tuple[str, int]] = [
     *_COMMON,
     ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
@@ -53,10 +60,10 @@ class Tls:
 def open_channel(address: str, tls: Tls | None, name: str = "") -> grpc.aio.Channel:
     """A channel to another role. `name`: what the peer's certificate must name in place of the address."""
     if tls is None:
-        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        return grpc.aio.insecure_channel(address, options=CLUSTER_CHANNEL_OPTIONS)
     credentials = grpc.ssl_channel_credentials(tls.authorities, tls.key, tls.certificate)
     named = [("grpc.ssl_target_name_override", name)] if name else []
-    return grpc.aio.secure_channel(address, credentials, options=[*CHANNEL_OPTIONS, *named])
+    return grpc.aio.secure_channel(address, credentials, options=[*CLUSTER_CHANNEL_OPTIONS, *named])
 
 
 def bind(server: grpc.aio.Server, address: str, tls: Tls | None) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import socket
 
 import pytest
 
@@ -10,10 +12,11 @@ from baton.cluster_secret import read_secret
 from baton.node_info import NodeRole
 from baton.settings import SettingsError, load
 from baton.trust import Trust
+from deploy.ready import wait_until_serving
 from router.settings import RouterSettings
 from tests.certificates import make_certificate
 from tests.router.conftest import Router, says
-from tests.router.fake_node import FakeCluster
+from tests.router.fake_node import PATIENCE_S, FakeCluster
 
 SECRETS = "a secret of a cluster", "that of another cluster"
 REASONS = {
@@ -71,6 +74,26 @@ async def test_a_router_speaks_tls_with_nodes_and_shows_its_certificate(nodes, t
         else:
             await router.until(functools.partial(all_reached, router))
             assert not router.server.cluster.readiness().ready
+        await router.stop()
+
+
+async def test_a_proxy_for_the_outside_is_not_asked_for_addresses_of_the_cluster(nodes, tmp_path, monkeypatch):
+    """Neither by the router, with and without TLS, nor by the command that waits for it."""
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        proxy = f"http://127.0.0.1:{nobody.getsockname()[1]}"  # free when the block ends
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, proxy)
+    for name in ("no_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for files in ({}, make_certificate(tmp_path).settings):
+        for node in nodes.nodes:
+            node.trust = RouterSettings(decode="127.0.0.1:1", **files).trust()
+            await node.restart()
+        router = Router(nodes, **files)
+        await router.start()
+        await router.ready()
+        async with asyncio.timeout(PATIENCE_S):
+            await wait_until_serving(router.server.grpc_address)
         await router.stop()
 
 
