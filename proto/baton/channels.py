@@ -33,7 +33,7 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
 
 CLUSTER_CHANNEL_OPTIONS: list[tuple[str, int]] = [
     *CHANNEL_OPTIONS,
-    # many have `http_proxy` for the outside and no `no_proxy`: gRPC would ask that proxy even for this machine's addresses
+    # many set `http_proxy` for the outside and no `no_proxy`: gRPC would ask that proxy even for 127.0.0.1
     ("grpc.enable_http_proxy", 0),
 ]
 """Between the processes of a cluster."""
