@@ -9,7 +9,7 @@ from pydantic import Field, create_model
 from pydantic.fields import FieldInfo
 
 from baton.address import HostPort
-from baton.settings import ListenAddress, Settings, env_name, flag_name
+from baton.settings import LONGEST_S, ListenAddress, Settings, env_name, flag_name
 from node.settings import NodeSettings
 from router.settings import RouterSettings
 
@@ -86,7 +86,7 @@ class OwnSettings(Settings):
         0.9, gt=0, le=1, description="share of each GPU's memory to use, divided among the nodes on it, 1 is all"
     )
     drain_timeout: float = Field(
-        30.0, ge=0, description="seconds that running requests have left after SIGTERM, SIGINT or SIGHUP"
+        30.0, ge=0, le=LONGEST_S, description="seconds that running requests have left after SIGTERM, SIGINT or SIGHUP"
     )
     ready_timeout: float = Field(600.0, gt=0, description="seconds until all must be ready to answer requests")
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from baton.address import HostPort
+from baton.settings import LONGEST_S
 from node.eplb_config import EplbConfig
 from node.model_settings import ModelSettings
-
-LONGEST_S = 365 * 86_400.0
-"""The longest time limit: threads cannot wait for an infinite one, nor can anything be filed by when it ends."""
 
 
 class ParallelSettings(ModelSettings):

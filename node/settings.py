@@ -10,9 +10,9 @@ from pydantic import Field, model_validator
 
 from baton.address import HostPort
 from baton.node_info import NodeRole
-from baton.settings import ListenAddress, Sizes
+from baton.settings import LONGEST_S, ListenAddress, Sizes
 from node.kv_events_config import KvEventsConfig
-from node.parallel_settings import LONGEST_S, ParallelSettings
+from node.parallel_settings import ParallelSettings
 
 GIB = 1024**3
 METRICS_PORT_OFFSET = 1000
@@ -120,6 +120,7 @@ class NodeSettings(ParallelSettings):
     kv_link_bandwidth: float | None = Field(
         None,
         gt=0,
+        allow_inf_nan=False,
         description="GB/s that the link between nodes carries, for which slots are sized; "
         "unset: 340 with a GPU, 2 on a CPU",
     )
@@ -158,7 +159,7 @@ class NodeSettings(ParallelSettings):
         None, description="folder for the traces of POST /debug/profile; unset: that is refused"
     )
     drain_timeout: float = Field(
-        30.0, ge=0, description="seconds that running requests have left after SIGTERM, SIGINT or SIGHUP"
+        30.0, ge=0, le=LONGEST_S, description="seconds that running requests have left after SIGTERM, SIGINT or SIGHUP"
     )
 
     @model_validator(mode="after")

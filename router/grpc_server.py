@@ -26,6 +26,8 @@ WHOLE_CLUSTER = "baton.v1.Cluster"
 _ALIVE = f"/{health.SERVICE_NAME}/"
 _MAX_AGE_S = 3600.0
 _MAX_STREAMS = 65_536
+_MOST = 2**31 - 1
+"""gRPC's options are 32-bit numbers. As a time, this is no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class GrpcLimits:
     def options(self) -> list[tuple[str, int]]:
         """A connection is asked to close when it is idle or an hour old; running calls may end first."""
         limits = self.connections
-        options = {
+        options: dict[str, float] = {
             **dict(SERVER_OPTIONS),
             "grpc.so_reuseport": int(self.shares_port),
             "grpc.max_receive_message_length": self.max_message_bytes,
@@ -51,12 +53,12 @@ class GrpcLimits:
             "grpc.absolute_max_metadata_size": limits.max_header_bytes,
             "grpc.max_allowed_incoming_connections": limits.max_connections,
             "grpc.max_concurrent_streams": min(self.max_requests or _MAX_STREAMS, _MAX_STREAMS) + 1,
-            "grpc.server_handshake_timeout_ms": int(limits.header_timeout_s * 1e3),
-            "grpc.max_connection_idle_ms": int(limits.idle_timeout_s * 1e3),
-            "grpc.max_connection_age_ms": int(_MAX_AGE_S * 1e3),
-            "grpc.max_connection_age_grace_ms": int((self.request_timeout_s + limits.write_timeout_s) * 1e3),
+            "grpc.server_handshake_timeout_ms": limits.header_timeout_s * 1e3,
+            "grpc.max_connection_idle_ms": limits.idle_timeout_s * 1e3,
+            "grpc.max_connection_age_ms": _MAX_AGE_S * 1e3,
+            "grpc.max_connection_age_grace_ms": (self.request_timeout_s + limits.write_timeout_s) * 1e3,
         }
-        return list(options.items())
+        return [(name, int(min(value, _MOST))) for name, value in options.items()]
 
 
 class GrpcServer:

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from baton.address import HostPort
-from baton.settings import ConnectAddresses, ListenAddress
+from baton.settings import LONGEST_S, ConnectAddresses, ListenAddress
 from baton.trust import ClusterSettings
 from router.discovery_settings import DiscoverySettings
 from router.edge_settings import EdgeSettings
@@ -63,7 +63,9 @@ class RouterSettings(EdgeSettings, DiscoverySettings, ClusterSettings):
     enable_tokenizer_info_endpoint: bool = Field(
         False, description="serve /tokenizer_info: special tokens, added tokens and the chat template"
     )
-    request_timeout: float = Field(600.0, gt=0, description="seconds that a request may take, from receipt to its end")
+    request_timeout: float = Field(
+        600.0, gt=0, le=LONGEST_S, description="seconds that a request may take, from receipt to its end"
+    )
     max_num_requests: int = Field(4096, ge=0, description="prompts in flight; more are refused with 429; 0 is no limit")
     max_num_prompt_tokens: int = Field(
         16 * 2**20, ge=0, description="tokens of all prompts in flight; more are refused with 429; 0 is no limit"
@@ -110,7 +112,7 @@ class RouterSettings(EdgeSettings, DiscoverySettings, ClusterSettings):
         5.0, gt=0, description="seconds between comments, or pings, on a stream that has nothing to say yet"
     )
     drain_timeout: float = Field(
-        30.0, ge=0, description="seconds that running requests have left after SIGTERM, SIGINT or SIGHUP"
+        30.0, ge=0, le=LONGEST_S, description="seconds that running requests have left after SIGTERM, SIGINT or SIGHUP"
     )
 
     @property

@@ -68,6 +68,9 @@ ListenAddress = Annotated[HostPort, BeforeValidator(_listen_address)]
 ConnectAddresses = Annotated[tuple[HostPort, ...], BeforeValidator(_address_list)]
 Sizes = Annotated[tuple[PositiveInt, ...], BeforeValidator(_size_list)]
 
+LONGEST_S = 365 * 86_400.0
+"""The longest time limit: threads cannot wait for an infinite one, nor can anything be filed by when it ends."""
+
 LogFormat = Literal["text", "json"]
 
 

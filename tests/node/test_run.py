@@ -15,11 +15,11 @@ import torch
 import uvloop
 
 from baton.messages import AttemptId
+from baton.settings import LONGEST_S
 from engine.model.parallel.group import ONE_RANK
 from engine.model.parallel.others import Kind
 from node.fences import Fences
 from node.limits import Limits
-from node.parallel_settings import LONGEST_S
 from node.peers.nodes import PeerNodes
 from node.ranks import process
 from node.ranks.ranks import Ranks
@@ -116,7 +116,7 @@ def test_ranks_hosts_and_other_nodes_are_given_up_after_the_silence_that_is_set(
     assert Limits.of(settings).silence == 7.0
 
 
-@pytest.mark.parametrize("flag", ["request_timeout", "distributed_timeout_seconds"])
+@pytest.mark.parametrize("flag", ["request_timeout", "drain_timeout", "distributed_timeout_seconds"])
 @pytest.mark.parametrize("seconds", [float("inf"), 1e10])
 def test_a_time_limit_for_which_no_thread_can_wait_is_refused(flag: str, seconds: float) -> None:
     """With an infinite one, a router's first Abort without a deadline ended the engine's thread."""

@@ -29,3 +29,8 @@ def test_slots_together_hold_a_round_trip_and_a_part_outweighs_what_it_costs(blo
 def test_as_told():
     assert sizes(BLOCK_8B, True, kv_slots=3, kv_slot_blocks=7) == SlotSizes(3, 7)
     assert sizes(BLOCK_8B, False, kv_slot_blocks=7).num_slots == MIN_SLOTS
+
+
+def test_no_slots_are_large_enough_for_an_infinite_link():
+    with pytest.raises(ValueError, match="kv_link_bandwidth"):
+        sizes(BLOCK_8B, True, kv_link_bandwidth=float("inf"))

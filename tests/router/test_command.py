@@ -50,6 +50,8 @@ def test_settings():
         (("--prefill", "a:1"), "--decode: at least one address is needed"),
         (("--prefill", "a:1,a:1", "--decode", "b:1"), "a:1 is given twice"),
         ((*NODES, "--request-timeout", "0"), "--request-timeout"),
+        ((*NODES, "--request-timeout", "inf"), "--request-timeout"),
+        ((*NODES, "--drain-timeout", "inf"), "--drain-timeout"),
         ((*NODES, "--first-token", "router"), "--first-token"),
         ((*NODES, "--enable-auto-tool-choice"), "--enable-auto-tool-choice: needs --tool-call-parser"),
     ],

@@ -1,11 +1,13 @@
 """What one client may take of the gRPC port."""
 
 import asyncio
+import math
 
 import grpc
 import grpc.aio
 import pytest
 
+from baton.settings import LONGEST_S
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
 from tests.router.conftest import Router, says
@@ -36,6 +38,19 @@ async def test_messages_and_metadata_have_one_limit_each(nodes):
                 await tokenize(pb.TokenizeRequest(prompt=prompt), metadata=metadata, timeout=PATIENCE_S)
             assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert (await tokenize(pb.TokenizeRequest(prompt="x"), timeout=PATIENCE_S)).token_ids
+
+
+async def test_limits_beyond_32_bits_are_limits_too(nodes):
+    """gRPC takes no larger numbers: of bytes, and of milliseconds, which end after 25 days."""
+    seconds = dict.fromkeys(("header_timeout", "write_timeout", "idle_timeout"), math.inf)
+    sizes = dict.fromkeys(("max_body_bytes", "max_buffered_body_bytes", "max_header_bytes"), 2**32)
+    async with (
+        running(nodes, request_timeout=LONGEST_S, **seconds, **sizes) as (router, client),
+        channel_to(router) as channel,
+    ):
+        answers = generation_pb2_grpc.GenerationStub(channel).Generate(pb.GenerateRequest(prompt="hello"))
+        assert [answer.WhichOneof("event") async for answer in answers][-1] == "finished"
+        (await client.post("/v1/completions", json={"prompt": "hello"})).raise_for_status()
 
 
 async def test_connections_have_a_limit(nodes):
