@@ -7,10 +7,10 @@ and a restarted child gets it again.
 
 from __future__ import annotations
 
-import socket
 from typing import Self
 
 from baton.address import HostPort
+from baton.listening import bind_socket
 
 
 class PortTaken(Exception):
@@ -21,13 +21,9 @@ class HeldPort:
     """Holds `address`, with a free port for port 0, until `close` or the end of its context. Raises PortTaken."""
 
     def __init__(self, address: HostPort) -> None:
-        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            self._socket.bind((address.host, address.port))
+            self._socket = bind_socket(address)
         except OSError as error:
-            self._socket.close()
             raise PortTaken(f"{address} cannot be had: {error.strerror or error}") from None
         self.address = HostPort(address.host, self._socket.getsockname()[1])
 

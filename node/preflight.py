@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
-import socket
 
 from baton import xgrammar_compiler
 from baton.address import HostPort
+from baton.listening import listen_socket
 from baton.telemetry.admin import read_key
 from engine.checkpoint import local_folder, why_no_checkpoint, why_no_tokenizer, why_no_weights
 from engine.simulated.profile import load_profile
@@ -46,11 +46,7 @@ def check(settings: NodeSettings) -> None:
 def require_free(flag: str, listen: HostPort) -> None:
     """Report a busy port now, not after the model is loaded. Raises StartupError."""
     try:
-        kind, _, _, _, address = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(kind, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen()
+        listen_socket(listen).close()
     except OSError as error:
         raise StartupError(f"{flag}: cannot listen on {listen}: {error.strerror}") from None
 

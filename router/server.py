@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 
 from baton.address import HostPort
 from baton.errors import NodeUnavailable
+from baton.listening import listen_socket
 from baton.settings import flag_name
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
 from baton.telemetry.timeline_ring import TimelineRing
@@ -276,8 +277,7 @@ def _make_core(settings: RouterSettings, epoch: int) -> RouterCore:
 
 
 def _listen(address: HostPort, shared: bool) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
-        return socket.create_server((address.host, address.port), family=family, backlog=2048, reuse_port=shared)
+        return listen_socket(address, backlog=2048, reuse_port=shared)
     except OSError as error:
         raise StartError(f"{flag_name('http')}: {address} cannot be had: {error.strerror or error}") from error

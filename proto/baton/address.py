@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 
 
@@ -18,7 +19,10 @@ class HostPort:
     @property
     def is_wildcard(self) -> bool:
         """Whether the host is the wildcard address, which works for listening but not for connecting."""
-        return self.host in ("0.0.0.0", "::")
+        try:
+            return ipaddress.ip_address(self.host).is_unspecified
+        except ValueError:  # a host name
+            return False
 
     @classmethod
     def parse(cls, text: str, allow_port_0: bool = False) -> HostPort:

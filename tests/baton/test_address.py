@@ -22,3 +22,11 @@ def test_port_0_is_for_listening_alone() -> None:
     assert HostPort.parse("host:0", allow_port_0=True).port == 0
     with pytest.raises(ValueError, match="port 0"):
         HostPort.parse("host:0")
+
+
+@pytest.mark.parametrize(
+    ("host", "it_is"),
+    [("0.0.0.0", True), ("::", True), ("0::0", True), ("127.0.0.1", False), ("::1", False), ("localhost", False)],
+)
+def test_the_wildcard_is_known_in_any_form(host: str, it_is: bool) -> None:
+    assert HostPort(host, 1).is_wildcard is it_is

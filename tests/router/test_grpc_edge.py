@@ -7,6 +7,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from baton.address import HostPort
 from baton.settings import LONGEST_S
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
@@ -38,6 +39,15 @@ async def test_messages_and_metadata_have_one_limit_each(nodes):
                 await tokenize(pb.TokenizeRequest(prompt=prompt), metadata=metadata, timeout=PATIENCE_S)
             assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert (await tokenize(pb.TokenizeRequest(prompt="x"), timeout=PATIENCE_S)).token_ids
+
+
+async def test_both_ports_on_all_addresses_are_for_clients_of_ipv4_and_ipv6(nodes):
+    any_port = HostPort("::", 0)
+    async with running(nodes, http=any_port, grpc=any_port) as (router, _):
+        for port in (router.server.http_address.port, router.server.grpc_address.port):
+            for host in ("127.0.0.1", "::1"):
+                _, writer = await asyncio.open_connection(host, port)
+                writer.close()
 
 
 async def test_limits_beyond_32_bits_are_limits_too(nodes):

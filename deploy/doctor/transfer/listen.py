@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 from baton.address import HostPort
 from baton.cluster_secret import ClusterSecret
+from baton.listening import listen_socket
 from deploy.doctor.child import Child, ChildFailed
 from deploy.doctor.finding import Finding, Verdict
 from deploy.doctor.transfer.control import Control, TestFailed, admit
@@ -42,8 +43,7 @@ class Listener:
     """Listens from construction to `close`. Raises OSError if the address is not available."""
 
     def __init__(self, address: HostPort, host: Host, clock: Callable[[], float] = time.time) -> None:
-        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        self._listener = socket.create_server((address.host, address.port), family=family)
+        self._listener = listen_socket(address)
         self._listener.settimeout(_POLL_S)
         self.address = HostPort(address.host, self._listener.getsockname()[1])
         self._host = host

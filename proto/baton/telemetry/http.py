@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
 import threading
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.address import HostPort
 from baton.errors import BatonError
+from baton.listening import listen_socket
 from baton.telemetry.admin import AdminGate
 from baton.telemetry.exposition import metrics_page
 from baton.telemetry.pace import Pace
@@ -96,10 +96,7 @@ class MetricsServer:
         self._gate = gate
         self._pace = Pace(RATE, BURST)
         self._open: dict[asyncio.Task[None], None] = {}  # in order of arrival
-        family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
-        self._listener = socket.create_server(
-            (listen.host, listen.port), family=family, dualstack_ipv6=listen.host == "::"
-        )
+        self._listener = listen_socket(listen)
         self.address = HostPort(listen.host, self._listener.getsockname()[1])
         self._aio = asyncio.new_event_loop()
         self._stop = asyncio.Event()
