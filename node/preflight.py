@@ -9,7 +9,9 @@ import os
 from baton import xgrammar_compiler
 from baton.address import HostPort
 from baton.listening import listen_socket
+from baton.node_info import MAX_MODEL_CHARS
 from baton.telemetry.admin import read_key
+from baton.wire.limits import MAX_NAME_CHARS
 from engine.checkpoint import local_folder, why_no_checkpoint, why_no_tokenizer, why_no_weights
 from engine.simulated.profile import load_profile
 from kv_transfer import NIXL_PACKAGES
@@ -41,6 +43,19 @@ def check(settings: NodeSettings) -> None:
     _check_transport(settings)
     _check_structured_outputs(settings)
     _check_pool(settings)
+
+
+def check_names(settings: NodeSettings) -> None:
+    """What others call this node and its model, before a router refuses it without end. Raises StartupError."""
+    model, unset = settings.served_model_name, ""
+    if not model:
+        model, unset = settings.model, ", and is --model if unset"
+    for flag, name, most, more in (
+        ("--node-id", settings.node_id or "", MAX_NAME_CHARS, ""),
+        ("--served-model-name", model, MAX_MODEL_CHARS, unset),
+    ):
+        if len(name) > most or not name.isprintable():
+            raise StartupError(f"{flag}: must be a printable text of at most {most} characters{more}, not {name!r}")
 
 
 def require_free(flag: str, listen: HostPort) -> None:

@@ -99,6 +99,7 @@ def _run(settings: NodeSettings, side: RoleSide, import_parts: ImportParts) -> i
 
 
 def _run_ranks(settings: NodeSettings, side: RoleSide, import_parts: ImportParts, ranks: Ranks | None) -> int:
+    preflight.check_names(settings)
     preflight.check(settings)
     loop = NodeLoop(turn_timeout_s=settings.step_timeout)
     try:

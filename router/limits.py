@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from baton.node_info import MAX_MODEL_CHARS
+
 MAX_N = 128
 """As in OpenAI's API."""
 MAX_MESSAGES = 10_000
 MAX_ROLE_CHARS = 64
-MAX_NAME_CHARS = 256
+MAX_NAME_CHARS = MAX_MODEL_CHARS
 """Of the name of a model, and of a speaker in a chat."""
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 2048

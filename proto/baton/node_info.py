@@ -10,6 +10,9 @@ from baton import PROTOCOL_VERSION
 from baton.layout import KvLayout
 from baton.structured_output import StructuredBackend
 
+MAX_MODEL_CHARS = 256
+"""Of a model's name: requests may have no longer one."""
+
 
 class NodeRole(enum.Enum):
     PREFILL = "prefill"

@@ -36,6 +36,28 @@ def told(model: object, **fields: Any) -> str:
     return str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"served_model_name": "x" * 257}, "--served-model-name: must be a printable text of at most 256 char"),
+        ({"served_model_name": "a\nb"}, "--served-model-name: must be a printable text"),
+        ({"model": "x" * 257}, "256 characters, and is --model if unset, not"),
+        ({"node_id": "x" * 513}, "--node-id: must be a printable text of at most 512 characters, not"),
+        ({"node_id": "a\x1b"}, "--node-id: must be a printable text"),
+    ],
+)
+def test_names_that_no_router_takes_are_refused(fields: dict[str, str], says: str) -> None:
+    with pytest.raises(StartupError) as error:
+        preflight.check_names(NodeSettings(**{"model": "m", **fields}))  # type: ignore[arg-type]
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_names_that_all_take_pass() -> None:
+    preflight.check_names(NodeSettings(model="x" * 300, served_model_name="y" * 256, node_id="z" * 512))
+    preflight.check_names(NodeSettings(model="x" * 256))
+
+
 def test_what_can_work_passes(folder: Path) -> None:
     for model in (folder, "baton-tiny", "org/model", "gpt2"):
         preflight.check(NodeSettings(model=str(model), device="cpu"))
