@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -43,6 +44,9 @@ M = TypeVar("M", bound=Message)
 SERVICE = pb.DESCRIPTOR.services_by_name["Generation"].full_name
 
 _ABORT_S = 1.0
+_MAX_DETAILS_BYTES = 4096
+"""Of an error's message, as gRPC sends it. A client takes 8 KiB of metadata in all; with more, the call ends with
+RESOURCE_EXHAUSTED there, whatever its status was."""
 
 
 class GenerationService:
@@ -287,10 +291,20 @@ async def _answered(
     _log_end(method, error.grpc_status, received)
     try:
         async with asyncio.timeout(_ABORT_S):
-            await context.abort(grpc.StatusCode[error.grpc_status], error.message, _beside(error))
+            await context.abort(grpc.StatusCode[error.grpc_status], _details(error), _beside(error))
     except (TimeoutError, grpc.aio.InternalError):  # the client does not read earlier messages, or has left
         raise asyncio.CancelledError from None
     raise error  # abort raises; this tells the type checker
+
+
+def _details(error: BatonError) -> str:
+    """As much of its message as a client takes. gRPC sends a percent sign, and each byte that is not printable ASCII,
+    as three."""
+    sizes = (
+        1 if " " <= char <= "~" and char != "%" else 3 * len(char.encode(errors="replace")) for char in error.message
+    )
+    num_fit = sum(1 for _ in itertools.takewhile(_MAX_DETAILS_BYTES.__ge__, itertools.accumulate(sizes)))
+    return error.message[:num_fit]
 
 
 def _beside(error: BatonError) -> tuple[tuple[str, str], ...]:

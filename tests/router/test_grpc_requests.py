@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest
 from baton.v1 import generation_pb2 as pb
+from baton.v1 import generation_pb2_grpc
 from router.grpc_requests import parse_request
 
 CHAT = pb.GenerateRequest(
@@ -76,3 +77,27 @@ async def test_garbage_is_an_invalid_argument(router, method):
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await (answer.read() if method == "Generate" else answer)
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (pb.GenerateRequest(prompt="x", model="m" * 200_000), grpc.StatusCode.NOT_FOUND),
+        (pb.GenerateRequest(prompt="x", model="%" * 5_000), grpc.StatusCode.NOT_FOUND),
+        (pb.TokenizeRequest(prompt="x", model="m" * 8_000), grpc.StatusCode.NOT_FOUND),
+        (
+            pb.GenerateRequest(prompt="x", structured_outputs={"kind": "regex", "text": "(" + "你" * 3_000}),
+            grpc.StatusCode.INVALID_ARGUMENT,
+        ),
+    ],
+)
+async def test_a_long_message_does_not_hide_the_status(router, request_, status):
+    """More metadata than a client takes ends the call with RESOURCE_EXHAUSTED there, as if it should come again."""
+    await router.ready()
+    async with grpc.aio.insecure_channel(router.grpc) as channel:
+        stub: Any = generation_pb2_grpc.GenerationStub(channel)
+        is_stream = isinstance(request_, pb.GenerateRequest)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await (stub.Generate(request_).read() if is_stream else stub.Tokenize(request_))
+    assert error.value.code() is status
+    assert 400 < len(error.value.details() or "") <= 4096
