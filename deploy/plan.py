@@ -214,7 +214,7 @@ def _data_parallel(settings: OwnSettings, name: str, ports: Mapping[str, NodePor
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment without baton's settings, which are read here and handed on as flags."""
-    return {name: value for name, value in environ.items() if not name.startswith(ENV_PREFIX)}
+    return {name: value for name, value in environ.items() if not name.upper().startswith(ENV_PREFIX)}
 
 
 def _kv_events(settings: OwnSettings, index: int) -> list[str]:

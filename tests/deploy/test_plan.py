@@ -304,7 +304,8 @@ def test_keys_are_on_no_command_line() -> None:
 
 
 def test_children_do_not_see_our_settings() -> None:
-    assert clean_environment({"BATON_MODEL": "m", "HOME": "/"}) == {"HOME": "/"}
+    """In lower case, too, in which they are read as well."""
+    assert clean_environment({"BATON_MODEL": "m", "baton_config": "f", "HOME": "/"}) == {"HOME": "/"}
 
 
 def test_baton_up_itself_needs_no_torch() -> None:
