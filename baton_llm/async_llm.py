@@ -22,7 +22,7 @@ from baton_llm.prompts import (
     read_conversations,
     read_prompt,
 )
-from baton_llm.sampling_params import RequestOutputKind, SamplingParams, default_params
+from baton_llm.sampling_params import RequestOutputKind, SamplingParams, default_params, is_text
 
 
 class AsyncLLM:
@@ -108,6 +108,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         [priority] = priorities_of_each(priority, 1)
         request_id = self._host.next_id() if request_id is None else request_id
+        if not is_text(request_id):  # the nodes hash it
+            raise InvalidRequest(f"request_id must be a text, not {request_id!r}", "request_id")
         if request_id in self._running:
             raise InvalidRequest(f"request_id {request_id!r} is in use", "request_id")
         latest = _Latest(asyncio.get_running_loop())

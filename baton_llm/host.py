@@ -16,7 +16,7 @@ from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from baton.errors import BatonError, RequestCancelled
+from baton.errors import BatonError, NodeUnavailable, RequestCancelled
 from baton_llm.backend import Backend
 from baton_llm.background import STOP_S, Background
 from baton_llm.outputs import Collector, RequestOutput
@@ -94,7 +94,12 @@ class Host:
             if on_change is not None and not collector.all_ended:
                 on_change(collector.output(finished=False))
 
-        num_cached_tokens = await self.backend.generate(request, take)
+        try:
+            num_cached_tokens = await self.backend.generate(request, take)
+        except NodeUnavailable:
+            if self._closed:  # by its own caller, and not something that might come back
+                raise RequestCancelled(CLOSED) from None
+            raise
         return collector.output(finished=True, num_cached_tokens=num_cached_tokens)
 
     async def answer_all(

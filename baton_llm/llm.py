@@ -69,8 +69,8 @@ class LLM:
 
         All prompts are tokenized and checked before any runs: InvalidRequest, whose `param` names what is wrong, means
         that nothing was computed. A prompt that fails later does not affect the others: when all have ended, its error
-        is raised, as PromptsFailed with the others' outputs if there were several prompts. Raises RequestCancelled
-        when closed meanwhile.
+        is raised, as PromptsFailed with the others' outputs if there were several prompts. That of a prompt which was
+        not answered when the LLM was closed is RequestCancelled.
         """
         return self._run(read_prompts(prompts), sampling_params, use_tqdm, priority)
 
