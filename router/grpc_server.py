@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +68,7 @@ class GrpcServer:
     def __init__(self, service: GenerationService, limits: GrpcLimits, keys: ApiKeys | None = None) -> None:
         interceptors = [*([_RequireKey(keys)] if keys else []), RefuseMalformed()]
         self._server = grpc.aio.server(options=limits.options(), interceptors=interceptors)
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # known to grpc, not to its stubs
+        self._health = _Health()
         self._server.add_generic_rpc_handlers((service.handlers(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -79,19 +80,62 @@ class GrpcServer:
             port = self._server.add_insecure_port(str(address))
         else:
             port = self._server.add_secure_port(str(address), credentials)
-        await self.set_health(Readiness("starting"))
+        self.set_health(Readiness("starting"))
         await self._server.start()
         return HostPort(address.host, port)
 
     async def stop(self, grace_s: float) -> None:
+        self._health.stop()
         await self._server.stop(grace_s)
 
-    async def set_health(self, readiness: Readiness) -> None:
-        status = health_pb2.HealthCheckResponse
+    def set_health(self, readiness: Readiness) -> None:
         whole = readiness.ready and readiness.degraded is None
         serving = {"": readiness.ready, **dict.fromkeys(_SERVICES, readiness.ready), WHOLE_CLUSTER: whole}
-        for name, serves in serving.items():
-            await self._health.set(name, status.SERVING if serves else status.NOT_SERVING)
+        self._health.set(serving)
+
+
+class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated without types
+    """The standard service. grpc's own would keep a server that stops waiting for those who watch: their streams end
+    with the last status."""
+
+    def __init__(self) -> None:
+        self._statuses: dict[str, int] = {}
+        self._stopping = False
+        self._changed = asyncio.Event()
+
+    def set(self, serving: Mapping[str, bool]) -> None:
+        """Whether each of these services is served."""
+        status = health_pb2.HealthCheckResponse
+        self._statuses |= {name: status.SERVING if serves else status.NOT_SERVING for name, serves in serving.items()}
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def stop(self) -> None:
+        """Nothing is served from here on."""
+        self._stopping = True
+        self.set(dict.fromkeys(self._statuses, False))
+
+    async def Check(  # noqa: N802  # its name in the protocol
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> health_pb2.HealthCheckResponse:
+        status = self._statuses.get(request.service)
+        if status is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "the health service knows no such name")
+        return health_pb2.HealthCheckResponse(status=status)
+
+    async def Watch(  # noqa: N802
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        told = None
+        while True:
+            changed, stopping = self._changed, self._stopping
+            status = self._statuses.get(request.service, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
+            if status != told:
+                await context.write(health_pb2.HealthCheckResponse(status=status))
+                told = status
+            if stopping:
+                return
+            await changed.wait()
 
 
 class _RequireKey(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stubs only

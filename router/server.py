@@ -105,7 +105,6 @@ class RouterServer:
         self.app = self._make_app(bodies, status)
         self._websockets = WebSockets(frozenset((RESPONSES, *CHATS)), bodies)
         self._told: Readiness | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def _make_cluster(self, epoch: int) -> Cluster:
         settings, trust = self._settings, self._settings.trust()
@@ -259,9 +258,7 @@ class RouterServer:
         if readiness.ready and not (self._told and self._told.ready):
             log.info("%s %s://%s grpc=%s", readiness.status, self._scheme, self.http_address, self.grpc_address)
         self._told = readiness
-        task = asyncio.create_task(self._grpc.set_health(readiness))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._grpc.set_health(readiness)
 
 
 def _make_core(settings: RouterSettings, epoch: int) -> RouterCore:

@@ -17,8 +17,8 @@ from baton.errors import Overloaded
 from baton.logits_processors import LogitsProcessor
 from baton.v1 import common_pb2, generation_pb2_grpc, node_pb2
 from baton.v1 import generation_pb2 as pb
-from tests.router.conftest import says
-from tests.router.fake_node import Answer
+from tests.router.conftest import Router, says
+from tests.router.fake_node import PATIENCE_S, Answer
 from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -301,6 +301,35 @@ async def test_grpc_health_follows_readiness(router, nodes, channel):
         await nodes.nodes[1].stop()
         while (await watch.read()).status != states.NOT_SERVING:
             pass
+    watch.cancel()
+
+
+async def test_who_watches_grpc_health_does_not_keep_a_router_from_its_end(nodes):
+    """It had all of --drain-timeout to wait for, as for a running request."""
+    router = Router(nodes, drain_timeout=600.0)
+    await router.start()
+    await router.ready()
+    async with grpc.aio.insecure_channel(router.grpc) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        states = health_pb2.HealthCheckResponse
+        async with asyncio.timeout(PATIENCE_S):
+            assert (await watch.read()).status == states.SERVING
+            await router.server.stop(asyncio.Event())
+            assert (await watch.read()).status == states.NOT_SERVING
+            assert await watch.read() is grpc.aio.EOF  # type: ignore[attr-defined]
+
+
+async def test_grpc_health_knows_its_services_by_name(router, channel):
+    await router.ready()
+    stub, states = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckResponse
+    for name in ("", "baton.v1.Generation", "baton.v1.Cluster"):
+        assert (await stub.Check(health_pb2.HealthCheckRequest(service=name))).status == states.SERVING
+    unknown = health_pb2.HealthCheckRequest(service="nothing")
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await stub.Check(unknown)
+    assert error.value.code() is grpc.StatusCode.NOT_FOUND
+    watch = stub.Watch(unknown)
+    assert (await watch.read()).status == states.SERVICE_UNKNOWN
     watch.cancel()
 
 
