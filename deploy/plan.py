@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 
 from baton.address import HostPort
 from baton.settings import ENV_PREFIX, flag_name
 from deploy.settings import OwnSettings
 from node.kv_events_config import KvEventsConfig
+
+_GPU = re.compile(r"\d+|(GPU|MIG)-.+", re.ASCII)
+"""In CUDA_VISIBLE_DEVICES. The first entry of another form, as -1 or Slurm's NoDevFiles, hides all from there on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ def this_machine() -> Machine:
     if visible is None:
         gpus = [str(i) for i, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
     else:
-        gpus = [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
+        gpus = [*takewhile(_GPU.fullmatch, (gpu.strip() for gpu in visible.split(",")))]
     return Machine(len(os.sched_getaffinity(0)), tuple(gpus))
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from baton.address import HostPort
 from baton.settings import parse
-from deploy.plan import Child, Machine, NodePorts, clean_environment, node_names, placement, plan
+from deploy.plan import Child, Machine, NodePorts, clean_environment, node_names, placement, plan, this_machine
 from deploy.settings import OwnSettings, UpSettings
 from node.kv_events_config import KvEventsConfig
 from node.settings import NodeSettings
@@ -301,6 +301,23 @@ def test_keys_are_on_no_command_line() -> None:
     router = planned(Machine(2, ()), *keys)["router"]
     assert not any("api" in argument or "sk-" in argument for argument in router.arguments)
     assert router.env == {"BATON_API_KEY": "sk-one sk-two", "BATON_ADMIN_API_KEY": "sk-admin"}
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus"),
+    [
+        ("0,1", ("0", "1")),
+        (" 3 , GPU-8932f937,MIG-GPU-1/2/3", ("3", "GPU-8932f937", "MIG-GPU-1/2/3")),
+        ("1,-1,0", ("1",)),
+        ("-1", ()),
+        ("NoDevFiles", ()),
+        ("", ()),
+    ],
+)
+def test_gpus_are_those_that_cuda_would_show(visible: str, gpus: tuple[str, ...], monkeypatch) -> None:
+    """-1 hides them all: a cluster on the CPU's cores would be refused for the one GPU that it seemed to be."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert this_machine().gpus == gpus
 
 
 def test_children_do_not_see_our_settings() -> None:
