@@ -5,6 +5,7 @@ gRPC, not HTTP: it sends the ids and logprobs of tokens as numbers, and streams 
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,6 +34,7 @@ from baton.v1 import generation_pb2_grpc
 from baton_llm.prompts import Chat, Encoded, Input
 from baton_llm.sampling_params import SamplingParams
 from router.answer import Delta
+from router.api_keys import check_key
 from router.generation_request import SEED_SPACE, GenerationRequest
 from router.prompt_logprobs import ScoredPrompt
 
@@ -63,8 +65,8 @@ class RemoteBackend:
         except ValueError as error:
             raise ValueError(f"router: {error}") from None
         self._model = model or ""
-        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key is not None else ()
-        self._authorities = Path(ssl_ca_certs).read_bytes() if ssl_ca_certs is not None else None
+        self._metadata = _authorization(api_key.strip()) if api_key is not None else ()
+        self._authorities = _read_authorities(Path(ssl_ca_certs)) if ssl_ca_certs is not None else None
         self._channel: grpc.aio.Channel | None = None
 
     async def start(self) -> None:
@@ -159,6 +161,24 @@ class RemoteBackend:
             return await method(request, timeout=_CALL_S, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             _raise(error)
+
+
+def _authorization(key: str) -> tuple[tuple[str, str], ...]:
+    """The metadata with that key; none for an empty one. Raises ValueError."""
+    try:
+        return (("authorization", f"Bearer {check_key(key)}"),) if key else ()
+    except ValueError as error:
+        raise ValueError(f"api_key: {error}") from None
+
+
+def _read_authorities(path: Path) -> bytes:
+    """Raises OSError, and ValueError for a file without certificates, with which gRPC would try to connect in vain."""
+    read = path.read_bytes()
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
+    except ssl.SSLError as error:
+        raise ValueError(f"ssl_ca_certs: {path} holds no certificates: {error.reason}") from None
+    return read
 
 
 def _raise(error: grpc.aio.AioRpcError) -> NoReturn:

@@ -11,6 +11,7 @@ from baton.errors import NodeUnavailable
 from baton.node_info import NodeRole
 from baton_llm import LLM, AsyncLLM, InvalidRequest, PromptsFailed, SamplingParams
 from baton_llm.prompts import Prompt
+from baton_llm.remote import RemoteBackend
 from tests.router.conftest import Router, says
 from tests.router.fake_node import FakeCluster
 
@@ -92,3 +93,23 @@ def test_a_router_takes_no_flags_of_nodes():
         LLM(router="127.0.0.1:1", max_num_seqs=3)
     with pytest.raises(ValueError, match="router: must be HOST:PORT"):
         LLM(router="nowhere")
+
+
+@pytest.mark.parametrize("api_key", ["ключ", "a\nb", "a b"])
+def test_a_key_that_cannot_be_sent_is_named_and_not_shown(api_key):
+    with pytest.raises(ValueError, match=r"^api_key: an API key has") as error:
+        LLM(router="127.0.0.1:1", api_key=api_key)
+    assert api_key not in str(error.value)
+
+
+@pytest.mark.parametrize(("api_key", "sent"), [("k\n", "Bearer k"), (" k ", "Bearer k"), ("", None), ("\n", None)])
+def test_a_key_may_have_the_line_end_of_its_file(api_key, sent):
+    metadata = RemoteBackend("127.0.0.1:1", None, api_key, None)._metadata
+    assert metadata == ((("authorization", sent),) if sent else ())
+
+
+def test_authorities_without_a_certificate_are_named(tmp_path):
+    path = tmp_path / "ca.pem"
+    path.write_text("nothing")
+    with pytest.raises(ValueError, match=r"^ssl_ca_certs: .*ca\.pem holds no certificates: "):
+        LLM(router="127.0.0.1:1", ssl_ca_certs=path)
