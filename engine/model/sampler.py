@@ -37,6 +37,9 @@ _ADJUSTED = _BIASED | _PENALIZED | _MASKED | _BAD_WORDS
 _COMPLETES_BAD_WORD = -1e20
 """Added to a logit. It is finite: if every allowed token completes a bad word, these still rank before tokens that are
 not allowed."""
+_LEAST_REPETITION = 1e-10
+"""Repetition penalties below this count as this. Smaller ones may be 0 in fp32, and 0 times -inf is a NaN; or leave
+little of what forbids a bad word."""
 _PADDING = 4  # rows of an upload have a multiple of so many columns, so that each is aligned to 16 bytes
 _NUM_INTS = 3 + len(_INTS)
 _MOST_SIZES = 64
@@ -85,6 +88,7 @@ class Sampler:
         self._ints[:, row] = p.seed - (1 << 64) if p.seed >> 63 else p.seed, min(p.top_k, self._counts.shape[1])
         self._floats[:, row] = [getattr(p, name) for name in _FLOATS]
         self._floats[_FLOATS.index("temperature"), row] = p.temperature if draws else 0.0
+        self._floats[_FLOATS.index("repetition_penalty"), row] = max(p.repetition_penalty, _LEAST_REPETITION)
         self._bias[row] = _entries(list(p.logit_bias), list(p.logit_bias.values()))
         self._bad_words[row] = BadWords(p.bad_words_token_ids) if p.bad_words_token_ids else _NO_BAD_WORDS
         ends = {*p.stop_token_ids, *(() if p.ignore_eos else self._eos_token_ids)} if p.min_tokens else ()

@@ -255,6 +255,17 @@ def test_allowed_tokens_hold_even_if_all_of_them_complete_bad_words() -> None:
         assert choose(values, Ask(asked, output=(6,)))[0].token in (6, 7)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("penalty", [1e-50, 1e-30])
+def test_no_repetition_penalty_brings_a_forbidden_token_back(penalty: float, device: str) -> None:
+    """1e-50 is 0 in fp32."""
+    values = torch.full((1, VOCAB), -5.0, device=device)
+    for rule in ({"allowed_token_ids": frozenset({4, 5})}, {"bad_words_token_ids": ((1,), (2,))}):
+        params: dict[str, Any] = {**rule, "repetition_penalty": penalty}
+        for asked in (greedy(**params), SamplingParams(seed=3, **params)):
+            assert choose(values, Ask(asked))[0].token not in (1, 2)
+
+
 # ---- logprobs ----
 
 
