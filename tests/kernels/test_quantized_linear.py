@@ -254,6 +254,14 @@ def test_on_a_cpu_x_is_not_quantized() -> None:
     assert torch.equal(gated_linear(x, weight, "silu"), gated_activation(torch.nn.functional.linear(x, whole), "silu"))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("values", [FP8, INT8])
+def test_sums_that_fit_only_after_scaling_are_finite(values: torch.dtype, dtype: torch.dtype) -> None:
+    weight = QuantizedWeight(torch.full((3, 1024), 100.0).to(values), torch.full((3, 1), 1e-3))
+    out = linear(torch.full((2, 1024), 8.0, dtype=dtype), weight)
+    torch.testing.assert_close(out.float(), torch.full((2, 3), float(weight.values[0, 0]) * 8.192), rtol=1e-2, atol=0)
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [FP8, INT8])
 def test_a_norm_quantizes_its_rows_as_they_would_be_afterwards(dtype: torch.dtype, device: str) -> None:

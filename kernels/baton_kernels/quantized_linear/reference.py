@@ -11,7 +11,8 @@ from baton_kernels.quantized_linear.weights import LARGEST, QuantizedWeight, unp
 
 
 def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    if weight.by_rows and x.dtype != torch.float32:  # scaling the sums by rows saves a pass over the weight in fp32
+    # Scaling the sums by rows saves a pass over the weight in fp32. In fp16, a sum of unscaled products may be infinite.
+    if weight.by_rows and x.dtype == torch.bfloat16:
         out = F.linear(x, weight.values.to(x.dtype)) * weight.scale.view(-1)
         return (out if bias is None else out + bias).to(x.dtype)
     return F.linear(x, dequantize(weight, x.dtype), bias)
