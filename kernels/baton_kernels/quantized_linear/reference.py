@@ -11,7 +11,7 @@ from baton_kernels.quantized_linear.weights import LARGEST, QuantizedWeight, unp
 
 
 def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    # Scaling the sums by rows saves a pass over the weight in fp32. In fp16, a sum of unscaled products may be infinite.
+    # Scaling the sums by rows saves a pass over the weight in fp32. In fp16, unscaled sums may be infinite.
     if weight.by_rows and x.dtype == torch.bfloat16:
         out = F.linear(x, weight.values.to(x.dtype)) * weight.scale.view(-1)
         return (out if bias is None else out + bias).to(x.dtype)
