@@ -28,7 +28,7 @@ def test_small_kernels_compile_for_hopper() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == 165
+    assert int(done.stdout) == 167
 
 
 def bf16(*shape: int) -> Tensor:
@@ -187,6 +187,17 @@ def launch_quantized() -> None:
     rms_norm(bf16(2, 4096), bf16(4096), 1e-5, bf16(2, 4096), 0.0, False, quantized, scales)
 
 
+def launch_four_bits_in_fp32() -> None:
+    from baton_kernels.quantized_linear import QuantizedWeight, _tiling
+    from baton_kernels.quantized_linear.kernel import few_rows
+
+    weight = QuantizedWeight(ints(4096, 512, dtype=torch.uint8), torch.zeros(4096, 8), None, 128)
+    x = torch.zeros(64, 1024)
+    tiling = _tiling(x, weight, gated=True)
+    assert tiling is not None
+    few_rows(x, None, weight, None, "silu", tiling, x.dtype)
+
+
 def launch_eight_bits_with_more_scales() -> None:
     from baton_kernels.quantized_linear import QuantizedWeight, _tiling
     from baton_kernels.quantized_linear.kernel import few_rows
@@ -266,6 +277,16 @@ def launch_attention(quantized: bool) -> None:
     gather(keys, values, batch, 1, 0, 4, bf16(4, 2, 128), bf16(4, 2, 128))
 
 
+def launch_prefill_of_wide_heads() -> None:
+    from baton_kernels.paged_attention import PagedBatch
+    from baton_kernels.paged_attention.prefill import prefill_attention
+    from baton_kernels.paged_attention.tile import scoring
+
+    batch = PagedBatch.build([[1] * 4], [64], [64], 16, torch.device("cpu"))
+    query, out = bf16(64, 2, 512), bf16(64, 2, 512)
+    prefill_attention(query, *caches(2, 512, quantized=False), batch, range(1), out, scoring(0.1, None, None), None)
+
+
 def launch_direct_decode(dim: int) -> None:
     from baton_kernels.paged_attention import PagedBatch, decode
     from baton_kernels.paged_attention.tile import scoring
@@ -289,10 +310,12 @@ def main() -> None:
         launch_moves_and_inputs()
         launch_matmuls()
         launch_quantized()
+        launch_four_bits_in_fp32()
         launch_eight_bits_with_more_scales()
         launch_experts()
         launch_attention(quantized=False)
         launch_attention(quantized=True)
+        launch_prefill_of_wide_heads()
     print(len(names))
 
 

@@ -223,6 +223,8 @@ def tune(chunk_rows: int, all_rows: int, head_dim: int, dtype: torch.dtype, sms:
     """`chunk_rows`: the longest chunk's tokens times the heads of a group; `all_rows`: all tokens times all heads."""
     if dtype == torch.float32:
         return Tuning(tile_rows=32, tile_keys=32, num_warps=4, num_stages=2)
+    if head_dim > 256:  # shared memory holds no more
+        return Tuning(min(32, max(16, triton.next_power_of_2(chunk_rows))), tile_keys=32, num_warps=4, num_stages=2)
     if head_dim > 128:
         return Tuning(min(64, max(16, triton.next_power_of_2(chunk_rows))), tile_keys=64, num_warps=4, num_stages=2)
     if chunk_rows <= 32:

@@ -162,8 +162,11 @@ def _arranged(x: Tensor, weight: FourBitWeight, bias: Tensor | None, activation:
 def _tiling(x: Tensor, weight: QuantizedWeight, gated: bool) -> Tiling | None:
     chosen = choose_four_bits if weight.four_bits else choose
     depth = weight.packed_columns if weight.four_bits else weight.group
+    # Where x takes twice the room, or four times, steps are shorter.
     if _keeps_x(weight) and depth % 64 == 0:
-        depth = 64  # x takes twice the room
+        depth = 64
+    elif depth == 256 and weight.four_bits and x.element_size() == 4:
+        depth = 128
     return chosen(x.shape[0], weight.out_features, weight.in_features, gated, depth) if x.shape[0] else None
 
 
