@@ -99,6 +99,7 @@ class AnswerReader:
         self._tool_has_read = False
         self._num_calls = 0
         self._num_earlier_calls = 0  # of the parsers before this one
+        self._ids: set[str] = set()  # of the calls
         self._reasoning = reasoning
         self._parallel_tool_calls = parallel_tool_calls
 
@@ -142,14 +143,24 @@ class AnswerReader:
         return pieces
 
     def _kept(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Those that the client gets, with calls counted from the answer's beginning."""
+        """Those that the client gets, with calls counted from the answer's beginning, each with an id of its own."""
         if self._num_earlier_calls:
             pieces = [
                 piece if isinstance(piece, Content) else replace(piece, index=piece.index + self._num_earlier_calls)
                 for piece in pieces
             ]
         self._num_calls += sum(isinstance(piece, CallStart) for piece in pieces)
+        pieces = [replace(piece, id=self._own_id(piece)) if isinstance(piece, CallStart) else piece for piece in pieces]
         return [piece for piece in pieces if self._is_kept(piece)]
+
+    def _own_id(self, call: CallStart) -> str:
+        """The call's id; another one if the model has given it to an earlier call, since results name calls by it."""
+        assert self._tool is not None
+        own, index = call.id, call.index
+        while own in self._ids and index <= call.index + len(self._ids):
+            own, index = self._tool.id_of("", call.name, index), index + 1
+        self._ids.add(own)
+        return own
 
     def _is_kept(self, piece: Piece) -> bool:
         return self._parallel_tool_calls or isinstance(piece, Content) or piece.index == 0

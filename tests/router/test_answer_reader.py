@@ -66,3 +66,16 @@ def test_each_answer_has_a_reasoning_parser_and_no_other_is_made():
     assert first.read("</think>Yes", True) == [Content("Yes")]
     assert second.read(" No", True) == [Thought(" No")]
     assert len(made) == 2
+
+
+def test_calls_that_the_model_gives_one_id_get_ids_of_their_own():
+    """Kimi K2 counts its calls, and may count wrong."""
+    ids = ("functions.add:0", "functions.add:1", "functions.add:1", "functions.multiply:0", "functions.add:2")
+    begin, arguments, end = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+    text = "".join(f'{begin}{call_id}{arguments}{{"a": 1}}{end}' for call_id in ids)
+    for pieces in ([text], list(text)):
+        reader = AnswerReader(functools.partial(TOOL_PARSERS["kimi_k2"], TOOLS), None, True)
+        parts = [part for piece in pieces for part in reader.read(piece, False)] + reader.read("", True)
+        starts = [part for part in parts if isinstance(part, CallStart)]
+        assert [start.id for start in starts] == [*ids[:2], "functions.add:2", ids[3], "functions.add:4"]
+        assert [start.index for start in starts] == [0, 1, 2, 3, 4]
