@@ -16,13 +16,13 @@ from router.http.fields import CONFIG, Name, ValueLimits, bound_values, num_char
 from router.http.parse import is_quick, parse_begun, parse_json
 from router.limits import MAX_TOOL_CALLS, MAX_TOOL_CHARS, MAX_TOOL_DEPTH, MAX_TOOL_VALUES, MAX_TOOLS
 
-_NAME = r"^[a-zA-Z0-9_-]{1,64}$"
+_NAME = r"^[a-zA-Z0-9_-]{1,128}$"
 _LIMITS = ValueLimits(MAX_TOOL_VALUES, MAX_TOOL_CHARS, MAX_TOOL_DEPTH)
 
 
 def _function_name(value: str) -> str:
     if not re.fullmatch(_NAME[1:-1], value):
-        raise ValueError(f"must be 1 to 64 letters, digits, `_` or `-`, not {value[:65]!r}")
+        raise ValueError(f"must be 1 to 128 letters, digits, `_` or `-`, not {value[:129]!r}")
     return value
 
 

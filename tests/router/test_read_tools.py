@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidRequest
+from router.http.anthropic.tools import CustomTool
 from router.http.body import validate
+from router.http.responses_api.schemas import FunctionTool
 from router.http.schemas import ChatRequest, size_of_prompt
 from tests.router.http_shapes import CHAT, allowed
 
@@ -37,8 +39,8 @@ def read(**fields: Any) -> ChatRequest:
         ({"tools": [{"type": "function"}]}, "tools", "tools.0.function: Field required"),
         ({"tools": [{"type": "x", "function": {}}]}, "tools", "'function'"),
         ({"tools": [tool("a b")]}, "tools", "not 'a b'"),
-        ({"tools": [tool("a\n")]}, "tools", "1 to 64 letters"),
-        ({"tools": [tool("a" * 65)]}, "tools", "1 to 64 letters"),
+        ({"tools": [tool("a\n")]}, "tools", "1 to 128 letters"),
+        ({"tools": [tool("a" * 129)]}, "tools", "1 to 128 letters"),
         ({"tools": [tool("f"), tool("g"), tool("f")]}, "tools", "2 functions called `f`"),
         ({"tools": [tool("f", nested(33))]}, "tools", "nested at most 31 deep"),
         ({"tools": [tool("f", {"a": [0] * 20_000})]}, "tools", "16384 names and values"),
@@ -67,6 +69,13 @@ def test_mistakes_are_named(fields, param, says):
         read(**fields)
     assert refusal.value.param == param
     assert says in refusal.value.message
+
+
+def test_names_of_tools_are_as_long_as_anthropic_and_the_responses_api_have_them():
+    name = "mcp__" + "a" * 123
+    assert read(tools=[tool(name)]).tools[0].function.name == name
+    assert CustomTool(name=name, input_schema={}).in_chat().function.name == name
+    assert FunctionTool(type="function", name=name).of_chat().function.name == name
 
 
 def test_tools_and_calls_count_as_text_of_the_prompt():
