@@ -23,7 +23,7 @@ def constrained(wanted: GenerationRequest, plan: CallPlan, reading: AnswerReadin
     reasoning = reading.reasoning_format() if reading else None
     asked: StructuredOutput | None = wanted.sampling.get("structured_outputs")
     if asked is not None and plan.is_forced:
-        text = "A `tool_choice` that requires a call, and a constraint such as `response_format`, exclude each other."
+        text = "A `tool_choice` that requires a call and a constraint such as `structured_outputs` exclude each other."
         raise InvalidRequest(text, "tool_choice")
     body = plan.must_match
     if asked is not None:

@@ -250,6 +250,12 @@ class ChatRequest(GenerationFields, TemplateFields):
         tools, choice = allowed_tools(self.tools, self.tool_choice)
         return self.model_copy(update={"tools": tools, "tool_choice": choice})
 
+    def without_response_format(self) -> ChatRequest:
+        """The checked request as one whose answers are calls alone, which have no content to be of that format. Raises
+        InvalidRequest for a format that is none."""
+        structured_output_of(self.response_format, None, {})
+        return self.model_copy(update={"response_format": None})
+
     @property
     def begun(self) -> str | None:
         """The text that the answer goes on from, if it does."""

@@ -73,7 +73,9 @@ def test_mistakes_are_named(fields, param, says):
 
 def test_names_of_tools_are_as_long_as_anthropic_and_the_responses_api_have_them():
     name = "mcp__" + "a" * 123
-    assert read(tools=[tool(name)]).tools[0].function.name == name
+    tools = read(tools=[tool(name)]).tools
+    assert tools is not None
+    assert tools[0].function.name == name
     assert CustomTool(name=name, input_schema={}).in_chat().function.name == name
     assert FunctionTool(type="function", name=name).of_chat().function.name == name
 

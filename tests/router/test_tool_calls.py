@@ -236,6 +236,27 @@ async def test_of_the_tools_only_those_that_are_allowed_may_be_called(client, no
     assert '"other"' not in prompt_of(nodes)
 
 
+async def test_the_format_of_content_does_not_matter_to_calls_that_are_required(client, nodes):
+    nodes.script = says(CALL)
+    as_json = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "properties": {}}}}
+    for choice in ("required", NAMED):
+        chat = {"tool_choice": choice, "response_format": as_json}
+        assert (await choice_of(client, **chat))["message"]["tool_calls"][0]["function"]["arguments"] == ARGUMENTS
+        structured = nodes.prefills[-1].sampling.structured_outputs
+        assert matches(structured, CALL)
+        assert not matches(structured, "{}")
+    tool = {"type": "function", **WEATHER["function"]}
+    flat = {"input": "hi", "tools": [tool], "tool_choice": "required", "text": {"format": {"type": "json_object"}}}
+    response = await client.post("/v1/responses", json=flat)
+    assert [item["type"] for item in response.json()["output"]] == ["function_call"]
+    for fields, param in (
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"structured_outputs": {"json_object": True}}, "tool_choice"),
+    ):
+        refusal = await client.post(CHATS, json={**TOOLS, "tool_choice": "required", **fields})
+        assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, param)
+
+
 async def test_a_named_call_stops_as_openai_says(client, nodes):
     other = {"type": "function", "function": {"name": "other"}}
     nodes.script = says(CALL)
