@@ -59,6 +59,7 @@ class EventStream:
             self.rest = head + body
             self._generation.raise_error()
             return
+        self._written_at = self._loop.time()  # the head of the answer, if nothing else
         self._write(head + body)
         self._writer.on_resumed(self._generation.tell)
         self._generation.listen(self._deliver)

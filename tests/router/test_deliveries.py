@@ -71,6 +71,7 @@ class Streams:
         self.streams: list[EventStream] = []
         self.tasks: list[asyncio.Task[None]] = []
         self.attention_s = ATTENTION_S
+        self.events = ChunkEvents
 
     async def open(self, count: int) -> None:
         for number in range(count):
@@ -87,7 +88,7 @@ class Streams:
             connection: Any = Connection()
             self.connections.append(connection)
             shape = ChatShape(generation.request_id, model, None, None)
-            stream = EventStream(generation, ChunkEvents(generation, shape, None), connection)
+            stream = EventStream(generation, self.events(generation, shape, None), connection)
             self.streams.append(stream)
             self.tasks.append(asyncio.create_task(stream.run(await generation.next(), self.attention_s)))
         await asyncio.sleep(0)
@@ -175,6 +176,20 @@ async def test_a_silent_stream_shows_signs_of_life_again_and_again(streams):
     connection.write_piece = write
     async with asyncio.timeout(10):
         await shown.wait()
+
+
+class Held(ChunkEvents):
+    """Events of which none goes out before the end, like the chunk of an answer that came at once."""
+
+    def delta(self, delta: Delta) -> bytes:
+        return b""
+
+
+async def test_a_stream_that_has_just_begun_shows_no_sign_of_life(streams):
+    streams.events = Held
+    await streams.open(1)
+    (connection,) = streams.connections
+    assert connection.pieces == []
 
 
 async def test_streams_write_in_slices_and_the_loop_goes_on_between_them():
