@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import codecs
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from baton.messages import TokenLogprobs
@@ -11,6 +12,7 @@ from router.answer import Delta
 from router.prompt_logprobs import ScoredPrompt
 from router.tokenizer import Tokenizer
 
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 LEAST = -9999.0
 """Stands for minus infinity, which JSON cannot express (as in vLLM), nor NaN, which a model's overflow may give."""
 
@@ -84,17 +86,17 @@ class CompletionLogprobs:
         self._as_ids = as_ids
         self._num_echoed = num_echoed
         self._offsets: dict[int, int] = {}  # answer -> characters so far
+        self._decoders: dict[int, codecs.IncrementalDecoder] = {}  # answer -> what counts them
 
     def of(self, delta: Delta) -> dict[str, Any]:
         scored = [*self._echoed(delta), *zip(delta.token_ids, delta.logprobs, strict=True)]
-        texts = [token_text(self._tokenizer, token_id) for token_id, _ in scored]
         names = [token_name(self._tokenizer, token_id, self._as_ids) for token_id, _ in scored]
         entries = [entry for _, entry in scored]
         return {
             "tokens": names,
             "token_logprobs": [entry and shown(entry.logprob) for entry in entries],
             "top_logprobs": [entry and self._top(name, entry) for name, entry in zip(names, entries, strict=True)],
-            "text_offset": self._advance(delta.index, texts),
+            "text_offset": self._advance(delta.index, [token_id for token_id, _ in scored]),
         }
 
     def _echoed(self, delta: Delta) -> list[tuple[int, TokenLogprobs | None]]:
@@ -110,11 +112,13 @@ class CompletionLogprobs:
         top = {token_name(self._tokenizer, token_id, self._as_ids): shown(logprob) for token_id, logprob in entry.top}
         return {**top, chosen: shown(entry.logprob)}
 
-    def _advance(self, index: int, texts: list[str]) -> list[int]:
+    def _advance(self, index: int, token_ids: Sequence[int]) -> list[int]:
+        """Where the text of each token begins: of several that are one character, where that does."""
+        decoder = self._decoders.setdefault(index, _Utf8Decoder("replace"))
         offset = self._offsets.get(index, 0)
         offsets = []
-        for text in texts:
+        for token_id in token_ids:
             offsets.append(offset)
-            offset += len(text)
+            offset += len(decoder.decode(self._tokenizer.token_bytes(token_id)))
         self._offsets[index] = offset
         return offsets

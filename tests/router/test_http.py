@@ -173,6 +173,20 @@ async def test_completion_logprobs(client):
     assert len(logprobs["top_logprobs"][0]) == 2
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_offsets_of_completion_logprobs_count_characters(client, nodes, stream):
+    """Also where a character is several tokens, of which none is text by itself."""
+    nodes.script = says("a🤖b")
+    response = await client.post("/v1/completions", json={"prompt": "x", "logprobs": 0, "stream": stream})
+    chunks = events(response.text) if stream else [response.json()]
+    shown = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    tokens = [name for logprobs in shown for name in logprobs["tokens"]]
+    offsets = [offset for logprobs in shown for offset in logprobs["text_offset"]]
+    assert (tokens[0], tokens[-2:]) == ("a", ["b", "<|im_end|>"])
+    assert all(name.startswith("bytes:") for name in tokens[1:-2])
+    assert offsets == [0, *[1] * len(tokens[1:-2]), 2, 3]
+
+
 async def test_token_ids_on_request(client, nodes):
     body = (await client.post("/v1/completions", json={"prompt": [5, 6], "return_token_ids": True})).json()
     assert body["choices"][0]["token_ids"] == [*tiny_tokenizer().encode("hello world", False), IM_END]
