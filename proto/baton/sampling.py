@@ -82,7 +82,7 @@ class SamplingParams:
     frequency_penalty: float = _within(0.0, -2.0, 2.0, "must be in [-2, 2]")
     logit_bias: dict[int, float] = field(default_factory=dict)
     seed: int = _within(0, 0, 2**64 - 1, "must be an unsigned 64-bit number")
-    max_tokens: int = _within(16, 1, 2**31 - 1, "must be 1 or more")
+    max_tokens: int = _within(16, 1, 2**31 - 1, "must be 1 or more, and below 2^31")
     min_tokens: int = _within(0, 0, 2**31 - 1, "must be in [0, max_tokens]")
     ignore_eos: bool = False
     stop_token_ids: frozenset[int] = frozenset()

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from baton.errors import InvalidRequest
-from baton.sampling import MAX_LOGPROBS
+from baton.sampling import MAX_LOGPROBS, RANGES
 from router.http.fields import CONFIG, Name, TemplateValues, Whole, between
 from router.http.responses_api.conversation import AnyItem, messages_of
 from router.http.responses_api.items import Items
@@ -110,10 +110,9 @@ class ResponsesRequest(GenerationFields):
         for name in sorted(_NOT_HERE & self.model_fields_set):
             if getattr(self, name) not in (None, (), 1 if name == "n" else None):
                 raise InvalidRequest(f"`{name}` is not a field of responses.", name)
-        if self.max_output_tokens is not None and self.max_output_tokens < 1:
-            raise InvalidRequest(
-                f"`max_output_tokens` must be 1 or more, not {self.max_output_tokens}.", "max_output_tokens"
-            )
+        limit, valid = self.max_output_tokens, RANGES["max_tokens"]
+        if limit is not None and limit not in valid:
+            raise InvalidRequest(f"`max_output_tokens` {valid.text}, not {limit}.", "max_output_tokens")
         self._check_parts()
         self._check_include()
         self._check_metadata()
