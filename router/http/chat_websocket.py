@@ -26,14 +26,14 @@ class ChatWebSocket:
     def __init__(self, generate: GenerateRoutes, limits: HttpLimits, service: Service) -> None:
         self._generate = generate
         self._service = service
-        self._idle_s = limits.websocket_idle_s
+        self._limits = limits
         self._bodies = BodyReader(limits.bodies, service.offload)
         self.routes = APIRouter()
         for path in PATHS:
             self.routes.add_api_websocket_route(path, self.serve)
 
     async def serve(self, websocket: WebSocket) -> None:
-        await Session(websocket, self, self._idle_s).run()
+        await Session(websocket, self, self._limits).run()
 
     async def start(self, state: State, message: bytes) -> tuple[Generation, EventShape]:
         body = await self._bodies.parsed(

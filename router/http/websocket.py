@@ -15,12 +15,13 @@ from typing import Any, Protocol
 from starlette.datastructures import State
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from baton.errors import BatonError, InvalidRequest, RequestCancelled
+from baton.errors import BatonError, InvalidRequest, Overloaded, RequestCancelled
 from baton.telemetry import request_scope
 from router.answer import Delta
 from router.generation import Generation
 from router.http.errors import body_of
 from router.http.event_stream import EventShape
+from router.http.limits import Bodies, HttpLimits
 from router.scope import draw_request_id
 
 log = logging.getLogger(__name__)
@@ -57,13 +58,13 @@ class Requests(Protocol):
 
 
 class Session:
-    """One client's WebSocket, open for at most `idle_s` without a request."""
+    """One client's WebSocket, open for at most `websocket_idle_s` of `limits` without a request."""
 
-    def __init__(self, websocket: WebSocket, requests: Requests, idle_s: float) -> None:
+    def __init__(self, websocket: WebSocket, requests: Requests, limits: HttpLimits) -> None:
         self._websocket = websocket
         self._requests = requests
-        self._idle_s = idle_s
-        self._inbox = _Inbox(websocket)
+        self._idle_s = limits.websocket_idle_s
+        self._inbox = _Inbox(websocket, limits.bodies)
         self._state: WebSocketState = websocket.state.websocket
 
     async def run(self) -> None:
@@ -74,6 +75,7 @@ class Session:
                 await self._websocket.close(*await self._serve())
         finally:
             reading.cancel()
+            self._inbox.drop()
 
     async def _serve(self) -> tuple[int, str]:
         """Answer requests until there will be no more; returns code and reason. Raises WebSocketDisconnect."""
@@ -83,9 +85,7 @@ class Session:
             self._state.busy = False
             if self._state.closing:
                 return SERVICE_RESTART, "the server stops"
-        if self._inbox.is_full:
-            return POLICY_VIOLATION, f"more than {_MAX_WAITING} requests are waiting"
-        return NORMAL, f"no request for {self._idle_s:g} s"
+        return self._inbox.refusal or (NORMAL, f"no request for {self._idle_s:g} s")
 
     async def _answer(self, message: bytes) -> None:
         began = time.monotonic()
@@ -147,26 +147,27 @@ def streamed(content: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Inbox:
-    """Takes messages when they come, so that a client that leaves is noticed while its request runs."""
+    """Takes messages when they come, so that a client that leaves is noticed while its request runs. Those that wait
+    count as `bodies`. `refusal`: with what code and reason the client is sent away; None: it is not."""
 
-    def __init__(self, websocket: WebSocket) -> None:
+    def __init__(self, websocket: WebSocket, bodies: Bodies) -> None:
         self._websocket = websocket
+        self._bodies = bodies
         self._waiting = deque[bytes]()
         self._news = asyncio.Event()
         self._leave: Callable[[], None] | None = None
         self._has_left = False
-        self.is_full = False
+        self.refusal: tuple[int, str] | None = None
 
     async def read(self) -> None:
         """Until the client leaves, or sends too much."""
         while (message := await self._websocket.receive())["type"] != "websocket.disconnect":
-            self.is_full = len(self._waiting) >= _MAX_WAITING
-            if self.is_full:
-                break
             text = message.get("text")
-            self._waiting.append(message["bytes"] if text is None else text.encode())
+            self.refusal = self._keep(message["bytes"] if text is None else text.encode())
+            if self.refusal:
+                break
             self._news.set()
-        self._has_left = not self.is_full
+        self._has_left = not self.refusal
         self._news.set()
         if self._leave is not None:
             self._leave()
@@ -175,21 +176,42 @@ class _Inbox:
         """None if nothing came for so long, or too much. Raises WebSocketDisconnect."""
         try:
             async with asyncio.timeout(timeout_s):
-                while not (self._waiting or self._has_left or self.is_full):
+                while not (self._waiting or self._has_left or self.refusal):
                     self._news.clear()
                     await self._news.wait()
         except TimeoutError:
             return None
         if self._has_left:
             raise WebSocketDisconnect
-        return None if self.is_full else self._waiting.popleft()
+        return None if self.refusal else self._taken()
+
+    def drop(self) -> None:
+        """Forget what waits."""
+        while self._waiting:
+            self._taken()
+
+    def _keep(self, message: bytes) -> tuple[int, str] | None:
+        """Have a message wait; returns why not."""
+        if len(self._waiting) >= _MAX_WAITING:
+            return POLICY_VIOLATION, f"more than {_MAX_WAITING} requests are waiting"
+        try:
+            self._bodies.take(len(message))
+        except Overloaded as error:
+            return TRY_AGAIN_LATER, error.message
+        self._waiting.append(message)
+        return None
+
+    def _taken(self) -> bytes:
+        message = self._waiting.popleft()
+        self._bodies.give_back(len(message))
+        return message
 
     @contextlib.contextmanager
     def closing(self, generation: Generation) -> Iterator[None]:
         """Within the context, the generation is closed as soon as the client leaves; at its end, in any case."""
         self._leave = generation.close
         try:
-            if self._has_left or self.is_full:
+            if self._has_left or self.refusal:
                 generation.close()
             yield
         finally:

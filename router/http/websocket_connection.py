@@ -1,6 +1,7 @@
 """One client's WebSocket: uvicorn's, with bounds on memory and time whatever the client sends or does not read.
 
-It counts as a connection like any other. Messages count as bodies until the application takes them.
+It counts as a connection like any other. Messages count as bodies until the application takes them, which counts those
+that it has wait.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class ResponsesWebSocket:
     async def serve(self, websocket: WebSocket) -> None:
         bodies = BodyReader(self._limits.bodies, self._offload)
         last = ResponseStore(max_responses=1, max_bytes=self._limits.bodies.max_bytes)
-        await Session(websocket, _Requests(self._responses, bodies, last), self._limits.websocket_idle_s).run()
+        await Session(websocket, _Requests(self._responses, bodies, last), self._limits).run()
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,6 +190,26 @@ async def test_requests_wait_for_each_other_but_few_of_them(router, nodes):
     await router.idle()
 
 
+async def test_requests_that_wait_take_room_of_bodies(nodes):
+    async with running(nodes, max_body_bytes=2048, max_buffered_body_bytes=3000) as (router, _):
+        nodes.script = says("hello world", hold=asyncio.Event())
+        long = {**CREATE, "metadata": {"a": "x" * 500, "b": "x" * 500, "c": "x" * 500}}
+        async with socket(router) as websocket:
+            await say(websocket, **CREATE)
+            await nodes.until(lambda: nodes.prefills)
+            await say(websocket, **long)
+            await (await websocket.ping())  # the router has taken it
+            await say(websocket, **long)
+            await websocket.wait_closed()
+            assert websocket.close_code == 1013
+        await router.idle()
+        nodes.script = says("hello world")
+        async with socket(router) as websocket:
+            for _ in range(3):
+                await say(websocket, **long)
+                assert (await response_of(websocket))[-1]["type"] == "response.completed"
+
+
 async def test_an_idle_socket_is_closed(nodes):
     async with running(nodes, websocket_idle_timeout=0.2) as (router, _), socket(router) as websocket:
         await say(websocket, **CREATE)
@@ -209,18 +229,20 @@ async def test_a_message_is_as_large_as_a_body_may_be(nodes):
                     await websocket.wait_closed()
                 assert websocket.close_code == code
         async with socket(router) as first, socket(router) as second:
-            sending = asyncio.create_task(first.send(_endless("x" * 1900)))
-            with contextlib.suppress(websockets.ConnectionClosed):
-                while True:  # until what the first has sent has come
-                    await second.send("x" * 1900)
-                    await second.recv()
+            begun = asyncio.Event()
+            sending = asyncio.create_task(first.send(_endless("x" * 1900, begun)))
+            await begun.wait()
+            await (await first.ping())  # what the first has sent has come
+            await second.send("x" * 1900)
+            await second.wait_closed()
             assert second.close_code == 1013
             sending.cancel()
 
 
-async def _endless(text: str) -> AsyncIterator[str]:
-    """A message that begins with this."""
+async def _endless(text: str, begun: asyncio.Event) -> AsyncIterator[str]:
+    """A message that begins with this. `begun`: that is written."""
     yield text
+    begun.set()
     await asyncio.Event().wait()
 
 
