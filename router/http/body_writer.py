@@ -17,6 +17,9 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 _EXTENSION = "baton.body_writer"
 _CONTINUE = b"HTTP/1.1 100 "
 """With this begins what a cycle may write before the head."""
+_CHUNKED = b"transfer-encoding: chunked\r\n"
+"""A cycle writes a body of unknown length in chunks. Clients of HTTP/1.0 do not know them, and must not get any (RFC
+9112, section 6.1): for them the body ends with the connection, which a cycle closes."""
 
 
 class BodyWriter:
@@ -33,6 +36,8 @@ class BodyWriter:
         self._head = b""
         self._has_head = False  # or had: the head has come
         self._has_left = False
+        self._knows_chunks = cycle.scope.get("http_version") != "1.0"
+        self._takes_out = False  # the chunks of this answer
         self._on_resumed: Callable[[], None] | None = None
         self._on_left: Callable[[], None] | None = None
         scope: MutableMapping[str, Any] = cycle.scope  # type: ignore[assignment]  # a TypedDict there
@@ -59,17 +64,21 @@ class BodyWriter:
         """A piece that is not empty. It goes nowhere if the client has left."""
         if not self._has_left:
             head, self._head = self._head, b""
+            if self._takes_out:
+                self._transport.write(head + piece)
+                return
             self._transport.write(b"%b%x\r\n%b\r\n" % (head, len(piece), piece))
 
     # ---- for the cycle, as its transport ----
 
     def write(self, data: bytes) -> None:
         if not self._has_head and not data.startswith(_CONTINUE):
-            self._head, self._has_head = data, True
+            self._takes_out = not self._knows_chunks and _CHUNKED in data
+            self._head, self._has_head = data.replace(_CHUNKED, b"") if self._takes_out else data, True
             self._loop.call_soon(self.flush)
         else:
             head, self._head = self._head, b""
-            self._transport.write(head + data)
+            self._transport.write(head + (_content(data) if self._takes_out else data))
 
     def close(self) -> None:
         self.flush()
@@ -99,6 +108,12 @@ class BodyWriter:
         """The answer is complete. Forgets whom to call, as a connection keeps its last answer's writer while idle."""
         self.flush()
         self._on_resumed = self._on_left = None
+
+
+def _content(chunks: bytes) -> bytes:
+    """Of what a cycle writes at once: one chunk, the last one, both or nothing."""
+    size, _, rest = chunks.partition(b"\r\n")
+    return rest[: int(size or b"0", 16)]
 
 
 def body_writer_of(scope: MutableMapping[str, Any]) -> BodyWriter | None:

@@ -8,6 +8,7 @@ import socket
 import pytest
 import uvloop
 
+from router.http.body_writer import body_writer_of
 from router.http.limits import ConnectionLimits
 from router.http.server import HttpServer
 from tests.router.http_wire import LOOPBACK, PATIENCE_S, echo, peer, serving
@@ -335,6 +336,27 @@ async def test_old_clients_and_careful_ones():
                 assert await client._reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
             await client.send(b"xyz")
             assert (await client.answer())[2] == b"/a 3"
+
+
+async def pieces(scope, receive, send):
+    """Answers with a body of three pieces, whose length it does not say."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"one ", "more_body": True})
+    body_writer_of(scope).write_piece(b"two ")
+    await send({"type": "http.response.body", "body": b"three"})
+
+
+@on_uvloop
+async def test_clients_of_http_1_0_get_bodies_without_chunks():
+    async with serving(pieces) as port:
+        for version, body in (
+            (b"1.0", b"one two three"),
+            (b"1.1", b"4\r\none \r\n4\r\ntwo \r\n5\r\nthree\r\n0\r\n\r\n"),
+        ):
+            async with peer(port) as client:
+                await client.send(b"GET /a HTTP/" + version + b"\r\nconnection: close\r\n\r\n")
+                head, _, rest = (await client.rest()).partition(b"\r\n\r\n")
+                assert (b"chunked" in head, rest) == (version == b"1.1", body)
 
 
 # ---- answers before the end of the request ----
