@@ -56,19 +56,24 @@ def format_of(structured: StructuredOutput) -> Format:
             return load_structural_tag(structured.text)
 
 
-class naming_tools:  # noqa: N801  (a function to its callers, which `contextmanager` makes three times as slow)
-    """A constraint that comes from tools alone, and is refused within, is named after them."""
+class naming_constraint:  # noqa: N801  (a function to its callers, which `contextmanager` makes three times as slow)
+    """A constraint that is refused within is named after what the client sent: `field`, or if that is None the tools of
+    `plan`."""
 
-    def __init__(self, plan: CallPlan) -> None:
+    def __init__(self, plan: CallPlan, field: str | None = None) -> None:
         self._plan = plan
+        self._field = field
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        tools_alone = self._plan.must_match is not None
-        if tools_alone and isinstance(error, InvalidRequest) and error.param == "structured_outputs":
-            reason = error.message.removeprefix("structured_outputs: ").removeprefix("structural_tag: ")
+        if not isinstance(error, InvalidRequest) or error.param != "structured_outputs":
+            return
+        reason = error.message.removeprefix("structured_outputs: ").removeprefix("structural_tag: ")
+        if self._field is not None:
+            raise InvalidRequest(f"{self._field}: {reason}", self._field) from None
+        if self._plan.must_match is not None:
             raise InvalidRequest(f"The schemas of `tools` cannot constrain calls: {reason}", "tools") from None
 
 

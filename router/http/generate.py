@@ -12,7 +12,8 @@ from starlette.datastructures import State
 from baton.errors import InvalidRequest
 from router.answer_reader import AnswerReading, Parsers
 from router.api_keys import salted
-from router.constraints import constrained, naming_tools
+from router.call_plan import NO_CALLS
+from router.constraints import constrained, naming_constraint
 from router.generation import Generation
 from router.generation_request import GenerationRequest, check_answer, encode, num_kept_tokens, prompt_tokens
 from router.http.answers import dump_json, raw_json_response
@@ -84,7 +85,7 @@ class GenerateRoutes:
             prompt = await chat_prompt(self._service, model, body, size)
             reading = plan.reading(self._parsers, prompt, parallel, body.begun)
             wanted = body.wanted(request_id, prompt)
-            with naming_tools(plan):
+            with naming_constraint(plan, body.constraint):
                 wanted = salted(constrained(wanted, plan, reading), state.tenant)
                 return await self._service.generate(model, wanted, state.received, admitted), reading
 
@@ -100,7 +101,8 @@ class GenerateRoutes:
             shown = None if body.logprobs is None else logprobs
             prompts = prompt_shape(model.tokenizer, body.prompt_logprobs)
             state = request.state
-            generation = await self._service.generate(model, salted(wanted, state.tenant), state.received, admitted)
+            with naming_constraint(NO_CALLS, body.constraint):
+                generation = await self._service.generate(model, salted(wanted, state.tenant), state.received, admitted)
             ids = prompt_ids(generation, body.num_kept) if body.return_token_ids else None
             shape = CompletionShape(wanted.request_id, model, shown, ids, echoes, prompts)
             return self._response(generation, body, shape)

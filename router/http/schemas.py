@@ -168,6 +168,12 @@ class GenerationFields(BaseModel):
     def keeps_best(self) -> bool:
         return self.best_of is not None and self.num_drawn > self.num_kept
 
+    @property
+    def constraint(self) -> str | None:
+        """The field that says what answers must match; with a `response_format` of plain text, that."""
+        given = self.model_fields_set
+        return next((name for name in _CONSTRAINTS if name in given and getattr(self, name)), None)
+
     def sampling(self, **translated: int | None) -> dict[str, Any]:
         """What is said of SamplingParams, by name. translated: those whose fields have other names here. Raises
         InvalidRequest."""
@@ -208,7 +214,7 @@ class GenerationFields(BaseModel):
 
 
 _SAMPLING_FIELDS = frozenset(NAMES) & GenerationFields.model_fields.keys()
-_CONSTRAINTS = frozenset({"response_format", "structured_outputs", *GUIDED})
+_CONSTRAINTS = ("structured_outputs", *GUIDED, "response_format")
 
 
 class ChatRequest(GenerationFields, TemplateFields):

@@ -257,6 +257,22 @@ async def test_the_format_of_content_does_not_matter_to_calls_that_are_required(
         assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, param)
 
 
+async def test_a_constraint_that_cannot_be_compiled_is_named_after_its_field(client):
+    bad, forms = {"type": "frob"}, {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "frob"}}}
+    for path, fields, param in (
+        (CHATS, {**TOOLS, "response_format": forms}, "response_format"),
+        (CHATS, {**CHAT, "guided_json": bad}, "guided_json"),
+        (CHATS, {**CHAT, "structured_outputs": {"json": bad}}, "structured_outputs"),
+        ("/v1/completions", {"prompt": "x", "response_format": forms}, "response_format"),
+        ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_schema", "schema": bad}}}, "text"),
+    ):
+        response = await client.post(path, json=fields)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, param)
+        assert "frob" in error["message"]
+        assert error["message"].startswith(f"{param}: ")
+
+
 async def test_a_named_call_stops_as_openai_says(client, nodes):
     other = {"type": "function", "function": {"name": "other"}}
     nodes.script = says(CALL)

@@ -7,7 +7,7 @@ from fastapi.responses import Response
 
 from router.answer_reader import Parsers
 from router.api_keys import salted
-from router.constraints import constrained, naming_tools
+from router.constraints import constrained, naming_constraint
 from router.generation_request import encode
 from router.http.answers import dump_json, raw_json_response
 from router.http.anthropic.errors import PATH
@@ -42,7 +42,7 @@ class MessagesRoutes:
         model = self._service.models.get(body.model)
         state = request.state
         plan = call_plan(self._parsers, body.chat_tools, body.chat_choice, body.parallel_tool_calls)
-        with self._service.admit(model, [body.size]) as admitted, naming_tools(plan):
+        with self._service.admit(model, [body.size]) as admitted, naming_constraint(plan):
             prompt = await self._prompt(model, body)
             reading = plan.reading(self._parsers, prompt, body.parallel_tool_calls, body.begun)
             wanted = salted(constrained(body.wanted(state.request_id, prompt), plan, reading), state.tenant)

@@ -134,7 +134,11 @@ def _own_names() -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        error.param = _NAMES.get(error.param or "", error.param)
+        if own := _NAMES.get(error.param or ""):
+            beginning = f"{error.param}: "
+            if error.message.startswith(beginning):
+                error.args = (f"{own}: {error.message.removeprefix(beginning)}", *error.args[1:])
+            error.param = own
         raise
 
 
