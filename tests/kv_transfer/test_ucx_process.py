@@ -131,6 +131,55 @@ print("done")
     assert run.returncode == 0, run.stderr
 
 
+def test_a_peer_that_hangs_holds_up_neither_who_connects_nor_the_close(tmp_path: Path) -> None:
+    """Peers that stop after each step of their hello, and after one more message that is not expected."""
+    program = """
+import os
+import time
+import numpy as np
+from ucxx._lib import libucxx as ucx
+from ucxx._lib.arr import Array
+from kv_transfer import create
+from kv_transfer.staging import Staging
+from kv_transfer.transports.ucx.address import _HEAD
+from kv_transfer.transports.ucx.thread import _HELLO_BYTES, _HELLO_TAG
+
+class Peer:
+    def __init__(self, address):
+        self.worker = ucx.UCXWorker(ucx.UCXContext({}))
+        self.worker.init_blocking_progress_mode()
+        target = ucx.UCXAddress.create_from_buffer(address[_HEAD.size:])
+        self.endpoint = ucx.UCXEndpoint.create_from_worker_address(self.worker, target, True)
+        self.memory = np.zeros(1 << 20, dtype=np.uint8)
+        self.requests = []
+        self.send(_HELLO_TAG, _HELLO_BYTES)
+
+    def send(self, tag, num_bytes):
+        self.requests.append(self.endpoint.tag_send(Array(self.memory[:num_bytes]), ucx.UCXXTag(tag)))
+
+    def progress(self, num_steps):
+        while num_steps and not self.requests[-1].completed:
+            num_steps -= self.worker.progress_once()
+
+target, other = (create("ucx", Staging(1, 4096, "cpu"), lambda: None) for _ in range(2))
+peers = [Peer(target.info()) for _ in range(5)]
+for num_steps, peer in enumerate(peers):
+    peer.progress(num_steps)
+other.connect("target", target.info())
+peers[-1].progress(100)
+peers[-1].send(7, 1 << 20)
+target.connect("other", other.info())  # after which the target has this message too
+began = time.monotonic()
+target.close()
+print("closed in time" if time.monotonic() - began < 5 else "closed late", flush=True)
+os._exit(0)  # a worker that hangs cannot be freed
+"""
+    env = os.environ | {"UCX_TLS": "tcp,self", "UCX_LOG_LEVEL": "fatal"}
+    run = run_program(program, tmp_path, env=env, timeout_s=DEADLINE_S)
+    assert run.stdout.splitlines()[-1:] == ["closed in time"], run.stdout + run.stderr
+    assert run.returncode == 0, run.stderr
+
+
 def test_ucx_knows_what_it_is_told(tmp_path: Path) -> None:
     """A variable that it does not know it would pass over in silence."""
     program = """

@@ -112,6 +112,7 @@ class UcxThread(TransportThread):
         self._interface = interface  # must exist
         self._links: dict[str, Link] = {}
         self._parked: list[Link] = []  # disconnected, with sends that UCX has not completed
+        self._refused: list[Any] = []  # requests that UCX has not completed
 
     # ---- commands: on the thread ----
 
@@ -155,13 +156,8 @@ class UcxThread(TransportThread):
         self._poll.register(self._worker.epoll_file_descriptor, select.EPOLLIN)
         self._poll.register(self._mailbox, select.EPOLLIN)
         self._hello = np.zeros(_HELLO_BYTES, dtype=np.uint8)
-        self._heard = np.zeros(_HELLO_BYTES, dtype=np.uint8)
-        self._listen()
+        self._scrap = np.zeros(1, dtype=np.uint8)
         return bytes(self._worker.address.tobytes())
-
-    def _listen(self) -> None:
-        """Post a receive for the next peer's hello, which UCX would otherwise keep forever."""
-        self._hearing = self._worker.tag_recv(Array(self._heard), ucx.UCXXTag(_HELLO_TAG))
 
     def _turn(self) -> None:
         self._mailbox.run()
@@ -173,8 +169,7 @@ class UcxThread(TransportThread):
             if link.lost:
                 self._drop(link, "the peer is gone", requested=False)
         self._close_parked()
-        if self._hearing.completed:
-            self._listen()
+        self._refuse(_HELLO_TAG, ucx.UCXXTagMaskFull)
         self._deliver()
         if not self._mailbox and not self._stopping and self._worker.arm():
             self._poll.poll()
@@ -263,6 +258,13 @@ class UcxThread(TransportThread):
             self._parked.remove(link)
             _close_endpoint(link)
 
+    def _refuse(self, tag: int, mask: Any) -> None:
+        """Receive messages that no receive is posted for into too few bytes, which ends each at once for both sides. To
+        receive one in full would be to wait for its sender, which may hang."""
+        self._refused = [request for request in self._refused if not request.completed]
+        while message := self._worker.tag_probe(ucx.UCXXTag(tag), mask, remove=True):
+            self._refused.append(self._worker.tag_recv_with_handle(Array(self._scrap), message))
+
     # ---- the end ----
 
     def _shut(self, reason: str, requested: bool) -> None:
@@ -277,9 +279,10 @@ class UcxThread(TransportThread):
                 self._poll.poll(left)
         if self._parked:
             _keep_forever(self._worker, self._parked)
+        self._refuse(0, ucx.UCXXTagMask(0))  # or ucxx, before it frees the worker, would receive all of it in full
         self._worker.progress()
         self._poll.close()
-        del self._hearing, self._worker
+        del self._refused, self._worker
         self._staging.forget_retired()
 
 
