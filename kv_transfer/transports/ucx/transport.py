@@ -34,10 +34,10 @@ detect it, and call `disconnect`.
 then. It has a price: a check of a peer that has just closed its endpoint connects anew ("connect(...) failed:
 Connection refused": one of 35 closes with an interval of 1 ms, none without keepalive). A process that had said so
 ended with "stubs.c:107 Assertion `0' failed", once in some hundred runs of the tests; 4,500 such closes did not repeat
-it. Over TCP, both endpoints of a pair share a socket, and one that is closed leaves it open for the other: only a check,
-which the peer answers over a new connection, shows that it is gone. So endpoints that never pair (each to the peer's
-address with another uuid, which UCX pairs by) do not do without keepalive either: they connect at once and are never
-stale, but the peer's ends of them belong to UCX, and each that was closed left a descriptor open at both ends.
+it. Over TCP, both endpoints of a pair share a socket, and one that is closed leaves it open for the other: only a
+check, which the peer answers over a new connection, shows that it is gone. So endpoints that never pair (each to the
+peer's address with another uuid, which UCX pairs by) do not do without keepalive either: they connect at once and are
+never stale, but the peer's ends of them belong to UCX, and each that was closed left a descriptor open at both ends.
 
 Not fork-safe: neither this process nor its children may use UCX after a fork; start processes by spawn or exec.
 """
