@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from baton.errors import TransferError
 from kv_transfer import staging_for
 from kv_transfer.async_operation import Target
 from kv_transfer.transport import Arrived, Failed, PeerDisconnected, Sent
-from kv_transfer.transports.carriers.completion_flags import NO_FLAG, CompletionFlags
+from kv_transfer.transports.carriers import ipc
+from kv_transfer.transports.carriers.completion_flags import NO_FLAG, CompletionFlags, HostFlagWriter
 from kv_transfer.transports.carriers.ipc import IpcCarrier, IpcTransport
+from kv_transfer.transports.host_memory import REGION_BYTES
 from kv_transfer.transports.pair.channel import Channel, Frame, Kind
 from kv_transfer.transports.pair.ends import Grant
 from kv_transfer.transports.pair.grants import GrantTable
@@ -72,6 +75,31 @@ def test_a_part_that_is_announced_and_has_rung_is_there_before_it_is_pushed(ipc_
     sender.call("push", receiver.name, 1, source)
     assert sender.call("wait", 1) == [Sent(receiver.name, 1, source)]
     heard_all(sender, receiver, 3)
+
+
+def test_a_peer_whose_memory_cannot_be_mapped_leaves_no_writer_of_its_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's flags stay registered with the driver until they are closed."""
+    open_writers = []
+
+    class Writer(HostFlagWriter):
+        def __init__(self, region: bytes) -> None:
+            super().__init__(region)
+            open_writers.append(self)
+
+        def close(self) -> None:
+            open_writers.remove(self)
+
+    monkeypatch.setattr(ipc, "HostFlagWriter", Writer)
+    carrier = IpcCarrier(staging := staging_for("ipc", 1, SLOT_BYTES, "cpu"))
+    place = bytearray(carrier.memory)
+    place[-REGION_BYTES + 16] ^= 1  # the inode of the slot's region, behind the flags' one
+    for _ in range(2):
+        with pytest.raises(TransferError, match="another file"):
+            carrier.sending("peer", bytes(place), lambda note: None)
+    assert open_writers == []
+    carrier.sending("peer", carrier.memory, lambda note: None).close()
+    assert open_writers == []
+    del staging  # which has the memory that is mapped
 
 
 @pytest.mark.parametrize("is_cut", [False, True])

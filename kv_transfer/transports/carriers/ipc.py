@@ -132,8 +132,12 @@ class IpcCarrier:
 
     def sending(self, peer: str, memory: bytes, note: Note) -> IpcSending:
         way = IpcSending(self._memory, self._open_flag_writer, self._ways.remove)
-        way.map(memory)  # fails early if it cannot be mapped, and saves the first part the time
         self._ways.append(way)
+        try:
+            way.map(memory)  # fails early if it cannot be mapped, and saves the first part the time
+        except TransferError:
+            way.close()
+            raise
         log.info("kv path peer=%s path=%s flags=%s", peer, self._memory.path, way.has_flags)
         return way
 
