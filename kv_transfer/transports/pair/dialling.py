@@ -18,6 +18,7 @@ from baton.cluster_secret import DATA, NONCE_BYTES, ClusterSecret, Proofs, is_pr
 from kv_transfer.transports.pair.address import PairAddress
 from kv_transfer.transports.pair.channel import Channel, Frame, Kind
 from kv_transfer.transports.pair.ends import Inbound, Link, Outbound
+from kv_transfer.transports.pair.listener import Listener
 from kv_transfer.transports.pair.poller import ChannelPoller
 
 _STRANGERS = 64
@@ -55,7 +56,7 @@ class Connector:
     def __init__(
         self,
         here: PairAddress,
-        listener: socket.socket,
+        listener: Listener,
         ends: ChannelPoller[End],
         opened: Callable[[Link, Channel], None],
         failed: Callable[[Link, str], None],
@@ -67,7 +68,7 @@ class Connector:
         self._ends = ends
         self._opened, self._failed, self._called = opened, failed, called
         self._secret = secret
-        self._bound = listener.getsockname()[0]
+        self._bound = listener.host
 
     def dial(self, link: Link) -> None:
         for host in link.theirs.reachable_from(self._here):
@@ -88,9 +89,10 @@ class Connector:
             self._ends.close(dial)
 
     def accept(self) -> None:
-        with contextlib.suppress(OSError):  # the connection is closed already
-            connection, (host, *_) = self._listener.accept()
-            self._ends.put(PendingPeer(Channel(connection), host.removeprefix("::ffff:")))
+        if (accepted := self._listener.accept()) is not None:
+            connection, host = accepted
+            with contextlib.suppress(OSError):  # it is broken already
+                self._ends.put(PendingPeer(Channel(connection), host))
         for end in self._ends.of(PendingPeer)[:-_STRANGERS]:
             self._ends.close(end)
 

@@ -11,7 +11,6 @@ connections and emits all other events.
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -24,6 +23,7 @@ from kv_transfer.transports.pair.carrier import Carrier
 from kv_transfer.transports.pair.channel import Channel, Frame, Kind
 from kv_transfer.transports.pair.dialling import Connector, Dial, End, PendingPeer
 from kv_transfer.transports.pair.ends import Expect, Inbound, Link, Outbound, Push
+from kv_transfer.transports.pair.listener import Listener
 from kv_transfer.transports.pair.messages import Messages
 from kv_transfer.transports.pair.poller import ChannelPoller
 from kv_transfer.transports.threaded import resolve
@@ -38,7 +38,7 @@ class Links:
     def __init__(
         self,
         here: PairAddress,
-        listener: socket.socket,
+        listener: Listener,
         ends: ChannelPoller[End],
         carrier: Carrier,
         messages: Messages,

@@ -7,7 +7,6 @@ wake it, and less often the longer there is no progress (`pause_s`).
 
 from __future__ import annotations
 
-import socket
 import time
 from concurrent.futures import Future
 
@@ -21,6 +20,7 @@ from kv_transfer.transports.pair.carrier import Carrier
 from kv_transfer.transports.pair.dialling import End
 from kv_transfer.transports.pair.ends import DEATH_S, Expect, Push
 from kv_transfer.transports.pair.links import Links
+from kv_transfer.transports.pair.listener import Listener
 from kv_transfer.transports.pair.messages import Messages
 from kv_transfer.transports.pair.poller import ChannelPoller, pause_s
 from kv_transfer.transports.threaded import TransportThread, resolve
@@ -35,7 +35,7 @@ class PairThread(TransportThread):
         staging: Slots,
         carrier: Carrier,
         here: PairAddress,
-        listener: socket.socket,
+        listener: Listener,
         events: EventQueue,
         secret: ClusterSecret | None,
     ) -> None:

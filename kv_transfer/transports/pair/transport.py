@@ -35,6 +35,7 @@ from kv_transfer.transport import CONNECT_S
 from kv_transfer.transports.host import LOOPBACK, address_of, boot_id, hosts_of, listen_on
 from kv_transfer.transports.pair.address import MOST_HOSTS, PairAddress
 from kv_transfer.transports.pair.carrier import Carrier
+from kv_transfer.transports.pair.listener import Listener
 from kv_transfer.transports.pair.thread import PairThread
 from kv_transfer.transports.threaded import ThreadedTransport
 
@@ -58,15 +59,14 @@ class PairTransport(ThreadedTransport):
     ) -> None:
         super().__init__(wake)
         hosts, address = hosts_of(interface), address_of(host, interface)
-        listener = listen_on(address)
-        port = listener.getsockname()[1]
+        listener = Listener(listen_on(address))
         self._here = PairAddress(
             uuid.uuid4().hex,
             carrier.kind,
             carrier.version,
             boot_id(),
             hosts[:MOST_HOSTS] if address is None else (address,),
-            port,
+            listener.port,
             carrier.memory.hex(),
         )
         thread = PairThread(staging, carrier, self._here, listener, self._events, secret)
