@@ -168,7 +168,9 @@ class RunningRequests:
 
     def sampled(self, token: SampledToken, now: float) -> None:
         """now: when the step's results were here, the same for all of its tokens."""
-        running = self._running[token.sequence.attempt_id]
+        running = self._running.get(token.sequence.attempt_id)
+        if running is None or token.sample not in running.sequences:
+            return  # the sample was stopped before it began, and its first token came with others that must follow it
         running.sequences[token.sample] = token.sequence
         running.computed = running.computed or now
         running.gaps.step(now)

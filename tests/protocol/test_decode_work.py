@@ -405,3 +405,26 @@ def test_an_output_that_no_token_can_follow_ends_its_request(decoding: Decoding)
     decoding.run()
     assert ends(decoding) == [InvalidRequest]
     assert decoding.core.idle
+
+
+class Forces(Breaks):
+    """Its matchers leave one token, twice in a row."""
+
+    def matcher(self, structured: StructuredOutput, output: Iterable[int] = ()) -> Ends:
+        class ForcesTwo(Ends):
+            def forced(self) -> list[int]:
+                return [5, 6]
+
+        return ForcesTwo(after=MAX_MODEL_LEN)
+
+
+def test_a_sample_that_was_stopped_before_its_prompt_came_ends_once_with_all_tokens_of_a_step(
+    decoding: Decoding,
+) -> None:
+    decoding.core._matchers = Matchers(Forces())  # type: ignore[arg-type]
+    decoding.hear(FromRouter(EPOCH, Abort(named(0), (0,))))
+    attempt_id = decoding.prefill("r0", structured_outputs=StructuredOutput(StructuredKind.REGEX, "a"))
+    decoding.run()
+    assert decoding.output(0, attempt_id) == []
+    assert ends(decoding, attempt_id) == [None]
+    assert decoding.core.idle
