@@ -8,6 +8,7 @@ failed. During a lease, blocks that parts go into are marked as loading: the rec
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Sequence as Seq
 from itertools import chain
 
@@ -161,13 +162,15 @@ class Reservations:
         self._deadlines.set(reserve.attempt_id, deadline)
 
     def grant_waiting(self, now: float, budget: Budget) -> None:
-        """Grant Reserves in the order in which they are due, after all preempted requests that come before them, as
-        long as the budget allows for their tables."""
+        """Grant Reserves in the order in which they are due, after all requests before them that wait for blocks here,
+        as long as the budget allows for their tables. Prompts that are due after the first one left begin after it."""
+        waiting = self._engine.waiting
+        waiting.begins_until_s = math.inf
         while self._queue:
             first = self._waiting[next(iter(self._queue))]
-            if self._engine.waiting.has_preempted(first.due_s) or not budget.spend(first.num_blocks):
-                break
-            if not self._grant(first, now):
+            can_spend = not waiting.lacks_blocks(first.due_s) and budget.spend(first.num_blocks)
+            if not can_spend or not self._grant(first, now):
+                waiting.begins_until_s = first.due_s
                 break
             self._remove(first)
 

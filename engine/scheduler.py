@@ -228,6 +228,7 @@ class Scheduler:
             if not self._allocate_all(plan, seq, hits):
                 if self._preempt_stalled(plan, seq):
                     continue
+                waiting.note_short(seq)
                 return
             self.remove(seq)
             waiting.hold_lane(seq)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Callable, Iterator
 
 from baton.block_hash import BlockHash
@@ -22,6 +23,10 @@ class WaitingSequences:
         self._preempted: list[Sequence] = []  # in order of rank; if due at the same time, before those in the lanes
         # Deferred sequences of both kinds, with the hash of the block whose load they wait for; None: for the matcher.
         self._deferred: dict[Sequence, BlockHash | None] = {}
+        self._short: Sequence | None = None  # there were too few blocks for it when it was its turn
+        self.begins_until_s = math.inf
+        """Sequences that are due later are not begun. Set by the caller while something of its own that is due then
+        waits for room."""
 
     def __len__(self) -> int:
         return len(self._lanes) + len(self._preempted)
@@ -40,9 +45,14 @@ class WaitingSequences:
         return len(self._deferred)
 
     def has_preempted(self, due_s: float) -> bool:
-        """Whether a preempted sequence that is due at that time or earlier waits for blocks; requests due then should
-        be promised none meanwhile."""
+        """Whether a preempted sequence that is due at that time or earlier waits for blocks."""
         return self._num_preempted_up_to(due_s) > 0
+
+    def lacks_blocks(self, due_s: float) -> bool:
+        """Whether a sequence that is due at that time or earlier waits for blocks, preempted or not: what is due then
+        should be promised none meanwhile, or one that needs many would never get them."""
+        is_short = self._short is not None and self._short.due_s <= due_s
+        return is_short or self.has_preempted(due_s)
 
     def num_up_to(self, due_s: float) -> int:
         """How many are due at that time or earlier, preempted ones included."""
@@ -68,6 +78,8 @@ class WaitingSequences:
         """Take it out, if it is here."""
         self._lanes.remove(seq)
         self._deferred.pop(seq, None)
+        if seq is self._short:
+            self._short = None
         if seq in self._preempted:
             self._preempted.remove(seq)
 
@@ -82,10 +94,12 @@ class WaitingSequences:
     # ---- whose turn it is ----
 
     def first(self) -> Sequence | None:
-        """The next sequence to admit, among those that are not deferred. None: there is none, or its lane has no
-        room."""
+        """The next sequence to admit, among those that are not deferred. None: there is none, its lane has no room, or
+        it is due after `begins_until_s`."""
         preempted = next((seq for seq in self._preempted if seq not in self._deferred), None)
         fresh = self._lanes.first(without=self._deferred)
+        if fresh is not None and fresh.due_s > self.begins_until_s:
+            fresh = None
         if preempted is None or fresh is None:
             return preempted or fresh
         return preempted if preempted.due_s <= fresh.due_s else fresh
@@ -94,6 +108,12 @@ class WaitingSequences:
         """Let others go ahead of the sequence until the load of the block `wanted` has ended or failed; None: until the
         sequence's matcher is ready."""
         self._deferred[seq] = wanted
+        if seq is self._short:
+            self._short = None
+
+    def note_short(self, seq: Sequence) -> None:
+        """There are too few blocks for the sequence, whose turn it is."""
+        self._short = seq
 
     def end_deferrals(self) -> None:
         """End the deferral of sequences whose load has ended or failed, or whose matcher is ready."""
@@ -111,6 +131,7 @@ class WaitingSequences:
             assert not seq.block_table, f"{seq.attempt_id} waits and holds blocks"
             assert not seq.num_claimed_blocks, f"{seq.attempt_id} waits and claims blocks"
         assert self._deferred.keys() <= {*self}, "a sequence is deferred that does not wait"
+        assert self._short is None or self._short in {*self}, "a sequence that does not wait lacks blocks"
         assert self.num_tokens == sum(seq.num_tokens for seq in self._lanes), "waiting tokens are miscounted"
 
 

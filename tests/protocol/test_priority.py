@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from baton.errors import RequestCancelled
 from baton.handoff_messages import Refuse, Release
-from baton.messages import AttemptId
-from node.events import FromPeer
+from baton.messages import Abort, AttemptId
+from node.events import FromPeer, FromRouter
 from tests.protocol.decoding import PEER, Decoding
 from tests.protocol.network import EPOCH
 
@@ -78,6 +78,66 @@ def test_a_reserve_comes_before_preempted_requests_of_a_higher_value() -> None:
     assert not decoding.grants
     decoding.reserve(named("urgent"), priority=-1)
     assert [grant.attempt_id.request_id for grant in decoding.grants] == ["urgent"]
+
+
+SHORT, LONG = tuple(range(2, 26)), tuple(range(2, 62))
+"""Of 39 blocks, their Reserves take 7 and 16; the long one as a prompt 15."""
+
+
+def test_later_reserves_leave_a_prompt_the_blocks_that_it_waits_for() -> None:
+    decoding = Decoding()
+    for number in range(5):
+        decoding.reserve(named(number), SHORT)
+    assert len(decoding.grants) == 5
+    decoding.world.now = 1.0
+    decoding.prefill("long", LONG)
+    decoding.turn()
+    assert decoding.core.engine.num_waiting == 1
+    decoding.world.now = 2.0
+    for number in range(5, 8):
+        decoding.reserve(named(number), SHORT)
+    release(decoding, 1)
+    assert len(decoding.grants) == 5, "one that came later takes what was freed, and the next one again"
+    release(decoding, 2)
+    assert decoding.core.engine.num_running == 1
+    release(decoding, 3)
+    assert [grant.attempt_id for grant in decoding.grants[5:]] == [named(5)]
+
+
+def test_a_prompt_that_has_gone_keeps_no_blocks_from_reserves() -> None:
+    decoding = Decoding()
+    for number in range(5):
+        decoding.reserve(named(number), SHORT)
+    attempt_id = decoding.prefill("long", LONG)
+    decoding.turn()
+    decoding.reserve(named(5), SHORT)
+    decoding.hear(FromRouter(EPOCH, Abort(attempt_id)))
+    release(decoding, 1)
+    assert len(decoding.grants) == 6
+
+
+@pytest.mark.parametrize("goes", [False, True])
+def test_later_prompts_leave_a_reserve_the_blocks_that_it_waits_for(goes: bool) -> None:
+    decoding = Decoding()
+    for number in range(4):
+        decoding.reserve(named(number), SHORT)
+    decoding.world.now = 1.0
+    decoding.reserve(named("long"), LONG)
+    assert len(decoding.grants) == 4
+    decoding.world.now = 2.0
+    decoding.prefill("short", SHORT)
+    decoding.turn()
+    engine = decoding.core.engine
+    assert engine.num_waiting == 1, "one that came later takes what is free, and the next one again"
+    if goes:
+        decoding.hear(FromPeer(PEER, Release(named("long"))))
+        decoding.turn()
+        assert engine.num_running == 1
+        return
+    release(decoding, 1)
+    assert decoding.grants[-1].attempt_id == named("long")
+    release(decoding, 2)
+    assert engine.num_running == 1
 
 
 def test_an_adopted_request_keeps_its_priority_and_its_age() -> None:
