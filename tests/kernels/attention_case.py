@@ -74,8 +74,15 @@ class Case:
             kv_write(keys, values, self.key_cache, self.value_cache, slots.to(device, torch.int64))
         query_lens, contexts = [n for n, _ in lens], [c for _, c in lens]
         self.batch = PagedBatch.build(tables, query_lens, contexts, block_size, torch.device(device))
-        self.lens = lens
+        self.lens, self._pool, self._tables = lens, pool, tables
         self._shuffle_rows(generator)
+
+    def give_back(self, window: int) -> None:
+        """Blocks that are no longer read, which block tables still name, are another sequence's, and full of NaNs."""
+        block_size = self.batch.block_size
+        for (n, context), table in zip(self.lens, self._tables, strict=True):
+            num_unread = max(0, context - n + 1 - window) // block_size
+            self._pool[table[:num_unread]] = 255 if self._pool.dtype == torch.uint8 else math.nan
 
     def _shuffle_rows(self, generator: torch.Generator) -> None:
         batch = self.batch

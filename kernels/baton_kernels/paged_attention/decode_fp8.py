@@ -113,16 +113,29 @@ def _load_keys(head_ptr, block, block_stride, first, HEAD_DIM: gl.constexpr, BLO
 
 
 @gluon.jit
-def _load_values(head_ptr, block, block_stride, first, end, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr):
-    """Values [first, first + 16), in words; zeros from `end` on, where there may be a NaN, which survives a weight of
-    zero."""
+def _load_values(
+    head_ptr,
+    block,
+    block_stride,
+    first,
+    visible_from,
+    end,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    HAS_WINDOW: gl.constexpr,
+):
+    """Values [first, first + 16), in words. Zeros before `visible_from`, where blocks may be another sequence's by now,
+    and from `end` on: a NaN, which may be there, survives a weight of zero."""
     LAYOUT: gl.constexpr = _VALUE_128 if HEAD_DIM == 128 else _VALUE_64
     WORDS: gl.constexpr = HEAD_DIM // 4
     start = (block * block_stride + (first % BLOCK_SIZE) * HEAD_DIM) // 4
     row = gl.arange(0, 16, layout=gl.SliceLayout(1, LAYOUT))[:, None]
     word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     words = head_ptr.to(gl.pointer_type(gl.int32)) + start + row * WORDS + word
-    return gl.load(words, mask=first + row < end, other=0, eviction_policy="evict_first")
+    there = first + row < end
+    if HAS_WINDOW:
+        there = there & (first + row >= visible_from)
+    return gl.load(words, mask=there, other=0, eviction_policy="evict_first")
 
 
 @gluon.jit
@@ -185,6 +198,9 @@ def decode_kernel(
         start = gl.load(shares_ptr + place * 4 + 1)
         end = gl.load(shares_ptr + place * 4 + 2)
         num_shares = gl.load(shares_ptr + place * 4 + 3)
+        visible_from = 0
+        if HAS_WINDOW:
+            visible_from = gl.maximum(gl.load(context_ptr + seq) - window, 0)
         table = table_ptr + gl.load(row_ptr + seq).to(gl.int64) * table_stride
         head_start = head * (BLOCK_SIZE * (HEAD_DIM + 1))
         keys = key_ptr + head_start
@@ -195,16 +211,15 @@ def decode_kernel(
         other_key = _load_keys(keys, other_block, block_stride, start + 16, HEAD_DIM, BLOCK_SIZE)
         key_scale = _load_scales(keys, block, block_stride, start, HEAD_DIM, BLOCK_SIZE)
         other_key_scale = _load_scales(keys, other_block, block_stride, start + 16, HEAD_DIM, BLOCK_SIZE)
-        value = _load_values(values, block, block_stride, start, end, HEAD_DIM, BLOCK_SIZE)
-        other_value = _load_values(values, other_block, block_stride, start + 16, end, HEAD_DIM, BLOCK_SIZE)
+        value = _load_values(values, block, block_stride, start, visible_from, end, HEAD_DIM, BLOCK_SIZE, HAS_WINDOW)
+        other_value = _load_values(
+            values, other_block, block_stride, start + 16, visible_from, end, HEAD_DIM, BLOCK_SIZE, HAS_WINDOW
+        )
         value_scale = _load_scales(values, block, block_stride, start, HEAD_DIM, BLOCK_SIZE)
         other_value_scale = _load_scales(values, other_block, block_stride, start + 16, HEAD_DIM, BLOCK_SIZE)
         block = _block_of(table, start + 32, end, BLOCK_SIZE)
         other_block = _block_of(table, start + 48, end, BLOCK_SIZE)
 
-        visible_from = 0
-        if HAS_WINDOW:
-            visible_from = gl.maximum(gl.load(context_ptr + seq) - window, 0)
         row = gl.arange(0, 16, layout=gl.SliceLayout(1, _PLAIN))[:, None]
         dim = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, _PLAIN))[None, :]
         mask = (row < GROUP) & (dim < HEAD_DIM)
@@ -258,8 +273,12 @@ def decode_kernel(
             out = mma_v2(left, _value_operand(value, HEAD_DIM), out * decay[:, None])
             left = gl.convert_layout(other_weights.to(gl.float16), _LEFT)
             out = mma_v2(left, _value_operand(other_value, HEAD_DIM), out)
-            value = _load_values(values, block, block_stride, following, end, HEAD_DIM, BLOCK_SIZE)
-            other_value = _load_values(values, other_block, block_stride, following + 16, end, HEAD_DIM, BLOCK_SIZE)
+            value = _load_values(
+                values, block, block_stride, following, visible_from, end, HEAD_DIM, BLOCK_SIZE, HAS_WINDOW
+            )
+            other_value = _load_values(
+                values, other_block, block_stride, following + 16, visible_from, end, HEAD_DIM, BLOCK_SIZE, HAS_WINDOW
+            )
             value_scale = _load_scales(values, block, block_stride, following, HEAD_DIM, BLOCK_SIZE)
             other_value_scale = _load_scales(values, other_block, block_stride, following + 16, HEAD_DIM, BLOCK_SIZE)
             block = _block_of(table, following + 32, end, BLOCK_SIZE)
