@@ -97,8 +97,10 @@ class Attempts:
         """A node has come, or has told its load: what waits is placed, in the order in which it is due. Of each version
         the first for which there is no room has the others wait, and so does the first of nodes of which no pair fits.
         Returns those that wait in vain."""
-        self._follow_versions()
         in_vain = list[tuple[RequestState, BatonError]]()
+        if not self._waiting:
+            return in_vain
+        self._follow_versions()
         for tasks in self._waiting.queues():
             for task in tasks:
                 try:

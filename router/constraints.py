@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from types import TracebackType
 
 from baton.errors import InvalidRequest
@@ -57,12 +58,12 @@ def format_of(structured: StructuredOutput) -> Format:
 
 
 class naming_constraint:  # noqa: N801  (a function to its callers, which `contextmanager` makes three times as slow)
-    """A constraint that is refused within is named after what the client sent: `field`, or if that is None the tools of
-    `plan`."""
+    """A constraint that is refused within is named after what the client sent: the field that `find_field` finds, or if
+    there is none the tools of `plan`."""
 
-    def __init__(self, plan: CallPlan, field: str | None = None) -> None:
+    def __init__(self, plan: CallPlan, find_field: Callable[[], str | None] | None = None) -> None:
         self._plan = plan
-        self._field = field
+        self._find_field = find_field
 
     def __enter__(self) -> None:
         pass
@@ -71,8 +72,8 @@ class naming_constraint:  # noqa: N801  (a function to its callers, which `conte
         if not isinstance(error, InvalidRequest) or error.param != "structured_outputs":
             return
         reason = error.message.removeprefix("structured_outputs: ").removeprefix("structural_tag: ")
-        if self._field is not None:
-            raise InvalidRequest(f"{self._field}: {reason}", self._field) from None
+        if self._find_field is not None and (field := self._find_field()) is not None:
+            raise InvalidRequest(f"{field}: {reason}", field) from None
         if self._plan.must_match is not None:
             raise InvalidRequest(f"The schemas of `tools` cannot constrain calls: {reason}", "tools") from None
 

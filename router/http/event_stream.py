@@ -45,7 +45,7 @@ class EventStream:
         self._over: asyncio.Future[None] = self._loop.create_future()
         self._written_at = 0.0
         self._keep_alive_s = 0.0
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle
         self.rest = b""
         """What came last, with the generation's end. The caller writes it with the tail: one write for both."""
 
@@ -59,18 +59,16 @@ class EventStream:
             self.rest = head + body
             self._generation.raise_error()
             return
-        self._written_at = self._loop.time()  # the head of the answer, if nothing else
+        self._keep_alive_s, self._written_at = keep_alive_s, self._loop.time()
         self._write(head + body)
         self._writer.on_resumed(self._generation.tell)
         self._generation.listen(self._deliver)
-        self._keep_alive_s = keep_alive_s
-        self._watch()
+        self._timer = self._loop.call_at(self._written_at + keep_alive_s, self._watch)
         try:
             await self._over
         finally:
             self._generation.listen(None)
-            if self._timer is not None:
-                self._timer.cancel()
+            self._timer.cancel()
         self._generation.raise_error()
 
     def _deliver(self) -> None:

@@ -76,7 +76,7 @@ class GenerateRoutes:
             body = body.with_allowed_tools()
         parallel = body.parallel_tool_calls is not False
         plan = call_plan(self._parsers, body.tools, body.tool_choice, parallel)
-        if plan.is_forced and body.response_format:
+        if body.response_format and plan.is_forced:
             body = body.without_response_format()
         size = size_of_prompt(body)
         with self._service.admit(model, (size,), body.num_drawn) as admitted:

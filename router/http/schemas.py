@@ -168,7 +168,6 @@ class GenerationFields(BaseModel):
     def keeps_best(self) -> bool:
         return self.best_of is not None and self.num_drawn > self.num_kept
 
-    @property
     def constraint(self) -> str | None:
         """The field that says what answers must match; with a `response_format` of plain text, that."""
         given = self.model_fields_set
