@@ -7,6 +7,20 @@ import httpx
 
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 
+SAMPLING: dict[str, Any] = {
+    "temperature": 0.25,
+    "top_p": 0.5,
+    "top_k": 7,
+    "min_p": 0.125,
+    "repetition_penalty": 1.5,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "seed": 11,
+    "max_tokens": 9,
+    "min_tokens": 2,
+    "ignore_eos": True,
+}
+
 
 def error_of(response: httpx.Response) -> dict:
     error = response.json()["error"]

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.router.fake_node import Answer
-from tests.router.http_shapes import CHAT, events
+from tests.router.http_shapes import CHAT, SAMPLING, events
 from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer
 
 
@@ -26,20 +26,7 @@ async def test_a_seed_of_minus_one_draws_one(client, nodes):
 
 
 async def test_sampling_reaches_the_nodes(client, nodes):
-    fields = {
-        "temperature": 0.25,
-        "top_p": 0.5,
-        "top_k": 7,
-        "min_p": 0.125,
-        "repetition_penalty": 1.5,
-        "presence_penalty": 0.5,
-        "frequency_penalty": -0.5,
-        "seed": 11,
-        "max_tokens": 9,
-        "min_tokens": 2,
-        "ignore_eos": True,
-        "stop_token_ids": [9],
-    }
+    fields = {**SAMPLING, "stop_token_ids": [9]}
     await client.post("/v1/completions", json={"prompt": [5], "logit_bias": {"17": 3}, **fields})
     sampling = nodes.prefills[0].sampling
     assert {name: getattr(sampling, name) for name in fields} == {**fields, "stop_token_ids": {9}}

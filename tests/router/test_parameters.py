@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
 
 import grpc.aio
 import httpx
@@ -14,22 +13,8 @@ from baton.v1 import common_pb2, generation_pb2_grpc
 from baton.v1 import generation_pb2 as pb
 from tests.router.conftest import Router, says
 from tests.router.fake_node import FakeCluster
-from tests.router.http_shapes import CHAT
+from tests.router.http_shapes import CHAT, SAMPLING
 from tests.router.tiny_tokenizer import BOS, tiny_tokenizer
-
-SAMPLING: dict[str, Any] = {
-    "temperature": 0.25,
-    "top_p": 0.5,
-    "top_k": 7,
-    "min_p": 0.125,
-    "repetition_penalty": 1.5,
-    "presence_penalty": 0.5,
-    "frequency_penalty": -0.5,
-    "seed": 11,
-    "max_tokens": 9,
-    "min_tokens": 2,
-    "ignore_eos": True,
-}
 
 
 @pytest.mark.parametrize(
