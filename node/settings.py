@@ -56,7 +56,7 @@ class NodeSettings(ParallelSettings):
     max_model_len: int | None = Field(
         None, ge=2, description="tokens of prompt and answer together; unset: the checkpoint's"
     )
-    max_num_seqs: int = Field(256, ge=1, description="sequences in one step")
+    max_num_seqs: int = Field(256, ge=1, le=1 << 20, description="sequences in one step")
     max_num_batched_tokens: int | None = Field(
         None,
         ge=1,
@@ -92,8 +92,10 @@ class NodeSettings(ParallelSettings):
         "--pipeline-parallel-size stages",
     )
 
-    block_size: int = Field(16, ge=1, description="tokens in one KV block; the same on all nodes")
-    num_gpu_blocks_override: int | None = Field(None, ge=2, description="KV blocks; unset: as many as the memory holds")
+    block_size: int = Field(16, ge=1, le=1 << 16, description="tokens in one KV block; the same on all nodes")
+    num_gpu_blocks_override: int | None = Field(
+        None, ge=2, lt=1 << 31, description="KV blocks; unset: as many as the memory holds"
+    )
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of a GPU's memory to use, 1 is all")
     kv_cache_memory_bytes: int | None = Field(
         None,
@@ -125,7 +127,7 @@ class NodeSettings(ParallelSettings):
         "unset: 340 with a GPU, 2 on a CPU",
     )
     kv_slots: int | None = Field(
-        None, ge=2, description="staging slots for KV parts; unset: as many as the link's bandwidth wants"
+        None, ge=2, le=1 << 16, description="staging slots for KV parts; unset: as many as the link's bandwidth wants"
     )
     kv_slot_blocks: int | None = Field(
         None,

@@ -1,5 +1,7 @@
 """Staging slots as the link wants them, or as told."""
 
+from typing import Any
+
 import pytest
 
 from node.settings import NodeSettings
@@ -34,3 +36,10 @@ def test_as_told():
 def test_no_slots_are_large_enough_for_an_infinite_link():
     with pytest.raises(ValueError, match="kv_link_bandwidth"):
         sizes(BLOCK_8B, True, kv_link_bandwidth=float("inf"))
+
+
+@pytest.mark.parametrize("field", ["kv_slots", "num_gpu_blocks_override", "block_size", "max_num_seqs"])
+def test_sizes_that_no_machine_has_are_refused_by_name(field):
+    changes: dict[str, Any] = {field: 10**10}
+    with pytest.raises(ValueError, match=f"{field}\n.*less than"):
+        NodeSettings(model="none", **changes)
