@@ -7,15 +7,20 @@ in a fraction of a second.
 from __future__ import annotations
 
 import importlib
+import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import baton
 from baton.setting_names import closest
 from baton.settings import EXIT_USAGE
 
 EXIT_INTERRUPTED = 130
+EXIT_READER_LEFT = 141
+"""What shells report for a command that SIGPIPE ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,27 +67,52 @@ SUBCOMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a subcommand. Exits with 2, naming the nearest one, if there is no such subcommand, and with 130 on a Ctrl-C
-    that the subcommand leaves to us."""
+    """Run a subcommand. Exits with 2, naming the nearest one, if there is no such subcommand, with 130 on a Ctrl-C
+    that the subcommand leaves to us, and with 141 if it cannot print because its reader has left, as `head` does."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments:
         sys.stderr.write(usage())
         sys.exit(EXIT_USAGE)
-    name, rest = arguments[0], arguments[1:]
+    try:
+        _run(arguments[0], arguments[1:])
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        if not _reader_left():
+            raise
+        sys.exit(EXIT_READER_LEFT)
+    finally:
+        _reader_left()  # also after --help, which exits: nothing is left to print at Python's exit
+
+
+def _run(name: str, rest: Sequence[str]) -> None:
     if name in ("-h", "--help", "help"):
         print(usage(), end="")
     elif name == "--version":
         print_version(rest)
     elif name in SUBCOMMANDS:
-        try:
-            load(SUBCOMMANDS[name].entry)(rest)
-        except KeyboardInterrupt:
-            sys.exit(EXIT_INTERRUPTED)
+        load(SUBCOMMANDS[name].entry)(rest)
     else:
         meant = closest(name, SUBCOMMANDS)
         hint = f", did you mean {meant!r}?" if meant else "; `baton --help` lists them"
         sys.stderr.write(f"baton: no subcommand {name!r}{hint}\n")
         sys.exit(EXIT_USAGE)
+
+
+def _reader_left() -> bool:
+    """Whether what is printed has no reader anymore. The rest of it then goes nowhere, or Python would complain at its
+    exit."""
+    try:
+        ours = sys.stdout.fileno()
+    except (AttributeError, OSError, ValueError):  # closed before or since we began, or no file
+        return False
+    poll = select.poll()
+    poll.register(ours, 0)  # a pipe without a reader has an error, a socket without a peer has hung up
+    if not poll.poll(0):
+        return False
+    with Path(os.devnull).open("wb") as nowhere:
+        os.dup2(nowhere.fileno(), ours)
+    return True
 
 
 def usage() -> str:

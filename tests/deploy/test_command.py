@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,23 @@ def test_ctrl_c_ends_a_subcommand_without_a_traceback(capsys):
         command.main(["version"])
     assert ended.value.code == 130
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("words", [["version"], ["bench", "--help"], ["completion", "bash"]])
+def test_a_reader_that_leaves_is_no_error(words):
+    ours, theirs = os.pipe()
+    os.close(ours)
+    argv = [sys.executable, "-m", "deploy.command", *words]
+    try:
+        ran = subprocess.run(argv, stdout=theirs, stderr=subprocess.PIPE, check=False, timeout=60)
+    finally:
+        os.close(theirs)
+    assert ran.stderr == b""
+
+
+def test_another_broken_pipe_is_told(capsys):
+    with patch("deploy.command.print_version", side_effect=BrokenPipeError), pytest.raises(BrokenPipeError):
+        command.main(["version"])
 
 
 def test_version_bench_and_top_import_no_torch():
