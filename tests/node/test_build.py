@@ -158,7 +158,7 @@ def test_slots_that_do_not_fit_are_named_by_their_flags(checkpoint):
 
 def test_a_pool_that_does_not_fit_is_named_by_its_flags(checkpoint):
     with pytest.raises(ValueError, match=r"--num-gpu-blocks-override, .* lower what was set"):
-        build(settings(checkpoint, num_gpu_blocks_override=10**10))
+        build(settings(checkpoint, num_gpu_blocks_override=10**9))
 
 
 def test_a_folder_without_a_model_is_named(tmp_path):
