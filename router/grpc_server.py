@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from baton.address import HostPort
 from baton.channels import SERVER_OPTIONS
@@ -71,8 +71,8 @@ class GrpcServer:
         self._health = _Health()
         self._server.add_generic_rpc_handlers((service.handlers(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
+        self._reflection = _Reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME))
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(self._reflection, self._server)
 
     async def start(self, address: HostPort, credentials: grpc.ServerCredentials | None) -> HostPort:
         """Returns the address with its port. Raises RuntimeError when the address is not available."""
@@ -86,6 +86,7 @@ class GrpcServer:
 
     async def stop(self, grace_s: float) -> None:
         self._health.stop()
+        self._reflection.stop()
         await self._server.stop(grace_s)
 
     def set_health(self, readiness: Readiness) -> None:
@@ -136,6 +137,38 @@ class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generate
             if stopping:
                 return
             await changed.wait()
+
+
+class _Reflection(reflection.aio.ReflectionServicer):  # type: ignore[name-defined, misc]  # stubs without aio
+    """The standard service, whose streams end with the server: tools such as grpcui keep theirs open."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(names)
+        self._stopped = asyncio.Event()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    async def ServerReflectionInfo(  # noqa: N802
+        self, request_iterator: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[Any]:
+        async for response in super().ServerReflectionInfo(self._until_stopped(request_iterator), context):
+            yield response
+
+    async def _until_stopped(self, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        stopped = asyncio.ensure_future(self._stopped.wait())
+        try:
+            while True:
+                request = asyncio.ensure_future(anext(requests, None))
+                await asyncio.wait((request, stopped), return_when=asyncio.FIRST_COMPLETED)
+                if not request.done():
+                    request.cancel()
+                    return
+                if request.result() is None:
+                    return
+                yield request.result()
+        finally:
+            stopped.cancel()
 
 
 class _RequireKey(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stubs only

@@ -11,6 +11,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Match
 
 from baton.errors import BatonError, InvalidRequest
 from baton.v1 import common_pb2
@@ -21,6 +22,7 @@ from router.http.anthropic.errors import in_messages_api, messages_error
 from router.http.responses_api.errors import PreviousResponseNotFound
 from router.models import UnknownModel
 
+_METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 _RETRYABLE = (429, 503)
 _CODES: dict[type[BatonError], str] = {
     UnknownModel: "model_not_found",
@@ -89,7 +91,16 @@ async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
         unknown = {404: f"There is nothing at {path}.", 405: f"{request.method} is not allowed at {path}."}
         message = unknown.get(error.status_code, message)
     body = error_body(request.scope, error.status_code, message)
-    return JSONResponse(body, error.status_code, error.headers)
+    headers = {"allow": _allowed(request)} if error.status_code == 405 else error.headers
+    return JSONResponse(body, error.status_code, headers)
+
+
+def _allowed(request: Request) -> str:
+    """The methods of the path. Starlette names those of its first route only."""
+    routes: list[BaseRoute] = request.app.routes
+    scopes = {method: {**request.scope, "method": method} for method in _METHODS}
+    full = (m for m, scope in scopes.items() if any(route.matches(scope)[0] is Match.FULL for route in routes))
+    return ", ".join(full)
 
 
 async def on_exception(request: Request, error: Exception) -> JSONResponse:

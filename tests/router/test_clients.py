@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from baton import wire
@@ -317,6 +318,23 @@ async def test_who_watches_grpc_health_does_not_keep_a_router_from_its_end(nodes
             await router.server.stop(asyncio.Event())
             assert (await watch.read()).status == states.NOT_SERVING
             assert await watch.read() is grpc.aio.EOF  # type: ignore[attr-defined]
+
+
+async def test_open_reflection_does_not_keep_a_router_from_its_end(nodes):
+    """As grpcui and other tools keep it. The router waited for all of --drain-timeout."""
+    router = Router(nodes, drain_timeout=600.0)
+    await router.start()
+    async with grpc.aio.insecure_channel(router.grpc) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        ended, call = stub.ServerReflectionInfo(), stub.ServerReflectionInfo()
+        async with asyncio.timeout(PATIENCE_S):
+            for one in (ended, call, call):
+                await one.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+                assert (await one.read()).list_services_response.service
+            await ended.done_writing()
+            assert await ended.read() is grpc.aio.EOF  # type: ignore[attr-defined]
+            await router.server.stop(asyncio.Event())
+            assert await call.read() is grpc.aio.EOF  # type: ignore[attr-defined]
 
 
 async def test_grpc_health_knows_its_services_by_name(router, channel):

@@ -184,6 +184,8 @@ async def test_unknown_paths_and_methods(client):
     assert response.status_code == 405
     assert response.headers["allow"] == "POST"
     assert "GET" in error_of(response)["message"]
+    response = await client.put("/admin/nodes")
+    assert (response.status_code, response.headers["allow"]) == (405, "GET, HEAD, POST")
 
 
 @pytest.mark.parametrize("stream", [False, True])
