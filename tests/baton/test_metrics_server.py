@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import logging
 import socket
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from http import HTTPStatus
@@ -195,6 +197,51 @@ def test_the_oldest_connection_makes_room_for_the_newest(monkeypatch):
         silent = [clients.enter_context(connect(address)) for _ in range(3)]
         assert get(address, "/health") == (200, "ok\n")
         assert silent[0].recv(1) == b""
+
+
+def test_without_a_descriptor_left_it_hangs_up_and_is_quiet():
+    program = """
+import os
+import resource
+import socket
+from baton.address import HostPort
+from baton.telemetry import AdminGate, MetricsServer, new_registry
+
+server = MetricsServer(HostPort("127.0.0.1", 0), new_registry("decode"), {"/health": lambda: None}, {}, AdminGate())
+address = (server.address.host, server.address.port)
+def ask():
+    with socket.create_connection(address) as client:
+        client.sendall(b"GET /health HTTP/1.1\\r\\n\\r\\n")
+        return client.recv(15)
+print(ask())  # from then on it accepts
+clients = [socket.socket() for _ in range(3)]
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+held = []
+try:
+    while True:
+        held.append(os.open(os.devnull, os.O_RDONLY))
+except OSError:
+    pass
+for client in clients:
+    client.settimeout(10)
+    client.connect(address)
+    print(client.recv(1))
+for descriptor in held:
+    os.close(descriptor)
+while True:
+    try:
+        print(ask())
+        break
+    except ConnectionResetError:
+        pass  # it was still hanging up on who comes
+server.close()
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=3 * WAIT_S
+    )
+    ok = "b'HTTP/1.1 200 OK'"
+    assert run.stdout.splitlines() == [ok, *["b''"] * 3, ok], run.stdout + run.stderr
+    assert run.stderr == ""
 
 
 def test_closing_cuts_off_whoever_waits(caplog):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from types import MappingProxyType
 
+import uvloop
 from prometheus_client import CollectorRegistry
 
 from baton.address import HostPort
@@ -98,7 +99,8 @@ class MetricsServer:
         self._open: dict[asyncio.Task[None], None] = {}  # in order of arrival
         self._listener = listen_socket(listen)
         self.address = HostPort(listen.host, self._listener.getsockname()[1])
-        self._aio = asyncio.new_event_loop()
+        # not asyncio's own, which logs each connection that it has no descriptor for a hundred times a second
+        self._aio = uvloop.new_event_loop()
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
