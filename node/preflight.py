@@ -10,6 +10,7 @@ from baton import xgrammar_compiler
 from baton.address import HostPort
 from baton.listening import listen_socket
 from baton.node_info import MAX_MODEL_CHARS
+from baton.open_files import max_open_files, why_too_few
 from baton.telemetry.admin import read_key
 from baton.wire.limits import MAX_NAME_CHARS
 from engine.checkpoint import local_folder, why_no_checkpoint, why_no_tokenizer, why_no_weights
@@ -26,6 +27,8 @@ KV_EVENTS_PACKAGES = ("zmq", "msgspec")
 
 def check(settings: NodeSettings) -> None:
     """Raise StartupError with one line that names the flag."""
+    if too_few := why_too_few(max_open_files()):
+        raise StartupError(too_few)
     if settings.node_rank == 0:
         _check_kv_events(settings)
         require_free("--listen", settings.listen)

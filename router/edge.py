@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import grpc
 
 from baton.node_info import NodeRole
-from baton.open_files import max_open_files
+from baton.open_files import max_open_files, why_too_few
 from baton.telemetry.otlp import NoOpenTelemetry, SpanSender
 from router.answer_reader import Parsers
 from router.api_keys import ApiKeys, UnusableKeys
@@ -160,7 +160,10 @@ def _limits(settings: RouterSettings) -> ConnectionLimits:
 
 
 def _max_connections(settings: RouterSettings, open_files: int) -> int:
-    """Connections to each port. Logs once if the limit of open files does not allow what was asked for."""
+    """Connections to each port. Logs once if the limit of open files does not allow what was asked for. Raises
+    StartError."""
+    if too_few := why_too_few(open_files):
+        raise StartError(too_few)
     room = max(1, (open_files - _OWN_FILES) // _NUM_PORTS)
     wanted = settings.max_connections or settings.max_num_requests
     if room < wanted:

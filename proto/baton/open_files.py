@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import resource
 
+_NEEDED = 128
+"""A node of one rank has some 60 open as soon as one peer is connected. What libraries then cannot open, gRPC for one,
+may end the process without a word."""
 _ENOUGH = 2**20
 """For processes without a hard limit: Linux's default ceiling (`fs.nr_open`)."""
+
+
+def why_too_few(limit: int) -> str | None:
+    """Why no process of baton can work with that limit. None: it can."""
+    if limit >= _NEEDED:
+        return None
+    return f"open files: a limit of {limit} is too low, {_NEEDED} are needed at least (ulimit -n)"
 
 
 def max_open_files() -> int:

@@ -15,9 +15,12 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from baton.silence import until_silent
+from router.edge import StartError
+from router.workers.siblings import WorkerPlace
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +32,8 @@ HANG_S = 10.0
 """A worker that has said nothing for so long is killed; one that is well says something every half second."""
 KILL_S = 5.0
 """Beyond the time that its requests have, how long a worker may take to end."""
+_MAX_SOCKET_PATH_BYTES = 107
+"""Linux's limit (man 7 unix), without the zero at the end."""
 
 Command = Callable[[int, int, str], Sequence[str]]
 """Of worker `index`, given the descriptor to say on that it is up, and the folder of the workers' sockets."""
@@ -97,7 +102,7 @@ class Worker:
 
 
 class Supervisor:
-    """Runs `count` workers from `run` to its end."""
+    """Runs `count` workers from `run` to its end. `run` raises StartError if their sockets can have no folder."""
 
     def __init__(self, count: int, command: Command, drain_timeout_s: float) -> None:
         self._count = count
@@ -108,7 +113,7 @@ class Supervisor:
 
     async def run(self, stop: asyncio.Event, hurry: asyncio.Event) -> bool:
         """Until `stop`; with `hurry` running requests are cut off. False: a worker could not start."""
-        with tempfile.TemporaryDirectory(prefix="baton-router-") as directory:  # only this user may enter it
+        with _sockets_folder(self._count) as directory:
             keeping = {asyncio.create_task(self._keep(index, directory)) for index in range(self._count)}
             stopping = asyncio.create_task(stop.wait())
             first: set[asyncio.Future[Any]] = {stopping, *keeping}
@@ -169,3 +174,16 @@ class Supervisor:
     def _signal(self, number: signal.Signals) -> None:
         for worker in self._live.values():
             worker.signal(number)
+
+
+def _sockets_folder(count: int) -> tempfile.TemporaryDirectory[str]:
+    """For the sockets of so many workers; only this user may enter it. Raises StartError."""
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="baton-router-")
+    except OSError as no_folder:
+        raise StartError(f"--workers: no folder for their sockets: {no_folder.strerror}") from no_folder
+    path = WorkerPlace(0, count, Path(folder.name)).socket_of(count - 1)
+    if len(os.fsencode(path)) > _MAX_SOCKET_PATH_BYTES:
+        folder.cleanup()
+        raise StartError(f"--workers: {path} is too long for a socket: set TMPDIR to a shorter folder")
+    return folder

@@ -63,6 +63,11 @@ def test_what_can_work_passes(folder: Path) -> None:
         preflight.check(NodeSettings(model=str(model), device="cpu"))
 
 
+def test_too_few_open_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "max_open_files", lambda: 127)
+    assert told(folder).startswith("open files: a limit of 127 is too low, 128 are needed")
+
+
 @pytest.mark.parametrize("name", ["/nope", "./nope", "../nope", "~/nope-there", "~nobody-there/x", "a/b/c", "."])
 def test_a_path_is_a_folder(name: str) -> None:
     assert local_folder(name) is not None

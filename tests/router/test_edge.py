@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from router.edge import _max_connections
+from router.edge import StartError, _max_connections
 from router.settings import RouterSettings
 
-NODES = {"decode": "127.0.0.1:1"}
+NODES: dict[str, Any] = {"decode": "127.0.0.1:1"}
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ NODES = {"decode": "127.0.0.1:1"}
         ({"max_num_requests": 100}, 1024, 384, ""),
         ({"max_connections": 500}, 1024, 384, "--max-connections wants 500"),
         ({"max_connections": 500}, 2048, 500, ""),
-        ({"max_num_requests": 0}, 64, 1, ""),
+        ({"max_num_requests": 0}, 200, 1, ""),
     ],
 )
 def test_connections_are_what_open_files_allow(settings, open_files, connections, flag, caplog):
@@ -29,3 +29,8 @@ def test_connections_are_what_open_files_allow(settings, open_files, connections
         assert _max_connections(RouterSettings(**fields), open_files) == connections
     assert ("allows" in caplog.text) is bool(flag)
     assert flag in caplog.text
+
+
+def test_with_too_few_open_files_it_does_not_start():
+    with pytest.raises(StartError, match=r"^open files: a limit of 127 is too low, 128 are needed"):
+        _max_connections(RouterSettings(**NODES), 127)

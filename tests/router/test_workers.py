@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ import pytest
 
 from baton.address import HostPort
 from baton.node_info import NodeRole
+from router.edge import StartError
 from router.workers import supervisor
 from router.workers.ports import SharedPort
 from tests.router.conftest import says
@@ -176,6 +178,21 @@ async def test_a_worker_that_cannot_be_started_for_now_leaves_the_others_alone(m
         stop.set()
         assert await running
     assert starts[1] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("not-there", "no folder for their sockets: No such file"), ("x" * 90, "too long for a socket")]
+)
+async def test_sockets_that_can_have_no_folder_end_the_start_with_one_line(
+    name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = tmp_path / name
+    if "x" in name:
+        folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with pytest.raises(StartError, match=rf"^--workers: .*{says}"):
+        await supervisor.Supervisor(2, lambda *_: [], 0.1).run(asyncio.Event(), asyncio.Event())
+    assert not folder.exists() or not any(folder.iterdir())
 
 
 async def test_a_stop_does_not_wait_for_a_worker_that_would_be_started_again_later(monkeypatch: pytest.MonkeyPatch):
