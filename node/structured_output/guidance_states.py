@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
@@ -25,9 +26,14 @@ class GuidanceBackend:
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: list[int]) -> None:
         """Takes a second for a large vocabulary."""
-        added = json.loads(tokenizer).get("added_tokens") or []
-        self._special_tokens = {token["content"]: token["id"] for token in added if token.get("special")}
-        self._tokenizer = LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_token_ids or None)
+        read = json.loads(tokenizer)
+        if _drop_tokens_from(vocab_size, read):
+            tokenizer = json.dumps(read)
+        known = LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_token_ids or None)
+        # To the library all added tokens in angle brackets are special, too: it never takes them for their text.
+        added = {token["content"]: token["id"] for token in read.get("added_tokens") or ()}
+        self._special_tokens = {text: token for text, token in added.items() if known.is_special_token(token)}
+        self._tokenizer = known
 
     def compile(self, structured: StructuredOutput) -> GuidanceState:
         grammar = guidance_grammar(structured, self._special_tokens)
@@ -35,6 +41,18 @@ class GuidanceBackend:
         if error := matcher.get_error():
             raise ValueError(error)
         return GuidanceState(matcher)
+
+
+def _drop_tokens_from(vocab_size: int, tokenizer: dict[str, Any]) -> bool:
+    """Drop the tokens that have no logit, with which the library would refuse the tokenizer: those of images, for
+    Gemma 3 without images. Whether there are any."""
+    vocab, added = tokenizer["model"].get("vocab"), tokenizer.get("added_tokens") or []
+    kept = [token for token in added if token["id"] < vocab_size]
+    without = [text for text, token in vocab.items() if token >= vocab_size] if isinstance(vocab, dict) else []
+    for text in without:
+        del vocab[text]
+    tokenizer["added_tokens"] = kept
+    return bool(without) or len(kept) < len(added)
 
 
 class GuidanceState:

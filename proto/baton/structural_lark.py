@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 
 from baton.errors import InvalidRequest
@@ -24,7 +25,9 @@ class _Writer:
     extends to where its end comes first; no ends: to the end of the answer."""
 
     def __init__(self, special_tokens: Mapping[str, int]) -> None:
-        self._special_tokens = {text: special_tokens[text] for text in sorted(special_tokens, key=len, reverse=True)}
+        self._special_tokens = special_tokens
+        longest_first = sorted(special_tokens, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._rules: list[str] = []
         self._others: list[dict[str, str]] = []
 
@@ -106,8 +109,7 @@ class _Writer:
         return self._any([self._text_up_to(end) if end else "TEXT" for end in ends or [""]])
 
     def _text_up_to(self, end: str) -> str:
-        special = next((text for text in self._special_tokens if end.startswith(text)), None)
-        if special is not None:
+        if self._special.match(end):
             return f"TEXT {self._literal(end)}"
         return self._rule(f"TEXT {json.dumps(end)}", "[lazy]")
 
@@ -116,11 +118,11 @@ class _Writer:
 
     def _literal(self, text: str) -> str:
         """A text in which special tokens are those tokens."""
-        for special, token in self._special_tokens.items():
-            before, found, after = text.partition(special)
-            if found:
-                return f"{self._literal(before)} <[{token}]> {self._literal(after)}"
-        return json.dumps(text)
+        pieces, at = list[str](), 0
+        for found in self._special.finditer(text):
+            pieces += [json.dumps(text[at : found.start()]), f"<[{self._special_tokens[found.group()]}]>"]
+            at = found.end()
+        return " ".join([*pieces, json.dumps(text[at:])])
 
     def _any(self, bodies: Sequence[str]) -> str:
         return self._rule(" | ".join(bodies))

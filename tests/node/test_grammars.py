@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,11 +59,13 @@ GBNF = StructuredOutput(StructuredKind.GRAMMAR, 'root ::= "x" d+\nd ::= [0-9]')
 
 
 class Compiler:
-    def __init__(self, backend: StructuredBackend) -> None:
+    def __init__(self, backend: StructuredBackend, tokenizer: Any = None, vocab_size: int = VOCAB_SIZE) -> None:
+        """tokenizer: the object of a tokenizer.json; None: that of the checkpoint."""
         self.woken = threading.Event()
-        tokenizer = (CHECKPOINT / "tokenizer.json").read_bytes()
-        self.tokenizer = Tokenizer.from_str(tokenizer.decode())
-        self.grammars = Grammars(tokenizer, VOCAB_SIZE, EOS_IDS, self.woken.set, backend)
+        text = json.dumps(tokenizer) if tokenizer else (CHECKPOINT / "tokenizer.json").read_text()
+        self.tokenizer = Tokenizer.from_str(text)
+        self.vocab_size = vocab_size
+        self.grammars = Grammars(text.encode(), vocab_size, EOS_IDS, self.woken.set, backend)
         self.backend = backend
 
     def __call__(self, structured: StructuredOutput, text: str = "") -> GrammarMatcher:
@@ -78,7 +81,7 @@ class Compiler:
         return ids
 
     def allowed(self, matcher: GrammarMatcher) -> set[int]:
-        mask = np.zeros(-(-VOCAB_SIZE // 32), np.int32)
+        mask = np.zeros(-(-self.vocab_size // 32), np.int32)
         matcher.fill(mask)
         return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
 
@@ -245,6 +248,27 @@ def test_a_node_compiles_what_is_nested_deeper_than_a_router_lets_pass() -> None
     assert COMPILE_STACK_BYTES >= 2 * CHECK_STACK_BYTES
     command = [sys.executable, "-c", NESTED, str(CHECKPOINT / "tokenizer.json")]
     subprocess.run(command, check=True, timeout=WAIT_S)
+
+
+def test_marks_of_tags_are_tokens_and_tokens_without_a_logit_do_no_harm() -> None:
+    """As in Qwen3, where `<think>` and `<tool_call>` are added tokens but not special ones, and in Gemma 3 without
+    images, whose vocabulary ends before the token that stands for an image."""
+    tokenizer = json.loads((CHECKPOINT / "tokenizer.json").read_text())
+    plain = {"special": False, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = ("</think>", "<call>", "<image>")
+    tokenizer["added_tokens"] += [{"id": VOCAB_SIZE + i, "content": text, **plain} for i, text in enumerate(added)]
+    thought = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": "</think>"}
+    called = {"type": "tag", "begin": "<call>", "content": {"type": "regex", "pattern": "x+"}, "end": "</x>"}
+    calls = {"type": "triggered_tags", "triggers": ["<call>"], "tags": [called]}
+    wanted = json.dumps({"format": {"type": "sequence", "elements": [thought, calls]}})
+    compiler = Compiler(StructuredBackend.GUIDANCE, tokenizer, VOCAB_SIZE + 2)
+    texts = compiler.texts(compiler(StructuredOutput(StructuredKind.STRUCTURAL_TAG, wanted), "I see"))
+    assert "</think>" in texts
+    assert not texts & {"<call>", "<image>"}
+    after = compiler(StructuredOutput(StructuredKind.STRUCTURAL_TAG, wanted), "I see</think>So")
+    assert "<call>" in compiler.texts(after)
+    after.accept(VOCAB_SIZE + 1)
+    assert compiler.texts(after) <= {"x" * n for n in range(1, 20)}
 
 
 def test_schemas_within_structural_tags_are_checked(compiler: Compiler) -> None:
