@@ -104,7 +104,7 @@ def _of_choosing(schema: Mapping[str, Any]) -> Iterator[str]:
             yield f"`type` beside `{chosen}`"
     elif types and not all(_is_of(value, types) for value in values):
         yield f"`type` beside `{chosen}` with values of other types"
-    if chosen == "allOf" and len(schema["allOf"]) > 1:
+    if chosen == "allOf" and isinstance(schema["allOf"], list) and len(schema["allOf"]) > 1:
         yield "`allOf` of several schemas"
     if chosen == "oneOf" and not _disjoint(schema["oneOf"]):
         yield "`oneOf`, unless the types of its schemas tell them apart"
@@ -139,8 +139,8 @@ def _of_strings(schema: Mapping[str, Any]) -> Iterator[str]:
     pattern = schema.get("pattern")
     if isinstance(pattern, str) and (reason := why_unsupported_regex(pattern)):
         yield reason.removeprefix("XGrammar does not enforce ")
-    if "format" in schema and schema["format"] not in _FORMATS:
-        yield f"`format` {str(schema['format'])[:64]!r}"
+    if "format" in schema and not (isinstance(name := schema["format"], str) and name in _FORMATS):
+        yield f"`format` {str(name)[:64]!r}"
 
 
 def _of_objects(schema: Mapping[str, Any]) -> Iterator[str]:

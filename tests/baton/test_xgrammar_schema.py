@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
 import pytest
 
+from baton import xgrammar_schema
 from baton.structured_output import StructuredKind, StructuredOutput
 from baton.xgrammar_compiler import XgrammarCompiler
 from baton.xgrammar_schema import why_unsupported, why_unsupported_regex
@@ -61,6 +63,15 @@ def test_what_is_not_enforced_is_named_wherever_it_is(schema: Any, reason: str) 
         {"type": "array", "prefixItems": [schema]},
     ):
         assert reason in (why_unsupported(nested) or "")
+
+
+def test_keywords_may_have_values_of_any_type() -> None:
+    """The library then says what is wrong, or nothing. An exception would end the router's process that checks."""
+    values = (None, True, 1, 1.5, "a", "#", [], [1], ["a"], [[]], [{}], {}, {"a": 1}, {"a": {}})
+    keywords = sorted(xgrammar_schema._CONSTRAINING | {"type", "$defs", "uniqueItems", "unevaluatedItems"})
+    for keyword, value, kind in itertools.product(keywords, values, (None, "string", "object", ["array", {}])):
+        schema = {"type": kind, keyword: value} if kind else {keyword: value}
+        assert isinstance(why_unsupported(schema), str | None), schema
 
 
 @pytest.mark.parametrize(
