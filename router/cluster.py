@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from baton.address import HostPort
@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 NUM_TOLD = 8
 """Nodes whose problems are told one by one. While 128 of them start, each that connects is told of in a line."""
+NODE_STATES = ("up", "down", "incompatible")
+"""Of nodes, for metrics: in use; with a problem of its own; without a node of the other role that it fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,11 +217,12 @@ class Cluster:
         return f"{reason} ({'; '.join(problems)})" if problems else reason
 
     def num_nodes_by_state(self) -> dict[tuple[str, str], int]:
-        """Nodes by (role, "up" or "down"): one that is in use at one of its addresses counts once."""
+        """Nodes by role and one of NODE_STATES: one that is in use at one of its addresses counts once."""
+        lonely = self._dispatcher.nodes_without_partner()
         in_use = {link.incarnation for link in self.links if link.info}
         nodes = [link for link in self.links if link.info or link.incarnation is None or link.incarnation not in in_use]
-        states = Counter((link.role.value, "down" if link.problem else "up") for link in nodes)
-        return {(role.value, state): states[role.value, state] for role in NodeRole for state in ("up", "down")}
+        states = Counter((link.role.value, _state(link, lonely)) for link in nodes)
+        return {(role.value, state): states[role.value, state] for role in NodeRole for state in NODE_STATES}
 
     def _changed(self) -> None:
         readiness = self.readiness()
@@ -230,3 +233,10 @@ class Cluster:
         self._said = readiness.status
         for watcher in self._watchers:
             watcher(readiness)
+
+
+def _state(link: NodeLink, lonely: Collection[str]) -> str:
+    """`lonely`: nodes that fit no other."""
+    if link.problem:
+        return "down"
+    return "incompatible" if link.incarnation in lonely else "up"

@@ -164,6 +164,10 @@ class Dispatcher:
         """See Pool.mismatched_pairs."""
         return self._core.pool.mismatched_pairs()
 
+    def nodes_without_partner(self) -> set[str]:
+        """See Pool.without_partner."""
+        return self._core.pool.without_partner()
+
     def num_requests_by_state(self) -> dict[str, int]:
         """Live attempts by state, including states that have none."""
         states = Counter(state.value for state in self._core.states())

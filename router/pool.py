@@ -101,6 +101,19 @@ class Pool:
         every = [(self._nodes[p].info, self._nodes[d].info, why) for (p, d), why in self._misfits.items()]
         return [(prefill, decode, why) for prefill, decode, why in every if why is not None]
 
+    def without_partner(self) -> set[str]:
+        """The nodes, by incarnation, that get no work since they fit none of the other role. A decode node whose
+        version has no prefill nodes works alone."""
+        found: set[str] = set()
+        has_decodes = bool(self.role(NodeRole.DECODE))
+        for prefills, decodes in self._groups().values():
+            found.update(node.info.incarnation for node in prefills if has_decodes)
+            found.update(node.info.incarnation for node in decodes if prefills)
+            for pair in itertools.starmap(_key, itertools.product(prefills, decodes)):
+                if self._misfits[pair] is None:
+                    found.difference_update(pair)
+        return found
+
     # ---- versions ----
 
     def shares(self, name: str) -> dict[str, float]:

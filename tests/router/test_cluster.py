@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -205,6 +206,26 @@ async def test_a_node_that_is_found_at_two_addresses_is_one_node() -> None:
     assert (counts["decode", "up"], counts["decode", "down"]) == (1, 0)
     first.info, first.problem = None, "no answer"
     assert nodes.cluster.num_nodes_by_state()["decode", "down"] == 2
+    await nodes.cluster.close()
+
+
+async def test_nodes_that_fit_no_other_are_not_up() -> None:
+    nodes = Nodes()
+    nodes.cluster.start()
+    await turn()
+    nodes.found(frozenset({Member(NodeRole.PREFILL, ADDRESSES[0]), Member(NodeRole.DECODE, ADDRESSES[1])}))
+    await turn()
+    for link in nodes.live:
+        link.connect()
+        assert link.info is not None
+        layout = dataclasses.replace(link.info.layout, block_size=16 if link.role is NodeRole.DECODE else 32)
+        nodes.dispatcher.node_up(dataclasses.replace(link.info, layout=layout), lambda message: None)
+    counts = nodes.cluster.num_nodes_by_state()
+    assert {key: count for key, count in counts.items() if count} == {
+        ("prefill", "incompatible"): 1,
+        ("decode", "incompatible"): 1,
+    }
+    assert counts["decode", "up"] == 0, "a gauge that stays behind would say that it is in use"
     await nodes.cluster.close()
 
 

@@ -40,6 +40,26 @@ def test_a_node_that_says_something_else_of_itself_is_compared_again() -> None:
     assert pool.mismatched_pairs() == []
 
 
+def test_a_node_that_fits_no_other_has_no_partner() -> None:
+    pool, prefill, decode = Pool(), info("p1", NodeRole.PREFILL), info("d1", NodeRole.DECODE)
+    pool.add(otherwise(prefill))
+    assert pool.without_partner() == set(), "it waits for a decode node"
+    pool.add(decode)
+    assert pool.without_partner() == {"p1", "d1"}, "no request is answered"
+    pool.add(info("p2", NodeRole.PREFILL))
+    assert pool.without_partner() == {"p1"}
+    pool.remove("p2")
+    pool.remove("p1")
+    assert pool.without_partner() == set(), "a decode node works alone"
+
+
+def test_an_old_prefill_node_has_no_partner_once_all_decode_nodes_are_new() -> None:
+    pool, prefill, decode = Pool(), info("p1", NodeRole.PREFILL), info("d1", NodeRole.DECODE)
+    pool.add(prefill)
+    pool.add(dataclasses.replace(decode, layout=dataclasses.replace(decode.layout, fingerprint="new")))
+    assert pool.without_partner() == {"p1"}, "a decode node without prefill nodes of its version works alone"
+
+
 def test_each_pair_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layouts of many layers take time, in which a router does nothing else."""
     compared: list[tuple[str, str]] = []

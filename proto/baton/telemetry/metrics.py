@@ -83,7 +83,7 @@ class RouterMetrics:
 
         self.requests = Gauge("baton:num_requests", "Live requests by state.", ["state"], registry=registry)
         self.nodes = Gauge(
-            "baton:nodes", "Nodes by their role; ready or why not.", ["node_role", "state"], registry=registry
+            "baton:nodes", "Nodes by role: up, down or incompatible.", ["node_role", "state"], registry=registry
         )
         self._prefix_index = Gauge(
             "baton:prefix_index_blocks",
