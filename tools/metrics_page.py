@@ -47,7 +47,7 @@ def router_registry() -> CollectorRegistry:
 def _timeline() -> Timeline:
     why = Estimate("cost", "pair", 0.0, 0.0, 0.0, 0, 0.0)
     lost = AttemptTimeline(0, (0,), "p-0", "d-0", why, 0.1, ended_at_s=0.2, error="lost", state="handing_off")
-    done = AttemptTimeline(1, (0,), "p-0", "d-0", why, 0.2, num_cached_tokens=16, prompt=PromptTimes(0.1, 0.2))
+    done = AttemptTimeline(1, (0,), "p-0", "d-0", why, 0.2, 0.3, num_cached_tokens=16, prompt=PromptTimes(0.1, 0.2))
     return Timeline("r.0", "m", 0.0, 0.0, 0.0, 0.0, 1.0, 2.0, 1, 1, 1, (lost, done), 1)
 
 

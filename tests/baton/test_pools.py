@@ -4,9 +4,11 @@ import dataclasses
 
 import pytest
 
+from baton.messages import Adopted
 from baton.node_info import NodeRole
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
 from baton.telemetry.pools import PoolState, bottleneck
+from baton.telemetry.timeline import AttemptTimeline, Estimate, Timeline
 from tools.metrics_page import node_registry, router_registry
 
 IDLE = PoolState(2, 0, 2, 8, 10, 100)
@@ -93,3 +95,31 @@ def test_failed_attempts_and_cached_tokens_are_counted_from_timelines():
     assert (failover[0]["state"], failover[1]) == ("handing_off", 1.0)
     hits = {labels["source"]: value for labels, value in found["baton:prefix_hit_tokens_total"]}
     assert hits == {"prefill_node": 16.0, "decode_node": 0.0}
+
+
+def test_what_failed_attempts_left_in_the_caches_is_no_hit():
+    """A request with two answers, whose nodes were lost while they generated: nothing of its prompt was cached."""
+    why = Estimate("cost", "pair", 0.0, 0.0, 0.0, 0, 0.0)
+    lost = AttemptTimeline(0, (0, 1), "p", "d", why, 0.1, started_at_s=0.2, error="lost", state="decoding")
+    lost.was_adopted(Adopted(0.0, 16, 0), 0.3)
+    again = [
+        AttemptTimeline(1, (sample,), "p", "d2", why, 0.4, started_at_s=0.5, num_cached_tokens=112) for sample in (0, 1)
+    ]
+    for attempt in again:
+        attempt.was_adopted(Adopted(0.0, 64, 0), 0.6)
+    registry = new_registry(ROUTER)
+    metrics = RouterMetrics(registry)
+    metrics.timelines.observe(Timeline("r.0", "m", 0.0, 0.0, 0.0, 0.0, 0.3, 2.0, 100, 40, 2, (lost, *again), 0))
+    hits = {labels["source"]: value for labels, value in samples(registry)["baton:prefix_hit_tokens_total"]}
+    assert hits == {"prefill_node": 0.0, "decode_node": 16.0}
+
+
+def test_an_attempt_that_never_began_counts_in_no_cache():
+    why = Estimate("cost", "decode_alone", 0.0, 0.0, 0.0, 0, 0.0)
+    lost = AttemptTimeline(0, (0,), "d", "d", why, 0.1, error="lost", state="queued")
+    done = AttemptTimeline(1, (0,), "d2", "d2", why, 0.2, started_at_s=0.3, num_cached_tokens=32)
+    registry = new_registry(ROUTER)
+    metrics = RouterMetrics(registry)
+    metrics.timelines.observe(Timeline("r.0", "m", 0.0, 0.0, 0.0, 0.0, 0.4, 2.0, 100, 40, 1, (lost, done), 1))
+    hits = {labels["source"]: value for labels, value in samples(registry)["baton:prefix_hit_tokens_total"]}
+    assert hits == {"prefill_node": 0.0, "decode_node": 32.0}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter
 
 from baton.telemetry.tally import HistogramByModel, TallyHistogram
-from baton.telemetry.timeline import STAGES, AttemptTimeline, Timeline, first_token_stages
+from baton.telemetry.timeline import STAGES, Timeline, first_token_stages
 
 PHASE_S = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
@@ -42,8 +42,8 @@ class TimelineMetrics:
         stages = self._of_model(timeline.model)
         for stage, seconds in first_token_stages(timeline).items():
             stages[stage].observe(seconds)
+        self._count_hits(timeline)
         for attempt in timeline.attempts:
-            self._count_hits(timeline.model, attempt)
             if attempt.error and attempt.attempt < max(later.attempt for later in timeline.attempts):
                 self._failovers.labels(timeline.model, attempt.state).inc()
 
@@ -56,9 +56,14 @@ class TimelineMetrics:
                 self._hits.labels(model, source)
         return stages
 
-    def _count_hits(self, model: str, attempt: AttemptTimeline) -> None:
-        source = "decode_node" if attempt.estimate.kind == "decode_alone" else "prefill_node"
-        if attempt.num_cached_tokens:
-            self._hits.labels(model, source).inc(attempt.num_cached_tokens)
-        if attempt.adopted is not None and attempt.adopted.num_cached_tokens:
-            self._hits.labels(model, "decode_node").inc(attempt.adopted.num_cached_tokens)
+    def _count_hits(self, timeline: Timeline) -> None:
+        """A prompt counts once, as it came: later attempts find what the earlier ones left in the caches."""
+        first = next((attempt for attempt in timeline.attempts if attempt.started_at_s is not None), None)
+        if first is None:
+            return
+        alone = first.estimate.kind == "decode_alone"
+        hits = self._hits.labels(timeline.model, "decode_node" if alone else "prefill_node")
+        hits.inc(first.num_cached_tokens)
+        adopted = next((attempt.adopted for attempt in timeline.attempts if attempt.adopted is not None), None)
+        if adopted is not None and not alone:
+            self._hits.labels(timeline.model, "decode_node").inc(adopted.num_cached_tokens)
