@@ -284,6 +284,9 @@ async def _answered(
             error = RequestCancelled("the client went away")
         else:
             log.exception("internal error in %s", method)
+    except asyncio.CancelledError:  # how grpc.aio ends the call of a client that has left
+        _log_end(method, RequestCancelled.grpc_status, received)
+        raise
     else:
         if is_last:
             _log_end(method, "OK", received)

@@ -105,7 +105,8 @@ async def test_a_client_that_leaves_cancels_its_request(router, nodes, stream, h
     assert 'request_ends_total{model_name="tiny",outcome="cancelled",reason="",role="router"} 1.0' in metrics
 
 
-async def test_a_grpc_client_that_leaves_cancels_its_request(router, nodes, stub):
+async def test_a_grpc_client_that_leaves_cancels_its_request(router, nodes, stub, caplog):
+    caplog.set_level("INFO", logger="router.grpc_service")
     nodes.script = says("hello world, hello there", hold=asyncio.Event(), hold_at=2)
     call = stub.Generate(pb.GenerateRequest(prompt="x"))
     assert (await call.read()).WhichOneof("event") == "started"
@@ -113,6 +114,9 @@ async def test_a_grpc_client_that_leaves_cancels_its_request(router, nodes, stub
     call.cancel()
     await nodes.until(lambda: nodes.aborts)
     await router.idle()
+    await nodes.until(lambda: caplog.records)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("grpc Generate status=CANCELLED took_ms=")
 
 
 # ---- gRPC ----
