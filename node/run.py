@@ -70,7 +70,7 @@ def run_node(settings: NodeSettings, role: NodeRole, side: RoleSide, import_part
     except StartupError as error:
         sys.stderr.write(f"{settings.prog}: {' '.join(str(error).split())}\n")
         code = 1
-    except KeyboardInterrupt:  # while the model was loading
+    except KeyboardInterrupt:  # a second signal, once everything has stopped
         code = 128 + signal.SIGINT
     logging.shutdown()
     sys.stdout.flush()
@@ -79,12 +79,15 @@ def run_node(settings: NodeSettings, role: NodeRole, side: RoleSide, import_part
 
 
 def _end_at_signals() -> None:
-    """While a container's first process loads: the kernel keeps signals from it that it has no handler for (man
-    pid_namespaces), and it would be killed when its grace period is over. Elsewhere a signal ends a process by
-    itself, also one that is inside a library."""
+    """While the node loads, a signal ends its process at once, also one that is inside a library. The kernel does that
+    by itself, but for a container's first process: it keeps signals from it that it has no handler for (man
+    pid_namespaces), and kills it when its grace period is over. Python's KeyboardInterrupt is no end: it waits for the
+    threads that read weights, and is lost in a callback of a library."""
     if os.getpid() == 1:
         for number in stop_signals():
             signal.signal(number, lambda number, _: os._exit(128 + number))
+    elif signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _run(settings: NodeSettings, side: RoleSide, import_parts: ImportParts) -> int:

@@ -1,12 +1,15 @@
 """Garbage of a node's start: collected once, while nothing waits for it, and never looked at again. A node that another
-one tells to stop."""
+one tells to stop, or a Ctrl-C while it loads."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import signal
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -26,6 +29,7 @@ from node.ranks.ranks import Ranks
 from node.run import MakeParts, _make_frozen_parts, _stopped_by
 from node.settings import NodeSettings
 from node.shell import NodeParts
+from tests.fork_server import ROOT, fork_server
 
 SETTINGS = NodeSettings(model="nowhere")
 
@@ -152,3 +156,10 @@ def test_a_rank_that_serves_never_looks_at_what_it_loaded(monkeypatch: pytest.Mo
     link = Link()
     process.run_rank(link, NodeSettings(model="baton-tiny", **flags))
     assert link.frozen
+
+
+def test_a_ctrl_c_ends_a_node_that_loads_whatever_it_is_in() -> None:
+    with Path(os.devnull).open("wb") as nothing:
+        output = {"stdout": nothing, "stderr": nothing}
+        node = fork_server().start("tests.node.interrupted", [], env=os.environ, cwd=ROOT, **output)
+    assert node.wait(60.0) == -signal.SIGINT
