@@ -61,7 +61,9 @@ class ModelSettings(ClusterSettings):
         description="how weights are loaded: safetensors: straight from the files or not at all; auto: through "
         "transformers where their names are not the model's own; dummy: random ones, for benchmarks",
     )
-    seed: int = Field(0, description="of torch's generators; requests carry seeds of their own")
+    seed: int = Field(
+        0, ge=-(1 << 63), lt=1 << 64, description="of torch's generators; requests carry seeds of their own"
+    )
 
     @model_validator(mode="after")
     def _check_model(self) -> ModelSettings:

@@ -38,8 +38,8 @@ def test_no_slots_are_large_enough_for_an_infinite_link():
         sizes(BLOCK_8B, True, kv_link_bandwidth=float("inf"))
 
 
-@pytest.mark.parametrize("field", ["kv_slots", "num_gpu_blocks_override", "block_size", "max_num_seqs"])
+@pytest.mark.parametrize("field", ["kv_slots", "num_gpu_blocks_override", "block_size", "max_num_seqs", "seed"])
 def test_sizes_that_no_machine_has_are_refused_by_name(field):
-    changes: dict[str, Any] = {field: 10**10}
+    changes: dict[str, Any] = {field: 10**20}
     with pytest.raises(ValueError, match=f"{field}\n.*less than"):
         NodeSettings(model="none", **changes)
