@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from baton.address import HostPort
 from baton.node_info import NodeRole
-from baton.settings import LONGEST_S, ListenAddress, Sizes
+from baton.settings import LONGEST_S, LargeNumber, ListenAddress, Sizes
 from node.kv_events_config import KvEventsConfig
 from node.parallel_settings import ParallelSettings
 
@@ -53,11 +53,13 @@ class NodeSettings(ParallelSettings):
         f"unset: the port of --listen + {METRICS_PORT_OFFSET}",
     )
 
-    max_model_len: int | None = Field(
-        None, ge=2, description="tokens of prompt and answer together; unset: the checkpoint's"
+    max_model_len: LargeNumber = Field(
+        None,
+        ge=2,
+        description="tokens of prompt and answer together, 32K being 32768 and 32k 32000; unset: the checkpoint's",
     )
     max_num_seqs: int = Field(256, ge=1, le=1 << 20, description="sequences in one step")
-    max_num_batched_tokens: int | None = Field(
+    max_num_batched_tokens: LargeNumber = Field(
         None,
         ge=1,
         description="tokens of prompts in one step, beside one of each request that generates; longer prompts go in "
@@ -97,10 +99,11 @@ class NodeSettings(ParallelSettings):
         None, ge=2, lt=1 << 31, description="KV blocks; unset: as many as the memory holds"
     )
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of a GPU's memory to use, 1 is all")
-    kv_cache_memory_bytes: int | None = Field(
+    kv_cache_memory_bytes: LargeNumber = Field(
         None,
         ge=1,
-        description="bytes of each rank's KV pool; unset: the share of the GPU that is left, on a CPU at most 1 GiB",
+        description="bytes of each rank's KV pool, 4G being 4 GiB; unset: the share of the GPU that is left, on a CPU "
+        "at most 1 GiB",
     )
 
     structured_outputs_backend: Literal["guidance", "xgrammar"] = Field(

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, get_args, get_origin
 
@@ -57,6 +59,20 @@ def _size_list(value: object) -> object:
     return tuple(size for sizes in split for size in sizes if size != "")
 
 
+_UNITS = {name: base**power for base, names in ((1000, "kmgt"), (1024, "KMGT")) for power, name in enumerate(names, 1)}
+
+
+def _large_number(value: object) -> object:
+    """Parse `25.6k`, with k, m, g or t for powers of 1000, and `16K`, with K, M, G or T for powers of 1024."""
+    found = re.fullmatch(r"\s*([0-9]{1,9}(\.[0-9]{1,9})?)([kmgtKMGT])\s*", value) if isinstance(value, str) else None
+    if found is None:
+        return value
+    number, fraction, unit = found.groups()
+    if fraction and unit.isupper():
+        raise ValueError(f"{unit} is a power of 1024 and takes no fraction, {unit.lower()} is one of 1000 and does")
+    return int(Decimal(number) * _UNITS[unit])
+
+
 def _log_levels(text: str) -> str:
     parse_log_levels(text)
     return text
@@ -67,6 +83,8 @@ ListenAddress = Annotated[HostPort, BeforeValidator(_listen_address)]
 """Port 0 selects any free port."""
 ConnectAddresses = Annotated[tuple[HostPort, ...], BeforeValidator(_address_list)]
 Sizes = Annotated[tuple[PositiveInt, ...], BeforeValidator(_size_list)]
+LargeNumber = Annotated[int | None, BeforeValidator(_large_number)]
+"""May be written as `16K` where vLLM takes that."""
 
 LONGEST_S = 365 * 86_400.0
 """The longest time limit: threads cannot wait for an infinite one, nor can anything be filed by when it ends."""

@@ -8,7 +8,16 @@ import pytest
 from pydantic import Field, model_validator
 
 from baton.address import HostPort
-from baton.settings import ConnectAddress, ConnectAddresses, ListenAddress, Settings, Sizes, misspelt_variables, parse
+from baton.settings import (
+    ConnectAddress,
+    ConnectAddresses,
+    LargeNumber,
+    ListenAddress,
+    Settings,
+    Sizes,
+    misspelt_variables,
+    parse,
+)
 
 
 class Example(Settings):
@@ -25,6 +34,7 @@ class Example(Settings):
     fast: bool = Field(False, description="take the fast way")
     ahead: bool | None = Field(None, description="run ahead; unset: where it helps")
     sizes: Sizes = Field((), description="batch sizes")
+    size: LargeNumber = Field(None, ge=2, description="bytes")
     low: int = Field(0, description="lower end")
     high: int = Field(9, description="upper end")
 
@@ -118,6 +128,15 @@ def test_size_lists(config, monkeypatch):
     assert parse(Example, []).sizes == (4, 16)
 
 
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("16384", 16384), ("16k", 16_000), ("16K", 16_384), ("25.6k", 25_600), ("4G", 4 << 30), ("1T", 1 << 40)],
+)
+def test_large_numbers_are_written_as_vllm_takes_them(config, text, number):
+    assert parse(Example, ["--size", text]).size == number
+    assert parse(Example, ["--config", config(f"size: {text}")]).size == number
+
+
 def test_frozen():
     with pytest.raises(ValueError, match="frozen"):
         setattr(parse(Example, []), "fast", True)  # noqa: B010 - mypy knows that it cannot be
@@ -135,6 +154,10 @@ def test_frozen():
         (["--peer", "a:0"], "--peer: port 0 is no port to connect to"),
         (["--nodes", "a:1,b"], "--nodes: must be HOST:PORT, not 'b'"),
         (["--sizes", "1,0"], "--sizes: Input should be greater than 0, not '0'"),
+        (["--size", "1"], "--size: Input should be greater than or equal to 2, not '1'"),
+        (["--size", "0.001k"], "--size: Input should be greater than or equal to 2, not 1"),
+        (["--size", "1.5K"], "--size: K is a power of 1024 and takes no fraction, k is one of 1000 and does"),
+        (["--size", "4GB"], "--size: Input should be a valid integer"),
         (["--low", "10"], "--low 10 is above --high 9"),
         (["--max-seqs", "3"], "unrecognized arguments: --max-seqs 3, did you mean --max-num-seqs?"),
         (["--max-seqs=3"], "unrecognized arguments: --max-seqs=3, did you mean --max-num-seqs?"),
@@ -203,6 +226,7 @@ def test_help_has_every_flag_with_its_default(capsys):
     assert "--fast, --no-fast take the fast way (default: off)" in out
     assert "--ahead, --no-ahead run ahead; unset: where it helps" in out
     assert "--sizes N,... batch sizes" in out
+    assert "--size N bytes" in out
 
 
 def test_version(capsys):
