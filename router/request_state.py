@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from baton.block_hash import BlockHash
-from baton.errors import BatonError, DeadlineExceeded, InternalError, NodeUnavailable, PeerLost
+from baton.errors import BatonError, DeadlineExceeded, InternalError, NodeUnavailable, PeerLost, TransferError
 from baton.incarnation import failure_domain
 from baton.messages import (
     Adopted,
@@ -222,10 +222,14 @@ class Attempt:
             return False
         return not self.handed_off or self.state is not AttemptState.DECODING or any(s.early for s in self.samples)
 
+    def fails_to_move(self, error: BatonError) -> bool:
+        """Whether the error is of its KV's way to the target. All that a prefill node sent is there already."""
+        return self.target is not None and isinstance(error, TransferError)
+
     def suspects(self, error: BatonError, speaker: str) -> set[str]:
         """The nodes that the next attempt should avoid. A node that lost its peer blames the peer. Otherwise a decode
         node speaks for itself, and a prefill node for both, since it passes on a decode node's refusal."""
-        if self.target is not None and isinstance(error, PeerLost):
+        if self.target is not None and self.fails_to_move(error):
             return {self.target}
         both = {self.prefill, self.decode or self.prefill}
         if isinstance(error, PeerLost):

@@ -239,7 +239,7 @@ class Updates:
             suspects = attempt.suspects(error, incarnation)
             if isinstance(error, PeerLost):
                 state.blamed |= suspects
-            if isinstance(error, TransferError) and attempt.decode:
+            if isinstance(error, TransferError) and attempt.decode and not attempt.fails_to_move(error):
                 self._pool.pair_breakers.failed((attempt.prefill, attempt.decode), error.message, now)
             if isinstance(error, InternalError):
                 for suspect in suspects:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.errors import Overloaded, PeerLost
+from baton.errors import BatonError, Overloaded, PeerLost, TransferTimeout
 from baton.messages import (
     Adopted,
     DecodeTarget,
@@ -20,6 +20,7 @@ from baton.messages import (
 )
 from baton.node_info import NodeRole
 from baton.sampling import FinishReason, SamplingParams
+from router.circuit_breakers import MAX_FAILURES
 from router.migrations import ASK_AGAIN_S
 from router.pool import Pool
 from router.request_state import RoutedRequest
@@ -144,6 +145,39 @@ def test_a_move_whose_end_is_not_known_ends_at_both_nodes(moving: Moving) -> Non
     assert moving.rig.aborted == {moving.old, moving.new}
     assert moving.rig.prefills[-1][1].attempt_id.attempt == 1
     assert moving.outcomes == {"lost": 1}
+
+
+@pytest.mark.parametrize("error", [PeerLost("gone"), TransferTimeout("no answer")])
+def test_a_target_that_may_have_lost_the_request_is_avoided(error: BatonError) -> None:
+    moving = Moving()
+    core = moving.rig.core
+    core.node_up(info("d3", NodeRole.DECODE), 1.0)
+    core.node_load("d3", Load(num_running=3), 1.0)  # it would be second choice
+    ((_, migrate),) = moving.drain()
+    assert migrate.target.incarnation == moving.new
+    moving.say(moving.old, End(error))
+    _, second = moving.rig.prefills[-1]
+    assert second.decode
+    assert second.decode.incarnation == "d3"
+
+
+def test_moves_that_fail_are_not_blamed_on_the_node_that_computed_the_prompts() -> None:
+    rig = RouterRig("p1", "d1")
+    for number in range(MAX_FAILURES):
+        rig.core.submit(RoutedRequest(f"r{number}", (1, 2, 3), 1, SamplingParams(max_tokens=8), 60.0), 0.0)
+        rig.collect()
+    prefills = [prefill for _, prefill in rig.prefills]
+    for prefill in prefills:
+        rig.say("p1", prefill, Started(0, 0.0), Tokens(0, 0, (1,)), HANDED_OFF)
+        rig.say("d1", prefill, ADOPTED)
+    rig.core.node_up(info("d2", NodeRole.DECODE), 1.0)
+    rig.core.drain_node("d1", True, 1.0)
+    for prefill in prefills:
+        rig.say("d1", prefill, End(PeerLost("decode node d2 is gone")))
+    assert rig.core.num_migrations()["lost"] == MAX_FAILURES
+    assert rig.core.pool.why_degraded(1.0) is None
+    rig.core.drain_node("d1", False, 1.0)
+    assert rig.core.pool.why_degraded(1.0) is None
 
 
 def test_the_clients_leave_ends_a_move_at_both_nodes(moving: Moving) -> None:
