@@ -32,9 +32,9 @@ class PartFailed:
     reason: str
 
 
-class Sent:
-    """A node's KV as it is sent to a peer. layout: the node's, with the layers as they are sent. `rows` of its slices
-    are computed once."""
+class SentLayout:
+    """A node's layout, with its layers in the form in which they are sent to a peer. `rows`: of its slices, each
+    computed once."""
 
     def __init__(self, layout: KvLayout) -> None:
         self.layout = layout
@@ -73,8 +73,8 @@ class KvMover:
         assert self.part_blocks > 0, "a slot is too small for a block"
         self._staging = staging
         self._copies = _copies(staging, pool_bytes, layout, self.part_blocks, spin_wait)
-        self._own = Sent(layout)
-        self._converted: dict[tuple[LayerKv, ...], Sent] = {}
+        self._own = SentLayout(layout)
+        self._converted: dict[tuple[LayerKv, ...], SentLayout] = {}
         self._lock = threading.RLock()  # guards the slots' states and owners
 
     def batched(self) -> AbstractContextManager[None]:
@@ -103,15 +103,15 @@ class KvMover:
     def _free_slots(self) -> None:
         """Free the slots that nothing uses any more."""
 
-    def _sent(self, layers: tuple[LayerKv, ...] | None) -> Sent:
-        """The KV as it is sent with these layers; None: with those of the pool."""
+    def _sent_layout(self, layers: tuple[LayerKv, ...] | None) -> SentLayout:
+        """The layout with these layers; None: with those of the pool."""
         if layers is None or layers is self.layout.layers:
             return self._own
         if (sent := self._converted.get(layers)) is None:
-            sent = self._converted[layers] = Sent(dataclasses.replace(self.layout, layers=layers))
+            sent = self._converted[layers] = SentLayout(dataclasses.replace(self.layout, layers=layers))
         return sent
 
-    def _rows_of(self, what: KvSlice, sent: Sent) -> Rows:
+    def _rows_of(self, what: KvSlice, sent: SentLayout) -> Rows:
         if (rows := sent.rows.get(what)) is None:
             rows = sent.rows[what] = rows_of(self.layout, self.rank, what, sent.layout)
         return rows
@@ -120,7 +120,7 @@ class KvMover:
         """The rows of whole blocks, and of one layer, as they are and as they may be converted: the GPU kernels of
         parts do not depend on the size."""
         one_layer = self.held._replace(layer_end=self.held.layer_start + 1)
-        quantized = self._sent(tuple(as_quantized(layer) for layer in self.layout.layers))
+        quantized = self._sent_layout(tuple(as_quantized(layer) for layer in self.layout.layers))
         can_convert = self.layout.converts(quantized.layout)
         kinds = (self._own, quantized) if can_convert else (self._own,)
         return {self._rows_of(what, sent) for what in (self.held, one_layer) for sent in kinds}

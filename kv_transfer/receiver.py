@@ -165,7 +165,7 @@ class KvReceiver(KvMover):
         header does not name exactly this lease, part, blocks, slice and layout, or a checksum is missing or wrong.
         Raises TransferError for a lease or part that does not fit in a tag.
         """
-        tag, what, sent = tag_of(lease, part), what or self.held, self._sent(layers)
+        tag, what, sent = tag_of(lease, part), what or self.held, self._sent_layout(layers)
         rows = self._rows_of(what, sent)
         ids = rows.of(blocks, groups)
         with self._lock:

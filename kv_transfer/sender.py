@@ -105,7 +105,7 @@ class KvSender(KvMover):
         holds, or a lease or part that does not fit in a tag.
         """
         what = what or self.held
-        sent = self._sent(layers)
+        sent = self._sent_layout(layers)
         rows = self._rows_of(what, sent)
         num_rows = len(ids := rows.of(blocks, groups))
         if num_rows * rows.sent_bytes > self.part_blocks * self.block_bytes or num_rows > self._copies.most_pieces:
