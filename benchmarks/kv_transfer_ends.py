@@ -19,7 +19,7 @@ import kv_transfer
 from baton.layout import KvLayout
 from baton_kernels.block_copy import gather_blocks, scatter_blocks
 from benchmarks.ceilings import best_s
-from kv_transfer.parts import PartPlanner, Piece, slot_bytes_for
+from kv_transfer.parts import PartPlanner, PlannedPart, slot_bytes_for
 from kv_transfer.receiver import KvReceiver, PartFailed, PartLanded, PartRefused
 from kv_transfer.receiver import PeerDisconnected as SenderLost
 from kv_transfer.sender import KvSender
@@ -249,7 +249,7 @@ class Server:
 
     # ---- internals ----
 
-    def _next(self, num_blocks: int) -> tuple[int, tuple[Piece, ...], list[int]]:
+    def _next(self, num_blocks: int) -> tuple[int, tuple[PlannedPart, ...], list[int]]:
         self._leases += 1
         options = self.options
         parts = self._planner.plan(0, num_blocks, 0, options.layer_groups)
@@ -261,7 +261,7 @@ class Server:
         order = torch.randperm(self.options.num_blocks - 1, generator=generator)[:num_blocks] + 1
         return [int(block) for block in order]
 
-    def _send_part(self, lease: int, number: int, part: Piece, blocks: list[int]) -> bool:
+    def _send_part(self, lease: int, number: int, part: PlannedPart, blocks: list[int]) -> bool:
         named = _named(blocks, part)
         sent: bool = self.mover.send(RECEIVER, lease, number, named, part.what, self.options.verify)
         return sent
@@ -283,7 +283,7 @@ class Server:
                 self._awake.set()
 
 
-def _named(blocks: list[int], part: Piece) -> list[int]:
+def _named(blocks: list[int], part: PlannedPart) -> list[int]:
     return blocks[part.first : part.first + part.num_blocks]
 
 

@@ -13,7 +13,7 @@ from engine.beams import BeamGroup
 from engine.logits_processor import LogitsProcessorChain
 from engine.sequence import Sequence
 from kv_transfer.copies import Mark
-from kv_transfer.parts import Piece
+from kv_transfer.parts import PlannedPart
 
 LONG_BLOCKS = 512
 """More blocks than these are many parts, whose threads compete with that of the engine for the interpreter."""
@@ -85,7 +85,7 @@ class Lease:
     spares: list[int]
     num_cached_tokens: int
     entries: Seq[int]
-    parts: tuple[Piece, ...]
+    parts: tuple[PlannedPart, ...]
     marks: list[Mark]
     since_s: float = 0.0
     state: LeaseState = LeaseState.GRANTED
@@ -150,7 +150,7 @@ class Lease:
         target = self.parts[part].target
         return all(self.parts[later].target != target for later in range(part + 1, len(self.parts)))
 
-    def blocks_of(self, part: Piece) -> list[int]:
+    def blocks_of(self, part: PlannedPart) -> list[int]:
         """The pool blocks of which a part fills all or some layers."""
         return [self.table[entry] for entry in self.entries[part.first : part.first + part.num_blocks]]
 

@@ -11,7 +11,7 @@ from baton.messages import HandedOff, Sample
 from baton.table_shape import TableShape
 from engine.config import EngineConfig
 from engine.sequence import Sequence, SequenceState
-from kv_transfer.parts import Piece
+from kv_transfer.parts import PlannedPart
 from node.handoffs.sending import KvSending
 
 SPARE_TOKENS = 64
@@ -43,13 +43,13 @@ class Migration(KvSending):
     state: MigrationState = MigrationState.COPYING
     stopped: float = 0.0
 
-    def blocks_of(self, part: Piece) -> Seq[int]:
+    def blocks_of(self, part: PlannedPart) -> Seq[int]:
         """Where spare tokens have no block yet, their part carries the last one instead, and where one has fallen
         behind its window, the null block: nobody reads either."""
         table = self.sequence.block_table
         return [table[min(entry, len(table) - 1)] for entry in self.entries_of(part)]
 
-    def _is_computed(self, part: Piece, shape: TableShape) -> bool:
+    def _is_computed(self, part: PlannedPart, shape: TableShape) -> bool:
         """Whether what the part carries is there and stays as it is."""
         if self.sequence.state is SequenceState.PARKED:
             return True

@@ -268,8 +268,8 @@ class Reservations:
 
     def _expect_next(self, lease: Lease) -> bool:
         """Post the receive for the part after those with credits. False: no slot is free."""
-        number, piece = lease.credits, lease.parts[lease.credits]
-        where = piece, lease.blocks_of(piece), lease.marks
+        number, part = lease.credits, lease.parts[lease.credits]
+        where = part, lease.blocks_of(part), lease.marks
         # A long lease's parts arrive while its prompt is computed: none is waited for.
         uploads, is_last = not lease.is_long, lease.is_last_of_rank(number)
         posted = self._receiver.expect(lease.peer, lease.serial, number, *where, is_last, uploads)

@@ -65,10 +65,10 @@ def part_blocks_for(slot_bytes: int, block_bytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """The contents of a part: from rank `source` to rank `target`, the slice `what` (`num_bytes` per block) of each of
-    the blocks [first, first + num_blocks) of those that travel for a request. layers: of the model as they are sent,
-    which say what a byte means. groups: the KV group of each block; empty: there is one group. With several groups,
+class PlannedPart:
+    """A part as both sides plan it: from rank `source` to rank `target`, the slice `what` of the blocks [first, first +
+    num_blocks) of those that travel for a request, `num_bytes` of each. layers: of the model as they are sent, which
+    say what a byte means. groups: the KV group of each block; empty: there is one group. With several groups,
     `num_bytes` is that of the group with the most layers in the slice."""
 
     first: int
@@ -112,26 +112,26 @@ class PartPlanner:
     def pair_of(self, part: int) -> RankPair:
         return self.pairs[part % len(self.pairs)]
 
-    def plan(self, first: int, end: int, grouped_from: int = 0, num_groups: int = 1) -> tuple[Piece, ...]:
+    def plan(self, first: int, end: int, grouped_from: int = 0, num_groups: int = 1) -> tuple[PlannedPart, ...]:
         """The parts of the entries [first, end) of a request's block table, in sending order: all layers, as many
         blocks at a time as fit; from `grouped_from` on by layer groups, all blocks of one group before any of the
         next."""
         return self._plan(range(end), first, grouped_from, num_groups)
 
-    def of_entries(self, entries: Sequence[int], grouped_from: int = 0, num_groups: int = 1) -> tuple[Piece, ...]:
+    def of_entries(self, entries: Sequence[int], grouped_from: int = 0, num_groups: int = 1) -> tuple[PlannedPart, ...]:
         """The parts of these entries of a request's block table, which are sorted; by layer groups from the entry
         `grouped_from` on. A part's blocks are counted along `entries`."""
         return self._plan(entries, 0, bisect.bisect_left(entries, grouped_from), num_groups)
 
-    def _plan(self, entries: Sequence[int], first: int, grouped_from: int, num_groups: int) -> tuple[Piece, ...]:
+    def _plan(self, entries: Sequence[int], first: int, grouped_from: int, num_groups: int) -> tuple[PlannedPart, ...]:
         width, end = self._num_kv_groups, len(entries)
         groups = tuple(entry % width for entry in entries) if width > 1 else ()
         cut = end if num_groups == 1 else min(max(first, grouped_from), end)
-        return tuple(self._pieces(first, cut, 1, groups) + self._pieces(cut, end, num_groups, groups))
+        return tuple(self._parts(first, cut, 1, groups) + self._parts(cut, end, num_groups, groups))
 
-    def _pieces(self, first: int, end: int, num_groups: int, groups: tuple[int, ...]) -> list[Piece]:
+    def _parts(self, first: int, end: int, num_groups: int, groups: tuple[int, ...]) -> list[PlannedPart]:
         return [
-            Piece(
+            PlannedPart(
                 first=at,
                 num_blocks=(n := min(most, end - at)),
                 source=pair.source,

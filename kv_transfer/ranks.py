@@ -18,7 +18,7 @@ from baton.layout import KvLayout
 from baton.node_info import Route
 from kv_transfer.copies import Mark
 from kv_transfer.mover import KvMover
-from kv_transfer.parts import PartPlanner, Piece
+from kv_transfer.parts import PartPlanner, PlannedPart
 from kv_transfer.receiver import KvReceiver, ReceiverEvent
 from kv_transfer.sender import KvSender, SenderEvent
 
@@ -103,10 +103,10 @@ class SenderRanks(_Ranks[KvSender]):
         """The planner for parts to a node of that layout and with such slots."""
         return PartPlanner(self.layout, receiver, (self.part_blocks, part_blocks), self.layout)
 
-    def send(self, peer: str, lease: int, part: int, piece: Piece, blocks: Sequence[int], checked: bool) -> bool:
-        """Send a piece of these blocks as that part. See KvSender."""
-        name = rank_name(peer, piece.target)
-        return self.ranks[piece.source].send(name, lease, part, blocks, piece.what, checked, piece.layers, piece.groups)
+    def send(self, peer: str, lease: int, number: int, part: PlannedPart, blocks: Sequence[int], checked: bool) -> bool:
+        """Send the part of that number from these blocks. See KvSender."""
+        name = rank_name(peer, part.target)
+        return self.ranks[part.source].send(name, lease, number, blocks, part.what, checked, part.layers, part.groups)
 
     def drain(self, peer: str, lease: int, part: int, planner: PartPlanner) -> bool:
         """See KvSender. planner: the one for that peer."""
@@ -142,18 +142,18 @@ class ReceiverRanks(_Ranks[KvReceiver]):
         self,
         peer: str,
         lease: int,
-        part: int,
-        piece: Piece,
+        number: int,
+        part: PlannedPart,
         blocks: Sequence[int],
         not_before: Sequence[Mark],
         is_last: bool,
         uploads: bool = True,
     ) -> bool:
-        """Expect a piece of these blocks as that part. is_last: the lease's last part for that rank. See KvReceiver."""
-        name = rank_name(peer, piece.source)
-        mover = self.ranks[piece.target]
-        mark = not_before[piece.target]
-        return mover.expect(name, lease, part, blocks, piece.what, mark, is_last, piece.layers, piece.groups, uploads)
+        """Expect the part of that number in these blocks. is_last: no later one goes to its rank. See KvReceiver."""
+        name = rank_name(peer, part.source)
+        mover = self.ranks[part.target]
+        mark = not_before[part.target]
+        return mover.expect(name, lease, number, blocks, part.what, mark, is_last, part.layers, part.groups, uploads)
 
     def polls_soon(self, soon: bool) -> None:
         """See KvReceiver."""

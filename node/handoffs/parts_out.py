@@ -9,7 +9,7 @@ from baton.layout import KvLayout
 from engine.block_manager import NULL_BLOCK
 from engine.engine import Engine
 from engine.sequence import Sequence
-from kv_transfer.parts import PartPlanner, Piece
+from kv_transfer.parts import PartPlanner, PlannedPart
 from kv_transfer.ranks import SenderRanks
 from node.handoffs.sending import Drain, KvSending
 
@@ -45,7 +45,7 @@ class PartsOut:
             return last_chunk // self._engine.config.block_size, self._layer_groups
         return 0, 1
 
-    def plan(self, sending: KvSending, grant: Grant) -> tuple[Seq[int], tuple[Piece, ...]]:
+    def plan(self, sending: KvSending, grant: Grant) -> tuple[Seq[int], tuple[PlannedPart, ...]]:
         """Its entries and parts, as the decode node that granted should expect them."""
         assert sending.target is not None
         shape = self._engine.tables.shape

@@ -9,7 +9,7 @@ from baton.handoff_messages import Grant
 from baton.messages import AttemptId, DecodeTarget
 from baton.table_shape import TableShape
 from engine.sequence import Sequence
-from kv_transfer.parts import Piece
+from kv_transfer.parts import PlannedPart
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -30,7 +30,7 @@ class KvSending:
     grouped_from_block: int = 0
     layer_groups: int = 1
     grant: Grant | None = None
-    parts: tuple[Piece, ...] = ()
+    parts: tuple[PlannedPart, ...] = ()
     entries: Seq[int] = ()
     credits: int = 0
     next_part: int = 0  # parts below it are on their way: gathered, or their gather is queued
@@ -86,7 +86,7 @@ class KvSending:
         self.first_ready = min(self.first_ready, ready) if self.num_sent > 1 else ready
         self.gathered, self.sent = max(self.gathered, ready), now
 
-    def ready_part(self, shape: TableShape, num_layers: int) -> Piece | None:
+    def ready_part(self, shape: TableShape, num_layers: int) -> PlannedPart | None:
         """The next part, if D has a slot for it and its KV is computed: in all layers of its blocks, or because the
         first `num_layers` layers of all blocks are. shape: of the block table."""
         if self.next_part >= min(self.credits, len(self.parts)):
@@ -94,21 +94,21 @@ class KvSending:
         part = self.parts[self.next_part]
         return part if self._is_computed(part, shape) or part.end_layer <= num_layers else None
 
-    def entries_of(self, part: Piece) -> Seq[int]:
+    def entries_of(self, part: PlannedPart) -> Seq[int]:
         """The entries of the block table that the part carries."""
         return self.entries[part.first : part.first + part.num_blocks]
 
-    def blocks_of(self, part: Piece) -> Seq[int]:
+    def blocks_of(self, part: PlannedPart) -> Seq[int]:
         """The blocks here that the part carries."""
         table = self.sequence.block_table
         return [table[entry] for entry in self.entries_of(part)]
 
-    def _is_computed(self, part: Piece, shape: TableShape) -> bool:
+    def _is_computed(self, part: PlannedPart, shape: TableShape) -> bool:
         """Whether the KV of all tokens in the part's blocks exists."""
         sequence = self.sequence
         return sequence.num_computed_tokens >= min(self._end_token(part, shape), sequence.num_tokens)
 
-    def _end_token(self, part: Piece, shape: TableShape) -> int:
+    def _end_token(self, part: PlannedPart, shape: TableShape) -> int:
         """Where its last block ends: parts carry columns in order."""
         return (self.entries_of(part)[-1] // shape.width + 1) * shape.block_size
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from baton.layout import QUANTIZED_TOKENS, KvLayout, KvSlice, LayerKv, as_quantized, dtype_bytes, layer_groups_of
 from baton_kernels.fp8_kv import dequantize, elements_of, quantize
-from kv_transfer.parts import CHECKSUM_BYTES, Piece
+from kv_transfer.parts import CHECKSUM_BYTES, PlannedPart
 from tests.kv_transfer.rank_node import Bytes, Request
 
 DEGREES = (1, 2, 4, 8)
@@ -69,13 +69,13 @@ class Case(NamedTuple):
         groups = self.p.layers_of_groups
         return groups[entry % len(groups)]
 
-    def num_bytes(self, piece: Piece) -> int:
+    def num_bytes(self, part: PlannedPart) -> int:
         """Of a part."""
         if not self.p.groups:
-            return piece.num_blocks * piece.num_bytes
-        entries = range(piece.first, piece.first + piece.num_blocks)
-        num_layers = sum(layer in self.layers_of(entry) for entry in entries for layer in range(*piece.what[:2]))
-        return num_layers * piece.what.num_heads * piece.layers[0].head_bytes(self.p.block_size)
+            return part.num_blocks * part.num_bytes
+        entries = range(part.first, part.first + part.num_blocks)
+        num_layers = sum(layer in self.layers_of(entry) for entry in entries for layer in range(*part.what[:2]))
+        return num_layers * part.what.num_heads * part.layers[0].head_bytes(self.p.block_size)
 
     @property
     def num_blocks(self) -> int:
@@ -297,12 +297,12 @@ class Contents:
                     run[block] = of_layer[block]
         return pool_of(slots, held)
 
-    def d_after(self, pieces: Iterable[Piece]) -> list[Bytes]:
+    def d_after(self, parts: Iterable[PlannedPart]) -> list[Bytes]:
         """D's pools when just these parts have landed."""
         after = [_each(slots, torch.clone) for slots in self._before]
-        for piece in pieces:
-            entries = range(piece.first, piece.first + piece.num_blocks)
-            self._copy(self._sent, after, piece.target, piece.what, entries)
+        for part in parts:
+            entries = range(part.first, part.first + part.num_blocks)
+            self._copy(self._sent, after, part.target, part.what, entries)
         return self._pools(after)
 
     def d_in_the_end(self, before: list[Bytes]) -> list[Bytes]:
@@ -352,13 +352,11 @@ def carried_once(case: Case) -> Counter[tuple[int, int, int, int, int]]:
     )
 
 
-def carried_by(
-    case: Case, pieces: Iterable[tuple[int, int, KvSlice, range]]
-) -> Counter[tuple[int, int, int, int, int]]:
+def carried_by(case: Case, parts: Iterable[tuple[int, int, KvSlice, range]]) -> Counter[tuple[int, int, int, int, int]]:
     """The same of parts, given as source, target, slice and blocks."""
     return Counter(
         (source, target, block, *cell)
-        for source, target, what, blocks in pieces
+        for source, target, what, blocks in parts
         for cell in _cells(what)
         for block in blocks
         if cell[0] in case.layers_of(block)

@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 from baton.node_info import Route
-from kv_transfer.parts import Piece
+from kv_transfer.parts import PlannedPart
 from kv_transfer.ranks import rank_name
 from kv_transfer.receiver import PartLanded
 from kv_transfer.sender import PartSent
@@ -26,27 +26,27 @@ def routes(case: Case, infos: list[bytes], is_sender: bool) -> list[Route]:
     ]
 
 
-def check_sent(case: Case, plan: tuple[Piece, ...], pushed: list[Pushed], d: str) -> None:
+def check_sent(case: Case, plan: tuple[PlannedPart, ...], pushed: list[Pushed], d: str) -> None:
     """The parts went out once each, and with them each cell, by its first holder."""
     assert sorted(entry.header.part for entry in pushed) == list(range(len(plan)))
     found = []
     for rank, peer, header in pushed:
-        piece = plan[header.part]
-        assert (rank, peer) == (piece.source, rank_name(d, piece.target))
-        assert (header.what, header.num_blocks, header.checked) == (piece.what, piece.num_blocks, case.checked)
+        part = plan[header.part]
+        assert (rank, peer) == (part.source, rank_name(d, part.target))
+        assert (header.what, header.num_blocks, header.checked) == (part.what, part.num_blocks, case.checked)
         assert not header.drain
-        found.append((rank, piece.target, header.what, range(piece.first, piece.first + piece.num_blocks)))
+        found.append((rank, part.target, header.what, range(part.first, part.first + part.num_blocks)))
     assert carried_by(case, found) == carried_once(case)
 
 
 def check_told(
-    case: Case, lease: int, plan: tuple[Piece, ...], p: list[Any], d: list[Any], names: tuple[str, str]
+    case: Case, lease: int, plan: tuple[PlannedPart, ...], p: list[Any], d: list[Any], names: tuple[str, str]
 ) -> None:
     """Each rank says of each of its parts what became of it."""
     sent, landed = set(), set()
-    for part, piece in enumerate(plan):
-        sent.add(PartSent(rank_name(names[1], piece.target), lease, part))
-        landed.add(PartLanded(rank_name(names[0], piece.source), lease, part, case.num_bytes(piece)))
+    for number, part in enumerate(plan):
+        sent.add(PartSent(rank_name(names[1], part.target), lease, number))
+        landed.add(PartLanded(rank_name(names[0], part.source), lease, number, case.num_bytes(part)))
     assert len(p) == len(d) == len(plan)
     assert (set(p), set(d)) == (sent, landed)
 

@@ -17,7 +17,7 @@ import torch
 from baton.layout import KvLayout
 from baton.node_info import Route
 from kv_transfer.async_operation import DONE, AsyncOperation
-from kv_transfer.parts import PartHeader, Piece, slot_bytes_for
+from kv_transfer.parts import PartHeader, PlannedPart, slot_bytes_for
 from kv_transfer.ranks import ReceiverRanks, SenderRanks
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.sender import KvSender
@@ -71,16 +71,16 @@ class Recording:
 
 
 class _Lease:
-    def __init__(self, peer: str, request: Request, plan: tuple[Piece, ...]) -> None:
+    def __init__(self, peer: str, request: Request, plan: tuple[PlannedPart, ...]) -> None:
         self.peer = peer
         self.request = request
         self.plan = plan
         self.num_done = 0  # parts that are expected, or sent, or drained
 
-    def next(self) -> tuple[int, Piece, Sequence[int]]:
-        """The next part's number, piece and blocks."""
-        piece = self.plan[self.num_done]
-        return self.num_done, piece, self.request.table[piece.first : piece.first + piece.num_blocks]
+    def next(self) -> tuple[int, PlannedPart, Sequence[int]]:
+        """The next part, its number and its blocks."""
+        part = self.plan[self.num_done]
+        return self.num_done, part, self.request.table[part.first : part.first + part.num_blocks]
 
 
 class RankNode:
@@ -135,7 +135,7 @@ class RankNode:
     def part_blocks(self) -> int:
         return int(self.movers.part_blocks)
 
-    def begin(self, peer: str, lease: int, request: Request) -> tuple[Piece, ...]:
+    def begin(self, peer: str, lease: int, request: Request) -> tuple[PlannedPart, ...]:
         """The lease's parts."""
         layout, part_blocks, *where = request[:6]
         plan = self.movers.planner(layout, part_blocks).plan(*where)
@@ -148,9 +148,9 @@ class RankNode:
         until = len(held.plan) if at_most is None else min(len(held.plan), held.num_done + at_most)
         marks = self.movers.mark()
         while held.num_done < until:
-            number, piece, blocks = held.next()
-            is_last = all(later.target != piece.target for later in held.plan[number + 1 :])
-            if not self.movers.expect(held.peer, lease, number, piece, blocks, marks, is_last):
+            number, part, blocks = held.next()
+            is_last = all(later.target != part.target for later in held.plan[number + 1 :])
+            if not self.movers.expect(held.peer, lease, number, part, blocks, marks, is_last):
                 break
             held.num_done += 1
         return held.num_done
@@ -160,8 +160,8 @@ class RankNode:
         held = self._leases[lease]
         with self.movers.batched():
             while held.num_done < until:
-                number, piece, blocks = held.next()
-                if not self.movers.send(held.peer, lease, number, piece, blocks, held.request.checked):
+                number, part, blocks = held.next()
+                if not self.movers.send(held.peer, lease, number, part, blocks, held.request.checked):
                     break
                 held.num_done += 1
         return held.num_done

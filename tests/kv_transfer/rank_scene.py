@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from baton.layout import KvLayout
-from kv_transfer.parts import Piece
+from kv_transfer.parts import PlannedPart
 from kv_transfer.ranks import rank_name
 from kv_transfer.receiver import PartLanded
 from kv_transfer.transports.memory import MemoryHub, MemoryTransport
@@ -34,7 +34,7 @@ class Scene:
         case.d.require_compatible(case.p, "p")
         self.p, self.d = self._senders("p"), self._receivers("d")
         self._connect()
-        self.plan: tuple[Piece, ...] = ()
+        self.plan: tuple[PlannedPart, ...] = ()
         self.credits = self.num_sent = self.num_delivered = 0
 
     def _senders(self, name: str) -> RankNode:

@@ -20,7 +20,7 @@ from kv_transfer.parts import (
     PART_BITS,
     PartHeader,
     PartPlanner,
-    Piece,
+    PlannedPart,
     part_blocks_for,
     slot_bytes_for,
     tag_of,
@@ -171,23 +171,23 @@ def test_the_parts_of_a_plan_bring_each_rank_all_that_it_holds_once_and_fit_slot
     planner, end = PartPlanner(*ends, part_blocks), first + num_blocks
     carried = Counter[tuple[int, int, int, int]]()
     last_layer: dict[tuple[int, int], int] = {}
-    for number, piece in enumerate(planner.plan(first, end, grouped_from, num_groups)):
-        ranks = piece.source, piece.target
+    for number, part in enumerate(planner.plan(first, end, grouped_from, num_groups)):
+        ranks = part.source, part.target
         assert planner.pair_of(number)[:2] == ranks
-        assert piece.num_bytes == ends[0].num_bytes(piece.what)
-        assert piece.end_layer == piece.what.layer_end
+        assert part.num_bytes == ends[0].num_bytes(part.what)
+        assert part.end_layer == part.what.layer_end
         for layout, rank, most in zip(ends, ranks, part_blocks, strict=True):
-            assert piece.what.overlap(layout.ranks[rank]) == piece.what
-            assert 0 < piece.num_blocks * piece.num_bytes <= most * layout.num_bytes(layout.ranks[rank])
+            assert part.what.overlap(layout.ranks[rank]) == part.what
+            assert 0 < part.num_blocks * part.num_bytes <= most * layout.num_bytes(layout.ranks[rank])
         for block, layer, head in itertools.product(
-            range(piece.first, piece.first + piece.num_blocks),
-            range(piece.what.layer_start, piece.what.layer_end),
-            range(piece.what.head_start, piece.what.head_end),
+            range(part.first, part.first + part.num_blocks),
+            range(part.what.layer_start, part.what.layer_end),
+            range(part.what.head_start, part.what.head_end),
         ):
-            carried[block, layer, head, piece.target] += 1
-        if piece.first >= grouped_from and num_groups > 1:
-            assert piece.end_layer >= last_layer.get(ranks, 0), "a later group goes before an earlier one"
-            last_layer[ranks] = piece.end_layer
+            carried[block, layer, head, part.target] += 1
+        if part.first >= grouped_from and num_groups > 1:
+            assert part.end_layer >= last_layer.get(ranks, 0), "a later group goes before an earlier one"
+            last_layer[ranks] = part.end_layer
     assert carried == Counter(
         (block, layer, head, rank)
         for block in range(first, end)
@@ -200,7 +200,7 @@ def test_the_parts_of_a_plan_bring_each_rank_all_that_it_holds_once_and_fit_slot
 @pytest.mark.parametrize("num_groups", [1, 3])
 def test_one_rank_has_a_part_for_as_many_blocks_as_fit(num_groups: int) -> None:
     layout = KvLayout((LayerKv(4, 3, 3, "float32"),) * 6, 2, "f")
-    found = [(piece.first, piece.num_blocks, piece.what[:2]) for piece in plan(layout, 2, 0, 7, 3, num_groups)]
+    found = [(part.first, part.num_blocks, part.what[:2]) for part in plan(layout, 2, 0, 7, 3, num_groups)]
     whole = [(0, 2, (0, 6)), (2, 1, (0, 6))]
     if num_groups == 1:
         assert found == [(0, 2, (0, 6)), (2, 2, (0, 6)), (4, 2, (0, 6)), (6, 1, (0, 6))]
@@ -212,11 +212,11 @@ def test_slots_of_either_end_count_with_what_its_ranks_hold_of_a_block() -> None
     layers = (LayerKv(4, 3, 3, "float32"),) * 6
     whole, halves = KvLayout(layers, 2, "f"), KvLayout(layers, 2, "f", divided([0, 6], [0, 2, 4]))
     for ends, part_blocks in (((whole, halves), (2, 4)), ((halves, whole), (4, 2))):
-        pieces = PartPlanner(*ends, part_blocks).plan(0, 8)
-        assert [piece.num_blocks for piece in pieces] == [4] * 4, "as many bytes as a slot of either end has"
+        parts = PartPlanner(*ends, part_blocks).plan(0, 8)
+        assert [part.num_blocks for part in parts] == [4] * 4, "as many bytes as a slot of either end has"
 
 
-def plan(layout: KvLayout, part_blocks: int, *where: int) -> tuple[Piece, ...]:
+def plan(layout: KvLayout, part_blocks: int, *where: int) -> tuple[PlannedPart, ...]:
     return PartPlanner(layout, layout, (part_blocks, part_blocks)).plan(*where)
 
 

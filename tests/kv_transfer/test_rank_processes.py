@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kv_transfer.parts import Piece
+from kv_transfer.parts import PlannedPart
 from kv_transfer.receiver import PartFailed, PartLanded, PartUnused
 from tests.kv_transfer.rank_cases import Case, Contents, same_bytes, simple_case
 from tests.kv_transfer.rank_checks import LEASE, NEXT_LEASE, check_sent, check_told, parts_of, routes
@@ -34,9 +34,9 @@ class Pair:
         self.d.call("connect", p.name, routes(self.case, p.call("infos"), is_sender=False))
         return p
 
-    def begin(self, lease: int) -> tuple[Piece, ...]:
+    def begin(self, lease: int) -> tuple[PlannedPart, ...]:
         ours, theirs = self.case.requests(*[node.call("part_blocks") for node in (self.p, self.d)])
-        plan: tuple[Piece, ...] = self.p.call("begin", self.d.name, lease, ours)
+        plan: tuple[PlannedPart, ...] = self.p.call("begin", self.d.name, lease, ours)
         assert plan == self.d.call("begin", self.p.name, lease, theirs)
         return plan
 
@@ -59,7 +59,7 @@ class Pair:
             node.call("require_idle")
 
 
-def begin_half(pair: Pair) -> tuple[tuple[Piece, ...], int, int]:
+def begin_half(pair: Pair) -> tuple[tuple[PlannedPart, ...], int, int]:
     """The plan, the credits granted, and how many of them P has used."""
     plan = pair.begin(LEASE)
     granted = pair.d.call("post_more", LEASE)
@@ -68,7 +68,7 @@ def begin_half(pair: Pair) -> tuple[tuple[Piece, ...], int, int]:
     return plan, granted, granted // 2
 
 
-def check_landed(pair: Pair, plan: tuple[Piece, ...], told: list[Any]) -> None:
+def check_landed(pair: Pair, plan: tuple[PlannedPart, ...], told: list[Any]) -> None:
     landed = [plan[event.part] for event in told if isinstance(event, PartLanded)]
     assert same_bytes(pair.d.call("pools"), pair.contents.d_after(landed))
 

@@ -9,7 +9,7 @@ from baton.handoff_messages import Commit, CommitReply, Grant, Reserve
 from baton.layout import num_blocks_for
 from baton.messages import AttemptId, Prefill, Sample, Tokens, UpdateKind
 from baton.sampling import SamplingParams
-from kv_transfer.parts import PartPlanner, Piece, slot_bytes_for
+from kv_transfer.parts import PartPlanner, PlannedPart, slot_bytes_for
 from kv_transfer.sender import KvSender
 from kv_transfer.staging import Staging
 from kv_transfer.transports.memory import MemoryTransport
@@ -97,7 +97,7 @@ class Decoding:
             self.hub.deliver_all()
             self._sender.poll()
 
-    def parts(self, grant: Grant, prompt: tuple[int, ...] = PROMPT) -> tuple[Piece, ...]:
+    def parts(self, grant: Grant, prompt: tuple[int, ...] = PROMPT) -> tuple[PlannedPart, ...]:
         end = num_blocks_for(len(prompt), BLOCK_SIZE)
         layout = self.node.model.layout
         return PartPlanner(layout, layout, (PART_BLOCKS, PART_BLOCKS)).plan(grant.num_held_blocks, end)

@@ -23,7 +23,7 @@ from baton.cluster_secret import ClusterSecret
 from baton.errors import TransferError
 from baton.layout import KvLayout, LayerKv
 from deploy.doctor.transfer.control import Control, TestFailed
-from kv_transfer.parts import PartPlanner, Piece, slot_bytes_for
+from kv_transfer.parts import PartPlanner, PlannedPart, slot_bytes_for
 from kv_transfer.receiver import KvReceiver, PartLanded
 from kv_transfer.sender import KvSender, PartSent
 from kv_transfer.transports.host import boot_id
@@ -171,7 +171,7 @@ class _Sends:
         self._control.hear()  # all have landed
         return time.perf_counter() - began
 
-    def _send(self, number: int, part: Piece) -> bool:
+    def _send(self, number: int, part: PlannedPart) -> bool:
         blocks = self.blocks[part.first : part.first + part.num_blocks]
         return bool(self._end.mover.send("receiver", self._lease, number, blocks, part.what))
 
@@ -258,7 +258,7 @@ def _take(end: End, control: Control, lease: int, blocks: list[int]) -> None:
     for number, part in enumerate(end.parts):
         named = blocks[part.first : part.first + part.num_blocks]
 
-        def is_expected(number: int = number, part: Piece = part, named: list[int] = named) -> bool:
+        def is_expected(number: int = number, part: PlannedPart = part, named: list[int] = named) -> bool:
             is_last = number + 1 == len(end.parts)
             return bool(end.mover.expect("sender", lease, number, named, part.what, granted, is_last))
 
