@@ -45,10 +45,10 @@ class Updates:
         self._held = held
         self._outbox = outbox
         self._takers: Mapping[type[UpdateKind], Callable[[RequestState, Attempt, Any, str, float], None]] = {
-            Tokens: self._tokens,
-            SampleEnd: self._item,
             Started: self._started,
             PromptLogprobs: self._prompt_logprobs,
+            Tokens: self._tokens,
+            SampleEnd: self._item,
             HandedOff: self._handed_off,
             Adopted: self._adopted,
             Stayed: self._stayed,
@@ -62,14 +62,16 @@ class Updates:
         if found is None:
             return
         state, attempt = found
-        if attempt.target is not None and not self._moves_on(state, attempt, update, incarnation, now):
+        if attempt.target is not None and not self._follow_move(state, attempt, update, incarnation, now):
             return
         self._takers[type(update.kind)](state, attempt, update.kind, incarnation, now)
 
-    def _moves_on(self, state: RequestState, attempt: Attempt, update: Update, incarnation: str, now: float) -> bool:
-        """Note it if an update of an attempt that is to move says that the target has it. False: it is lost there."""
+    def _follow_move(self, state: RequestState, attempt: Attempt, update: Update, incarnation: str, now: float) -> bool:
+        """Hand an attempt that is to move over to its target, if the update says that the target has it: as its first
+        one does, and HandedOff of the node that generated. False: the target is lost, and so is the attempt."""
         kind, target = update.kind, attempt.target
-        if incarnation != target and not (isinstance(kind, HandedOff) and incarnation == attempt.generates_on):
+        is_last_word = isinstance(kind, HandedOff) and incarnation == attempt.generates_on
+        if incarnation != target and not is_last_word:
             if isinstance(kind, End):
                 self._migrations.num_by_outcome["stayed" if kind.error is None else "lost"] += 1
             return True
@@ -82,45 +84,44 @@ class Updates:
         attempt.record.has_moved(state.timings.decode_node, now - state.arrived)
         return True
 
+    # ---- the prompt ----
+
+    def _started(self, state: RequestState, attempt: Attempt, started: Started, incarnation: str, now: float) -> None:
+        attempt.record.has_started(started, now - state.arrived)
+        if attempt.state is AttemptState.QUEUED:
+            attempt.state = AttemptState.PREFILLING
+        if attempt.decode is None:
+            self._attempts.has_blocks(attempt)
+        if attempt.id.attempt == 0:  # later ones compute output, too
+            self._attempts.started(state, attempt, started.num_cached_tokens)
+        if attempt.id.attempt == 0 or not state.timings.queue_s:
+            state.timings.queue_s = started.queue_s
+            state.timings.num_cached_tokens = started.num_cached_tokens
+
+    def _prompt_logprobs(
+        self, state: RequestState, attempt: Attempt, piece: PromptLogprobs, incarnation: str, now: float
+    ) -> None:
+        """Pass on what is new; an attempt repeats what an earlier one told."""
+        try:
+            fresh = state.take_prompt_logprobs(piece)
+        except InternalError as error:
+            self._recovery.fail(state, attempt, error, now, retry=True)
+            return
+        if fresh is not None:
+            self._outbox.to_client(state.request.request_id, fresh)
+
+    # ---- tokens ----
+
     def _tokens(self, state: RequestState, attempt: Attempt, tokens: Tokens, incarnation: str, now: float) -> None:
         self._pool.count_tokens(incarnation, len(tokens.token_ids))
-        if self._flows(state, attempt, tokens):
+        if self._take_next(state, attempt, tokens):
             self._outbox.to_client(state.request.request_id, tokens)
         else:
             self._item(state, attempt, tokens, incarnation, now)
 
-    def _handed_off(
-        self, state: RequestState, attempt: Attempt, handed_off: HandedOff, incarnation: str, now: float
-    ) -> None:
-        if attempt.handed_off or attempt.decode is None or incarnation != attempt.prefill:
-            return
-        self._attempts.prefilled(attempt, now)
-        attempt.handed_off = True
-        if not attempt.visited:
-            self._pool.pair_breakers.worked((attempt.prefill, attempt.decode))
-        self._pool.worked(attempt.prefill)
-        if not attempt.visited:
-            state.timings.handed_off(handed_off)
-            attempt.record.was_handed_off(handed_off, now - state.arrived)
-        self._after_progress(state, attempt, now)
-
-    def _adopted(self, state: RequestState, attempt: Attempt, adopted: Adopted, incarnation: str, now: float) -> None:
-        self._attempts.prefilled(attempt, now)
-        attempt.state = AttemptState.DECODING
-        if not attempt.visited:
-            attempt.record.was_adopted(adopted, now - state.arrived)
-        self._attempts.has_blocks(attempt)
-        for sample in attempt.samples:
-            self._held.release(state, sample, now)
-        self._pool.worked(incarnation)
-        self.kv_flows.add(attempt.prefill, incarnation, adopted.transfer_bytes)
-        if not attempt.visited:
-            state.timings.adopted(adopted)
-            self._pool.handed_over(incarnation, adopted.handoff_s, now)
-
-    def _flows(self, state: RequestState, attempt: Attempt, item: Tokens) -> bool:
-        """Take the next tokens of a sample in full flow, as nearly all updates are. False: it may be otherwise, and
-        `_item` has to look."""
+    def _take_next(self, state: RequestState, attempt: Attempt, item: Tokens) -> bool:
+        """Take tokens that nothing holds up, as nearly all updates are: the next ones of a sample that decodes. False:
+        they may not be that, and `_item` has to look."""
         sample = attempt.samples[0]
         if (
             attempt.state is not AttemptState.DECODING
@@ -138,33 +139,6 @@ class Updates:
         sample.tokens.extend(item.token_ids)
         return True
 
-    def _started(self, state: RequestState, attempt: Attempt, started: Started, incarnation: str, now: float) -> None:
-        attempt.record.has_started(started, now - state.arrived)
-        if attempt.state is AttemptState.QUEUED:
-            attempt.state = AttemptState.PREFILLING
-        if attempt.decode is None:
-            self._attempts.has_blocks(attempt)
-        if attempt.id.attempt == 0:  # later ones compute output, too
-            self._attempts.started(state, attempt, started.num_cached_tokens)
-        if attempt.id.attempt == 0 or not state.timings.queue_s:
-            state.timings.queue_s = started.queue_s
-            state.timings.num_cached_tokens = started.num_cached_tokens
-
-    def _stayed(self, state: RequestState, attempt: Attempt, stayed: Stayed, incarnation: str, now: float) -> None:
-        self._migrations.stayed(state, attempt, stayed, now)
-
-    def _prompt_logprobs(
-        self, state: RequestState, attempt: Attempt, piece: PromptLogprobs, incarnation: str, now: float
-    ) -> None:
-        """Pass on what is new; an attempt repeats what an earlier one told."""
-        try:
-            fresh = state.take_prompt_logprobs(piece)
-        except InternalError as error:
-            self._recovery.fail(state, attempt, error, now, retry=True)
-            return
-        if fresh is not None:
-            self._outbox.to_client(state.request.request_id, fresh)
-
     def _item(
         self, state: RequestState, attempt: Attempt, item: Tokens | SampleEnd, incarnation: str, now: float
     ) -> None:
@@ -172,16 +146,15 @@ class Updates:
         if sample is None:
             unasked = InternalError(f"{attempt.id}: sample {item.sample} was not asked for")
             self._recovery.fail(state, attempt, unasked, now)
-        elif not sample.ended:
-            gap = isinstance(item, Tokens) and item.first_index > len(sample.tokens)
-            if (
-                incarnation == attempt.decode
-                and not attempt.handed_off
-                and (sample.early or gap or state.lacks_prompt_logprobs)
-            ):
-                sample.early.append(item)  # it overtook the prefill node's tokens
-            elif self._accept(state, attempt, sample, item, now):
-                self._after_progress(state, attempt, now)
+            return
+        if sample.ended:
+            return
+        gap = isinstance(item, Tokens) and item.first_index > len(sample.tokens)
+        may_overtake = incarnation == attempt.decode and not attempt.handed_off
+        if may_overtake and (sample.early or gap or state.lacks_prompt_logprobs):
+            sample.early.append(item)  # it overtook the prefill node's tokens
+        elif self._accept(state, attempt, sample, item, now):
+            self._after_progress(state, attempt, now)
 
     def _accept(
         self, state: RequestState, attempt: Attempt, sample: SampleState, item: Tokens | SampleEnd, now: float
@@ -227,6 +200,42 @@ class Updates:
                     return
         if attempt.end_waits and not any(s.early for s in attempt.samples):
             self._ended(state, attempt, None, attempt.decode or attempt.prefill, now)
+
+    # ---- handoffs ----
+
+    def _handed_off(
+        self, state: RequestState, attempt: Attempt, handed_off: HandedOff, incarnation: str, now: float
+    ) -> None:
+        if attempt.handed_off or attempt.decode is None or incarnation != attempt.prefill:
+            return
+        self._attempts.prefilled(attempt, now)
+        attempt.handed_off = True
+        if not attempt.visited:
+            self._pool.pair_breakers.worked((attempt.prefill, attempt.decode))
+        self._pool.worked(attempt.prefill)
+        if not attempt.visited:
+            state.timings.handed_off(handed_off)
+            attempt.record.was_handed_off(handed_off, now - state.arrived)
+        self._after_progress(state, attempt, now)
+
+    def _adopted(self, state: RequestState, attempt: Attempt, adopted: Adopted, incarnation: str, now: float) -> None:
+        self._attempts.prefilled(attempt, now)
+        attempt.state = AttemptState.DECODING
+        if not attempt.visited:
+            attempt.record.was_adopted(adopted, now - state.arrived)
+        self._attempts.has_blocks(attempt)
+        for sample in attempt.samples:
+            self._held.release(state, sample, now)
+        self._pool.worked(incarnation)
+        self.kv_flows.add(attempt.prefill, incarnation, adopted.transfer_bytes)
+        if not attempt.visited:
+            state.timings.adopted(adopted)
+            self._pool.handed_over(incarnation, adopted.handoff_s, now)
+
+    def _stayed(self, state: RequestState, attempt: Attempt, stayed: Stayed, incarnation: str, now: float) -> None:
+        self._migrations.stayed(state, attempt, stayed, now)
+
+    # ---- ends ----
 
     def _told_end(self, state: RequestState, attempt: Attempt, end: End, incarnation: str, now: float) -> None:
         attempt.record.was_reported(end)
