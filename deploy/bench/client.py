@@ -31,13 +31,14 @@ class RequestFailed(Exception):
 @dataclass(slots=True)
 class Answer:
     """Times are `time.perf_counter`'s, since those of uvloop are whole milliseconds. `arrivals`: of each event that had
-    text."""
+    text. `cached_tokens`: those of the prompt that the server found in a prefix cache, if it says so."""
 
     sent: float
     arrivals: list[float] = field(default_factory=list)
     ended: float = 0.0
     input_tokens: int = 0
     output_tokens: int = 0
+    cached_tokens: int | None = None
     done: bool = False
 
 
@@ -214,6 +215,7 @@ class _Events:
             if usage := event.get("usage"):
                 answer.input_tokens = usage.get("prompt_tokens") or 0
                 answer.output_tokens = usage.get("completion_tokens") or 0
+                answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
             choices = event.get("choices") or ()
             answer.done |= any(choice.get("finish_reason") for choice in choices)  # all that some servers end with
             if any(_text(choice) for choice in choices):

@@ -16,12 +16,14 @@ def figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Counts, rates, and mean, p50, p90 and p99 of each latency in milliseconds, over the requests that were answered.
 
     Rates are over the time from the start of the run to its last end. NaN where there is nothing to summarise.
+    `cached_tokens` is None where the server says nothing of its prefix cache.
     """
     answered = [outcome for outcome in outcomes if not outcome.error]
     duration_s = max(outcome.ended for outcome in outcomes)
     errors = Counter(outcome.error for outcome in outcomes if outcome.error)
     output_tokens = sum(outcome.output_tokens for outcome in answered)
     input_tokens = sum(outcome.input_tokens for outcome in answered)
+    cached = [outcome.cached_tokens for outcome in answered if outcome.cached_tokens is not None]
     return {
         "completed": len(answered),
         "failed": len(outcomes) - len(answered),
@@ -29,6 +31,7 @@ def figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "duration_s": duration_s,
         "requests_per_s": len(answered) / duration_s,
         "input_tokens": input_tokens,
+        "cached_tokens": sum(cached) if cached else None,
         "output_tokens": output_tokens,
         "output_tokens_per_s": output_tokens / duration_s,
         "total_tokens_per_s": (input_tokens + output_tokens) / duration_s,

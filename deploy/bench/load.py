@@ -25,6 +25,7 @@ class Outcome:
     arrivals: tuple[float, ...] = ()
     input_tokens: int = 0
     output_tokens: int = 0
+    cached_tokens: int | None = None
     error: str = ""
     detail: str = ""
 
@@ -84,4 +85,5 @@ def _outcome(request: PlannedRequest, answer: Answer, began: float) -> Outcome:
         arrivals=tuple(arrival - began for arrival in answer.arrivals),
         input_tokens=answer.input_tokens,
         output_tokens=answer.output_tokens,
+        cached_tokens=answer.cached_tokens,
     )

@@ -40,6 +40,9 @@ def _run(name: str, run: Mapping[str, Any]) -> str:
         f"{run['requests_per_s']:.2f} requests/s, {run['output_tokens_per_s']:.1f} output tokens/s, "
         f"{run['total_tokens_per_s']:.1f} tokens/s; sent at most {run['sent_late_ms']:.1f} ms late",
     ]
+    if run["cached_tokens"] is not None and run["input_tokens"]:
+        share = run["cached_tokens"] / run["input_tokens"]
+        lines.append(f"{share:.0%} of the prompt tokens were in the server's prefix cache")
     if run["completed"]:
         lines.append(table({label: run[key] for key, label in LATENCIES.items()}, "ms"))
     return "\n".join(lines)

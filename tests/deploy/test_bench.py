@@ -100,7 +100,7 @@ class Stub:
             if self._cut and number == 2:
                 writer.close()
                 return
-        usage = {"prompt_tokens": 7, "completion_tokens": TOKENS}
+        usage = {"prompt_tokens": 7, "completion_tokens": TOKENS, "prompt_tokens_details": {"cached_tokens": 3}}
         writer.write(chunk(event({"choices": [], "usage": usage}) + event(b"[DONE]")) + b"0\r\n\r\n")
 
 
@@ -122,7 +122,8 @@ async def test_figures_are_those_of_the_stub(endpoint):
     assert len(stub.bodies) == 2 * 6 + 1
     assert [run["completed"] for run in results.runs.values()] == [6, 6]
     run = results.runs["seed 1"]
-    assert (run["input_tokens"], run["output_tokens"]) == (6 * 7, 6 * TOKENS)
+    assert (run["input_tokens"], run["cached_tokens"], run["output_tokens"]) == (6 * 7, 6 * 3, 6 * TOKENS)
+    assert "43% of the prompt tokens were in the server's prefix cache" in report(results.runs, None, {})
     for name, expected_s in {"ttft_ms": FIRST_S, "itl_ms": GAP_S, "tpot_ms": GAP_S}.items():
         assert expected_s * 1e3 - 1 < run[name]["p50"] < expected_s * 1e3 * 2
     assert run["e2e_ms"]["p50"] > (FIRST_S + (TOKENS - 1) * GAP_S) * 1e3 - 1
@@ -432,7 +433,7 @@ def test_a_finish_reason_ends_an_answer_too():
     usage = {"prompt_tokens": 7, "completion_tokens": 2}
     events.take(event({"choices": [{"delta": {}, "finish_reason": "stop"}], "usage": usage}))
     events.finish()
-    assert (len(answer.arrivals), answer.output_tokens) == (1, 2)
+    assert (len(answer.arrivals), answer.output_tokens, answer.cached_tokens) == (1, 2, None)
 
 
 def test_a_whole_body_without_done_has_failed():
