@@ -137,7 +137,8 @@ class Cluster:
         """End the links to the node at once, whatever wants it: its requests go on elsewhere."""
         for other in self._to_same_node(link):
             if other.info:
-                other.drain()  # so that nothing more is placed there, and its loss is no request's fault
+                # so that nothing more is placed there, and its loss is no request's fault
+                other.drain("is removed, and what it has goes on elsewhere")
             self._running[other.address].cancel()
         self.exclude(link)
 

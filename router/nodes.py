@@ -91,12 +91,12 @@ class NodeLink:
             return LinkState.CONNECTING
         return LinkState.DRAINING if self.draining else LinkState.UP
 
-    def drain(self) -> None:
+    def drain(self, problem: str = "is drained, and finishes what it has") -> None:
         """Place nothing more there. `run` returns once no request needs the node, or its session is lost."""
         assert self.info
         self.draining = True
         self._dispatcher.drain_node(self.info.incarnation, True)
-        self._set_problem("is drained, and finishes what it has")
+        self._set_problem(problem)
 
     def resume(self) -> None:
         """It is wanted after all."""

@@ -108,6 +108,7 @@ async def test_a_removed_nodes_requests_go_on_elsewhere(operator: Operator) -> N
     task, node = await running(operator, asyncio.Event())
     removed = await operator.client.delete(f"/admin/nodes/{node.info.address}")
     assert (removed.status_code, removed.json()["sources"]) == (200, [])
+    assert removed.json()["problem"] == "is removed, and what it has goes on elsewhere"
     check(await task, attempts=2)
     await operator.gone(node)
     assert node.info.address not in await operator.states()
