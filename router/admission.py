@@ -15,6 +15,14 @@ from router.scope import RETRY_AFTER_S
 LONGEST_RETRY_AFTER_S = 60
 
 
+OnRefused = Callable[[BatonError], None]
+"""Called with the reason for which a request is refused before it is placed, for metrics."""
+
+
+def uncounted(error: BatonError) -> None:
+    """An OnRefused where nobody counts."""
+
+
 class Full(Overloaded):
     """A limit is reached. `retry_after_s`: when there may be room again, in whole seconds."""
 
@@ -39,7 +47,7 @@ class Admission:
     """Counts everything that is admitted and keeps each count below its limit; a limit of 0 means no limit.
 
     `max_num_requests`: prompts in flight, or texts to tokenize. `max_num_tokens`: prompt tokens in flight. `on_refused`
-    is called for each request that is refused for lack of room. `clock`: monotonic seconds.
+    is called for each request that is refused for lack of room or nodes, here or by others. `clock`: monotonic seconds.
 
     What is refused learns when to come again, by Little's law: if n shares are in flight and each is held for w seconds
     on average, n / w come free in a second.
@@ -49,14 +57,14 @@ class Admission:
         self,
         max_num_requests: int = 0,
         max_num_tokens: int = 0,
-        on_refused: Callable[[BatonError], None] = lambda error: None,
+        on_refused: OnRefused = uncounted,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_requests = 0
         self.num_tokens = 0
         self._max_num_requests = max_num_requests
         self._max_num_tokens = max_num_tokens
-        self._on_refused = on_refused
+        self.on_refused = on_refused
         self._clock = clock
         self._held_s = Mean()
 
@@ -90,7 +98,7 @@ class Admission:
     def _refuse(self, message: str, missing_share: float) -> None:
         """`missing_share`: how much of what is in flight has to end first."""
         error = Full(message, retry_after(missing_share, self._held_s.value))
-        self._on_refused(error)
+        self.on_refused(error)
         raise error
 
 

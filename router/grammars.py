@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from baton.errors import InternalError, InvalidRequest, Overloaded
 from baton.structured_output import StructuredBackend, StructuredOutput
+from router.admission import OnRefused, uncounted
 from router.models import ServedModel
 from router.worker_process import WorkerProcess
 
@@ -34,7 +35,8 @@ class GrammarChecker:
     """Remembers the answers for the last ones. Owns the process, which starts with the first check. Asyncio thread
     only. clock: in seconds."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, on_refused: OnRefused = uncounted, clock: Callable[[], float] = time.monotonic) -> None:
+        self._on_refused = on_refused
         self._clock = clock
         self._worker: WorkerProcess | None = None
         self._lock = asyncio.Lock()
@@ -50,7 +52,9 @@ class GrammarChecker:
                 async with asyncio.timeout(_MAX_WAIT_S):
                     await self._lock.acquire()
             except TimeoutError:
-                raise Overloaded(f"other structured outputs have been compiled for {_MAX_WAIT_S:g} s") from None
+                error = Overloaded(f"other structured outputs have been compiled for {_MAX_WAIT_S:g} s")
+                self._on_refused(error)
+                raise error from None
             try:
                 if self._cached_verdict(digest) is None:
                     self._keep(digest, await self._ask(structured, setup, model))

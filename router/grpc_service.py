@@ -89,7 +89,7 @@ class GenerationService:
         async def run() -> None:
             own = () if trace is None else ((TRACE_HEADER, trace.header),)
             await context.send_initial_metadata((("x-request-id", request_id), *own))
-            model = self._service.models.get(request.model)
+            model = self._service.model(request.model)
             prompt = await self._prompt(request, model)
             with self._service.admit(model, [prompt.size], request.n or 1) as admitted:
                 wanted = _generation_request(

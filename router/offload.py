@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from baton.errors import Overloaded
+from router.admission import OnRefused, uncounted
 
 T = TypeVar("T")
 
@@ -28,8 +29,9 @@ _MAX_WAIT_S = 60.0
 class Offload:
     """A bounded pool: at most `max_size` characters or bytes of work are waiting or under way; now it is `size`."""
 
-    def __init__(self, max_size: int) -> None:
+    def __init__(self, max_size: int, on_refused: OnRefused = uncounted) -> None:
         self._max_size = max_size
+        self._on_refused = on_refused
         self.size = 0
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "offload")
         self._large = asyncio.Semaphore(_NUM_LARGE)
@@ -42,7 +44,7 @@ class Offload:
         if size <= INLINE_SIZE:
             return work()
         if self.size and self.size + size > self._max_size:
-            raise Overloaded(f"texts of {self.size} characters are being worked on")
+            raise self._refused(f"texts of {self.size} characters are being worked on")
         self.size += size
         return await asyncio.shield(asyncio.create_task(self._run(work, size)))
 
@@ -62,13 +64,18 @@ class Offload:
                 async with asyncio.timeout(_MAX_WAIT_S):
                     await self._large.acquire()
             except TimeoutError:
-                raise Overloaded(f"long texts have kept others waiting for {_MAX_WAIT_S:g} s") from None
+                raise self._refused(f"long texts have kept others waiting for {_MAX_WAIT_S:g} s") from None
             try:
                 return await self.in_thread(work)
             finally:
                 self._large.release()
         finally:
             self.size -= size
+
+    def _refused(self, message: str) -> Overloaded:
+        error = Overloaded(message)
+        self._on_refused(error)
+        return error
 
 
 class Pauses:

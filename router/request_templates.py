@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from baton.errors import InternalError, InvalidRequest, Overloaded
+from router.admission import OnRefused, uncounted
 from router.worker_process import WorkerProcess
 
 log = logging.getLogger(__name__)
@@ -23,7 +24,8 @@ class RequestTemplates:
     """Owns the process, which starts with the first template and renders one at a time. `are_trusted`: requests may
     bring any. Asyncio thread only."""
 
-    def __init__(self, are_trusted: bool) -> None:
+    def __init__(self, are_trusted: bool, on_refused: OnRefused = uncounted) -> None:
+        self._on_refused = on_refused
         self._are_trusted = are_trusted
         self._worker: WorkerProcess | None = None
         self._lock = asyncio.Lock()
@@ -40,7 +42,9 @@ class RequestTemplates:
             async with asyncio.timeout(_MAX_WAIT_S):
                 await self._lock.acquire()
         except TimeoutError:
-            raise Overloaded(f"other requests' chat templates have been rendered for {_MAX_WAIT_S:g} s") from None
+            error = Overloaded(f"other requests' chat templates have been rendered for {_MAX_WAIT_S:g} s")
+            self._on_refused(error)
+            raise error from None
         try:
             return await self._ask(question)
         finally:

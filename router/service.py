@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from baton.block_hash import BlockHash, chain
-from baton.errors import InvalidRequest
+from baton.errors import InvalidRequest, NodeUnavailable
 from baton.sampling import SamplingParams
 from baton.telemetry.trace_context import current_trace
 from router.admission import Admission, Admitted
@@ -57,21 +57,29 @@ class Service:
     ) -> None:
         self.models = models
         self.admission = admission
-        self.offload = Offload(_MAX_TEXT_SIZE)
+        self.offload = Offload(_MAX_TEXT_SIZE, admission.on_refused)
         self._dispatcher = dispatcher
         self._request_timeout_s = request_timeout_s
         self._max_num_samples = max_num_samples
         self._tells_timings = tells_timings
         self._serial = itertools.count()
         self._deliveries = Deliveries()
-        self._grammars = GrammarChecker()
-        self._request_templates = RequestTemplates(trusts_request_templates)
+        self._grammars = GrammarChecker(admission.on_refused)
+        self._request_templates = RequestTemplates(trusts_request_templates, admission.on_refused)
 
     def close(self, wait: bool = False) -> None:
         """See Offload.close."""
         self._grammars.close()
         self._request_templates.close()
         self.offload.close(wait)
+
+    def model(self, name: str | None) -> ServedModel:
+        """Of a request to generate: see Models.get."""
+        try:
+            return self.models.get(name)
+        except NodeUnavailable as error:
+            self.admission.on_refused(error)
+            raise
 
     def admit(self, model: ServedModel, sizes: Sequence[int], n: int = 1) -> Admitted:
         """Reserve room for prompts of these sizes, in characters if not tokenized yet, else in tokens.

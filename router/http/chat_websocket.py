@@ -40,7 +40,7 @@ class ChatWebSocket:
             lambda: validate_fields(streamed(parse_object(message)), ChatRequest), len(message)
         )
         body.check()
-        model = self._service.models.get(body.model)
+        model = self._service.model(body.model)
         request_id = body.request_id or state.request_id
         generation, reading = await self._generate.start_chat(state, request_id, model, body)
         shape = chat_shape(generation, model, body, reading)

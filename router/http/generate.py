@@ -62,7 +62,7 @@ class GenerateRoutes:
     async def chat(self, request: Request) -> Response:
         body = await self._bodies.read(request, ChatRequest)
         body.check()
-        model = self._service.models.get(body.model)
+        model = self._service.model(body.model)
         request_id = request_id_of(request, body.request_id)
         generation, reading = await self.start_chat(request.state, request_id, model, body)
         return self._response(generation, body, chat_shape(generation, model, body, reading))
@@ -92,7 +92,7 @@ class GenerateRoutes:
     async def completion(self, request: Request) -> Response:
         body = await self._bodies.read(request, CompletionRequest)
         body.check()
-        model = self._service.models.get(body.model)
+        model = self._service.model(body.model)
         wanted = body.wanted(request_id_of(request, body.request_id))
         with self._service.admit(model, [len(prompt) for prompt in wanted.prompts], wanted.n) as admitted:
             echoes = await self._echoes(model, wanted, body.num_kept) if body.echo else {}

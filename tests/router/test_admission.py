@@ -126,11 +126,14 @@ async def test_what_is_full_refuses_everything_that_costs(nodes):
         for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]}), ("/v1/completions", CHAT)):
             response = await client.post(path, json={"prompt": "x", **body})
             assert (response.status_code, response.headers["retry-after"]) == (429, "1")
-        metrics = (await client.get("/metrics")).text
-        assert 'request_ends_total{model_name="tiny",outcome="failed",reason="overloaded",role="router"} 3.0' in metrics
         hold.set()
         assert (await first).status_code == 200
         assert (await client.post("/tokenize", json={"prompt": "x"})).status_code == 200
+        router.server._service.offload.size = 10**9  # as if so much text were being worked on
+        response = await client.post("/v1/completions", json={"prompt": "x" * 2000})
+        assert (response.status_code, "being worked on" in response.text) == (429, True)
+        metrics = (await client.get("/metrics")).text
+        assert 'request_ends_total{model_name="tiny",outcome="failed",reason="overloaded",role="router"} 4.0' in metrics
     assert in_flight(router) == (0, 0)
     await router.stop()
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from baton.errors import InvalidRequest, Overloaded
+from baton.errors import BatonError, InvalidRequest, Overloaded
 from baton.node_info import NodeRole
 from router import request_templates
 from router.request_templates import RequestTemplates, question_of
@@ -142,13 +142,14 @@ async def test_an_endless_template_is_refused_in_time_and_the_next_is_rendered(
     assert await templates.render(question_of("{{ messages | length }}", {}, ARGUMENTS)) == "1"
 
 
-async def test_a_template_waits_for_others_only_so_long(
-    templates: RequestTemplates, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_template_waits_for_others_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_templates, "_MAX_WAIT_S", 0.01)
+    counted: list[BatonError] = []
+    templates = RequestTemplates(are_trusted=True, on_refused=counted.append)
     async with templates._lock:
-        with pytest.raises(Overloaded, match="chat templates"):
+        with pytest.raises(Overloaded, match="chat templates") as refused:
             await templates.render(question_of("x", {}, ARGUMENTS))
+    assert counted == [refused.value]
 
 
 @pytest.mark.parametrize(

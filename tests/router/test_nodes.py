@@ -6,8 +6,10 @@ import json
 import time
 from typing import Any
 
+import grpc.aio
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from baton import wire
 from baton.address import HostPort
@@ -15,7 +17,7 @@ from baton.errors import PeerLost
 from baton.messages import Abort, AttemptId, Load
 from baton.node_info import NodeRole, TransportEndpoint
 from baton.trust import Trust
-from baton.v1 import node_pb2
+from baton.v1 import generation_pb2, generation_pb2_grpc, node_pb2
 from router import nodes as nodes_of_router
 from router.discovery.source import Member
 from router.offload import INLINE_SIZE
@@ -106,11 +108,36 @@ async def test_nodes_may_start_after_the_router(empty):
     await router.start()
     await router.until(lambda: "Connection refused" in router.server.cluster.readiness().status)
     assert (await answer(router)).status_code == 503, "the model is not known yet"
+    assert await _num_refused_by_every_api(router) == 6.0
     await prefill.restart()
     await decode.restart()
     await router.ready()
     assert text_of(await answer(router)) == "hello world"
     await router.stop()
+
+
+async def _num_refused_by_every_api(router: Router) -> float:
+    """By its metrics, once each API was asked to generate."""
+    message = [{"role": "user", "content": "x"}]
+    bodies = {
+        "/v1/chat/completions": {"messages": message},
+        "/v1/completions": {"prompt": "x"},
+        "/v1/messages": {"messages": message, "max_tokens": 1, "model": "m"},
+        "/v1/responses": {"input": "x"},
+    }
+    channel = grpc.aio.insecure_channel(router.grpc)
+    async with httpx.AsyncClient(base_url=router.http, timeout=20) as http, channel:
+        stub = generation_pb2_grpc.GenerationStub(channel)
+        for path, body in bodies.items():
+            assert (await http.post(path, json=body)).status_code == 503
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.Generate(generation_pb2.GenerateRequest(prompt="x")).read()
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert (await http.get("/v1/models/m")).status_code == 503, "it is no request to generate"
+        metrics = (await http.get("/metrics")).text
+    (family,) = (f for f in text_string_to_metric_families(metrics) if f.name == "baton:request_ends")
+    labels = {"model_name": "", "outcome": "failed", "reason": "node_unavailable"}
+    return sum(sample.value for sample in family.samples if labels.items() <= sample.labels.items())
 
 
 async def test_a_node_that_stops_sending_its_tokenizer_does_not_keep_the_others_waiting(empty, monkeypatch):

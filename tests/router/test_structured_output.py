@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from baton.errors import InvalidRequest
+from baton.errors import BatonError, InvalidRequest, Overloaded
 from baton.node_info import GenerationDefaults
 from baton.structured_output import MAX_STRUCTURED_CHARS, StructuredBackend, StructuredKind, StructuredOutput
+from router import grammars
 from router.grammars import GrammarChecker
 from router.models import ServedModel
 from router.structured_output import structured_output_of
@@ -106,6 +107,16 @@ async def checker() -> AsyncIterator[Checker]:
     checker = Checker(StructuredBackend.GUIDANCE)
     yield checker
     checker.close()
+
+
+async def test_a_schema_waits_for_others_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "_MAX_WAIT_S", 0.01)
+    counted: list[BatonError] = []
+    checker = GrammarChecker(counted.append)
+    async with checker._lock:
+        with pytest.raises(Overloaded, match="have been compiled") as refused:
+            await checker.check(AS_JSON, served(StructuredBackend.GUIDANCE))
+    assert counted == [refused.value]
 
 
 async def test_a_hostile_schema_is_refused_in_time_and_the_next_is_served(checker: Checker) -> None:

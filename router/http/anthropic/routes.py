@@ -39,7 +39,7 @@ class MessagesRoutes:
     async def messages(self, request: Request) -> Response:
         body = await self._bodies.read(request, MessagesRequest)
         body.check()
-        model = self._service.models.get(body.model)
+        model = self._service.model(body.model)
         state = request.state
         plan = call_plan(self._parsers, body.chat_tools, body.chat_choice, body.parallel_tool_calls)
         with self._service.admit(model, [body.size]) as admitted, naming_constraint(plan):

@@ -81,7 +81,7 @@ class ResponsesRoutes:
         """Start a response, with the state of its HTTP request. `own`: of a connection, for responses that are not to
         be stored. Raises BatonError."""
         body.check()
-        model = self._service.models.get(body.model)
+        model = self._service.model(body.model)
         if body.store and not self._store.is_on:
             raise InvalidRequest(_NOT_KEPT, "store")
         stored = body.store is not False and self._store.is_on
