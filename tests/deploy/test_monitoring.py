@@ -81,6 +81,14 @@ def test_what_each_router_knows_of_all_nodes_is_not_added_up(where: str, query: 
     assert not re.search(r"\bsum\b[^()]*(?:\([^()]*\)\s*)?\(baton:(?:nodes|pool_\w+|bottleneck)\b", query), where
 
 
+def test_an_alert_about_all_nodes_fires_once_however_many_routers_and_workers_see_it() -> None:
+    of_all = re.compile(r"baton:(?:nodes|pool_\w+|bottleneck)\b")
+    once = re.compile(r"^(?:max by \([\w, ]+\) ?|absent)\(")
+    alerts = [rule for rule in rules() if of_all.search(rule["expr"])]
+    assert len(alerts) >= 5
+    assert [rule["alert"] for rule in alerts if not once.match(rule["expr"])] == []
+
+
 def test_the_runbook_has_a_section_for_each_alert() -> None:
     sections = re.findall(r"^## (\w+)$", (ROOT / "docs" / "runbook.md").read_text(), re.MULTILINE)
     assert sections == [rule["alert"] for rule in rules()]
