@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter
 
+from baton.messages import Adopted
 from baton.telemetry.tally import HistogramByModel, TallyHistogram
-from baton.telemetry.timeline import STAGES, Timeline, first_token_stages
+from baton.telemetry.timeline import STAGES, AttemptTimeline, Timeline, first_token_stages
 
 PHASE_S = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
@@ -42,10 +43,16 @@ class TimelineMetrics:
         stages = self._of_model(timeline.model)
         for stage, seconds in first_token_stages(timeline).items():
             stages[stage].observe(seconds)
-        self._count_hits(timeline)
+        first, adopted = None, None
         for attempt in timeline.attempts:
+            if first is None and attempt.started_at_s is not None:
+                first = attempt
+            if adopted is None:
+                adopted = attempt.adopted
             if attempt.error and attempt.attempt < max(later.attempt for later in timeline.attempts):
                 self._failovers.labels(timeline.model, attempt.state).inc()
+        if first is not None:
+            self._count_hits(timeline.model, first, adopted)
 
     def _of_model(self, model: str) -> dict[str, TallyHistogram]:
         """All series are there from a model's first request on, so that no rate misses the first of a stage."""
@@ -56,14 +63,11 @@ class TimelineMetrics:
                 self._hits.labels(model, source)
         return stages
 
-    def _count_hits(self, timeline: Timeline) -> None:
-        """A prompt counts once, as it came: later attempts find what the earlier ones left in the caches."""
-        first = next((attempt for attempt in timeline.attempts if attempt.started_at_s is not None), None)
-        if first is None:
-            return
+    def _count_hits(self, model: str, first: AttemptTimeline, adopted: Adopted | None) -> None:
+        """A prompt counts once, as it came: later attempts find what the earlier ones left in the caches. `first`: the
+        first attempt that began; `adopted`: of the first handoff."""
         alone = first.estimate.kind == "decode_alone"
-        hits = self._hits.labels(timeline.model, "decode_node" if alone else "prefill_node")
-        hits.inc(first.num_cached_tokens)
-        adopted = next((attempt.adopted for attempt in timeline.attempts if attempt.adopted is not None), None)
-        if adopted is not None and not alone:
-            self._hits.labels(timeline.model, "decode_node").inc(adopted.num_cached_tokens)
+        if first.num_cached_tokens:
+            self._hits.labels(model, "decode_node" if alone else "prefill_node").inc(first.num_cached_tokens)
+        if adopted is not None and adopted.num_cached_tokens and not alone:
+            self._hits.labels(model, "decode_node").inc(adopted.num_cached_tokens)
