@@ -7,6 +7,8 @@ import os
 from collections.abc import Sequence
 from typing import TextIO
 
+from baton.patient_writer import PatientWriter
+
 COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)  # ANSI codes, without red
 RESET = "\x1b[0m"
 
@@ -15,7 +17,8 @@ class NamedLines:
     """Writes `NAME | LINE`. Names are coloured if `stream` is a terminal and NO_COLOR is not set."""
 
     def __init__(self, stream: TextIO, names: Sequence[str]) -> None:
-        self._stream = stream
+        self._out = PatientWriter(stream)
+        self._num_lost = 0
         width = max(len(name) for name in names)
         coloured = stream.isatty() and not os.environ.get("NO_COLOR")
         self._heads = {}
@@ -25,5 +28,8 @@ class NamedLines:
 
     def __call__(self, name: str, line: str) -> None:
         with contextlib.suppress(OSError):  # the reader is gone, or the disk is full: no reason to stop serving
-            self._stream.write(f"{self._heads[name]} {line}\n")
-            self._stream.flush()
+            head = self._heads[name]
+            if self._num_lost and self._out.write(f"{head} lines lost: {self._num_lost}, which nobody read\n"):
+                self._num_lost = 0
+            if not self._out.write(f"{head} {line}\n"):
+                self._num_lost += 1

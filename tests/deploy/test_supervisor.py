@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
+
 from deploy.lines import NamedLines
 from deploy.plan import Child
 from deploy.supervisor import MAX_LINE_BYTES, Backoff, Supervisor
@@ -89,6 +91,19 @@ def test_a_full_disk_loses_lines_and_nothing_else() -> None:
     with Path("/dev/full").open("wb", buffering=0) as full:
         stream = io.TextIOWrapper(full, write_through=True)
         NamedLines(stream, ["a"])("a", "text")
+
+
+def test_nobody_waits_for_a_reader_that_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.patient_writer.PATIENCE_S", 0.01)
+    reading, writing = os.pipe()
+    with open(writing, "w") as stream:  # noqa: PTH123  (a descriptor)
+        lines = NamedLines(stream, ["a"])
+        for _ in range(200):
+            lines("a", "x" * 1000)
+        kept = os.read(reading, 2**20).count(b"\n")
+        lines("a", "again")
+        assert os.read(reading, 2**20).decode() == f"a | lines lost: {200 - kept}, which nobody read\na | again\n"
+    os.close(reading)
 
 
 async def test_endless_line_comes_in_pieces_and_the_last_needs_no_end(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import sys
 from typing import TextIO
 
 from baton.log_levels import LogLevels
+from baton.patient_writer import PatientWriter
 from baton.telemetry.json_logs import JsonFormatter, LogFormat, moment
 
 NO_REQUEST = "-"
@@ -45,7 +46,7 @@ def configure_logging(
     levels: LogLevels, node_id: str, stream: TextIO | None = None, log_format: LogFormat = "text"
 ) -> None:
     """Send all loggers of the process to `stream` (default: stderr). Replaces any previous configuration."""
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = _Handler(stream or sys.stderr)
     if log_format == "json":
         handler.setFormatter(JsonFormatter(node_id))
         handler.addFilter(_name_request)
@@ -58,6 +59,33 @@ def configure_logging(
     # our lines name no thread, process or place in the code: without them, a line takes half the time
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None  # see "Optimization" in Python's documentation of logging
+
+
+class _Handler(logging.Handler):
+    """Says with the next line that is read how many were lost since nobody read them."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._out = PatientWriter(stream)
+        self._num_lost = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            if self._num_lost and self._write(_lost(self._num_lost)):
+                self._num_lost = 0
+            if not self._write(record):
+                self._num_lost += 1
+        except OSError:  # the reader is gone, or the disk is full: no reason to stop serving
+            pass
+        except Exception:  # noqa: BLE001 - what cannot be formatted is told as by all handlers
+            self.handleError(record)
+
+    def _write(self, record: logging.LogRecord) -> bool:
+        return self._out.write(self.format(record) + "\n")
+
+
+def _lost(count: int) -> logging.LogRecord:
+    return logging.LogRecord(__name__, logging.WARNING, "", 0, "log lines lost=%d: nobody read them", (count,), None)
 
 
 def _name_request(record: logging.LogRecord) -> bool:
