@@ -18,6 +18,7 @@ from baton_llm.prompts import (
     ChatOptions,
     Conversation,
     Prompt,
+    params_of_each,
     priorities_of_each,
     read_conversations,
     read_prompt,
@@ -106,7 +107,7 @@ class AsyncLLM:
     async def _stream(
         self, prompt: Asked, params: SamplingParams | None, request_id: str | None, priority: int
     ) -> AsyncGenerator[RequestOutput, None]:
-        [priority] = priorities_of_each(priority, 1)
+        [params], [priority] = params_of_each(params, 1), priorities_of_each(priority, 1)
         request_id = self._host.next_id() if request_id is None else request_id
         if not is_text(request_id):  # the nodes hash it
             raise InvalidRequest(f"request_id must be a text, not {request_id!r}", "request_id")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from baton.errors import BatonError
 from baton_llm.outputs import RequestOutput
@@ -19,3 +20,8 @@ class PromptsFailed(Exception):
         super().__init__(f"{len(errors)} of {len(outputs)} prompts failed, first prompt {index}: {error.message}")
         self.errors = dict(errors)
         self.outputs = list(outputs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle, which would make it of the message alone: an error that cannot be read back from a worker ends
+        the caller's whole pool of processes."""
+        return type(self), (self.errors, self.outputs)

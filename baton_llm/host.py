@@ -12,7 +12,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,6 +43,7 @@ class Host:
         self._closed = False
         self._process = os.getpid()
         self._serial = itertools.count()
+        self._under_way: set[Future[Any]] = set()
         try:
             self.submit(backend.start()).result()
         except BaseException:
@@ -64,7 +65,10 @@ class Host:
         if self._closed or self._is_forked:
             work.close()
             raise RuntimeError(CLOSED if self._closed else FORKED)
-        return self._background.submit(work)
+        future = self._background.submit(work)
+        self._under_way.add(future)
+        future.add_done_callback(self._under_way.discard)
+        return future
 
     async def encode(self, prompts: Sequence[Asked], params: Sequence[SamplingParams | None]) -> list[Encoded]:
         """Raises BatonError for the first prompt that cannot be answered."""
@@ -144,6 +148,7 @@ class Host:
         _open_hosts.discard(self)
         try:
             self._background.submit(self.backend.stop()).result(STOP_S)
+            wait(list(self._under_way), STOP_S)  # each caller gets what its prompts have come to
         except Exception:  # the end of everything: the threads must end in any case
             log.exception("the backend did not stop")
         self.backend.close()

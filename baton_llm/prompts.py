@@ -99,7 +99,7 @@ def _plain(prompt: object) -> str | tuple[int, ...]:
 
 def read_prompts(prompts: object) -> list[str | tuple[int, ...] | Salted]:
     """One prompt, or a list of them. Raises InvalidRequest."""
-    is_one = isinstance(prompts, str | Mapping) or (bool(prompts) and _is_token_ids(prompts))
+    is_one = isinstance(prompts, str | Mapping) or (_is_token_ids(prompts) and bool(prompts))
     if is_one:
         return [read_prompt(prompts)]
     if not isinstance(prompts, Sequence):

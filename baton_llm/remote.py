@@ -5,8 +5,10 @@ gRPC, not HTTP: it sends the ids and logprobs of tokens as numbers, and streams 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,6 +33,7 @@ from baton.node_info import GenerationDefaults
 from baton.prompt_logprobs import PromptLogprobs
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
+from baton_llm.host import CLOSED
 from baton_llm.prompts import Chat, Encoded, Input
 from baton_llm.sampling_params import SamplingParams
 from router.answer import Delta
@@ -68,6 +71,7 @@ class RemoteBackend:
         self._metadata = _authorization(api_key.strip()) if api_key is not None else ()
         self._authorities = _read_authorities(Path(ssl_ca_certs)) if ssl_ca_certs is not None else None
         self._channel: grpc.aio.Channel | None = None
+        self._stopped = False
 
     async def start(self) -> None:
         """Raises NodeUnavailable if the router cannot be reached or serves no model yet, InvalidRequest for a model
@@ -105,26 +109,25 @@ class RemoteBackend:
         return Encoded(None, token_ids)
 
     async def generate(self, request: GenerationRequest, take: Callable[[Sequence[Delta]], None]) -> int:
-        call = self._stub.Generate(_message(request, self._model), metadata=self._metadata)
         scored = "num_prompt_logprobs" in request.sampling
         pieces: list[PromptLogprobs] = []
-        try:
-            async for answer in call:
-                match answer.WhichOneof("event"):
-                    case "prompt_logprobs":
-                        pieces.append(wire.read_prompt_logprobs(answer.prompt_logprobs))
-                    case "delta":
-                        delta = _delta(answer.delta)
-                        if scored:
-                            scored = False
-                            delta = delta._replace(prompt=_scored(request, pieces))
-                        take([delta])
-                    case "finished":
-                        return int(answer.finished.usage.num_cached_tokens)
-        except grpc.aio.AioRpcError as error:
-            _raise(error)
-        finally:
-            call.cancel()
+        with self._errors():
+            call = self._stub.Generate(_message(request, self._model), metadata=self._metadata)
+            try:
+                async for answer in call:
+                    match answer.WhichOneof("event"):
+                        case "prompt_logprobs":
+                            pieces.append(wire.read_prompt_logprobs(answer.prompt_logprobs))
+                        case "delta":
+                            delta = _delta(answer.delta)
+                            if scored:
+                                scored = False
+                                delta = delta._replace(prompt=_scored(request, pieces))
+                            take([delta])
+                        case "finished":
+                            return int(answer.finished.usage.num_cached_tokens)
+            finally:
+                call.cancel()
         raise InternalError("the router ended the stream without an end")
 
     def token_text(self, token_id: int) -> str | None:
@@ -141,6 +144,7 @@ class RemoteBackend:
         raise NotImplementedError("the router has the tokenizer: HTTP has /tokenize for it, and gRPC Tokenize")
 
     async def stop(self) -> None:
+        self._stopped = True
         if self._channel is not None:
             await self._channel.close(None)
 
@@ -157,10 +161,25 @@ class RemoteBackend:
         return wire.unpack_tokens(answer.token_ids)
 
     async def _call(self, method: Any, request: Any) -> Any:
-        try:
+        with self._errors():
             return await method(request, timeout=_CALL_S, metadata=self._metadata)
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Around a call to the router. `stop` closes the channel, which refuses calls and cancels those under way, but
+        not the tasks that wait for them: left as it is, such a cancellation would end the caller's other prompts, too,
+        and lose their answers."""
+        if self._stopped:
+            raise RequestCancelled(CLOSED)
+        try:
+            yield
         except grpc.aio.AioRpcError as error:
             _raise(error)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._stopped and task is not None and not task.cancelling():
+                raise RequestCancelled(CLOSED) from None
+            raise
 
 
 def _authorization(key: str) -> tuple[tuple[str, str], ...]:

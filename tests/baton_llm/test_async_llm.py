@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 
@@ -119,6 +120,11 @@ async def test_errors_come_from_the_first_step(async_llm):
         assert error.value.param == "request_id"
     with pytest.raises(InvalidRequest):
         async_llm.chat([[{"role": "user", "content": "a"}]] * 2)
+    wrong: Any
+    for wrong in (3, [GREEDY, GREEDY], [GREEDY, GREEDY]):  # the id stays free
+        with pytest.raises(InvalidRequest) as error:
+            await anext(async_llm.generate("b", wrong, "wrong"))
+        assert error.value.param == "sampling_params"
     async with aclosing(async_llm.generate([8] * 100, ENDLESS, "twice")) as stream:
         await anext(stream)
         with pytest.raises(InvalidRequest) as error:

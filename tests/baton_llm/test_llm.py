@@ -6,10 +6,12 @@ import contextlib
 import json
 import math
 import os
+import pickle
 import re
 import signal
 import threading
 
+import numpy
 import pytest
 
 from baton.errors import CacheExhausted, InternalError
@@ -211,6 +213,7 @@ def test_the_bar_counts_prompts(llm, capsys):
         ({"prompt": [1]}, GREEDY, "prompts"),
         ({"prompt": "a", "multi_modal_data": {}}, GREEDY, "prompts"),
         (7, GREEDY, "prompts"),
+        (numpy.array([5, 6]), GREEDY, "prompts"),
         (["fine", "not \ud800"], GREEDY, "prompts"),
         ({"prompt": "a", "cache_salt": "\ud800"}, GREEDY, "cache_salt"),
         ({"prompt": "a", "cache_salt": 0}, GREEDY, "cache_salt"),
@@ -243,6 +246,9 @@ def test_a_failing_prompt_leaves_the_others_their_outputs(llm):
     assert none is None
     assert [first.prompt, last.prompt] == ["Once", "There"]
     assert len(last.outputs[0].token_ids) == 4
+    from_a_worker = pickle.loads(pickle.dumps(error.value))
+    assert (str(from_a_worker), from_a_worker.outputs) == (str(error.value), error.value.outputs)
+    assert repr(from_a_worker.errors) == repr(error.value.errors)
     wait_whole(llm)
 
 

@@ -9,11 +9,12 @@ import pytest
 
 from baton.errors import NodeUnavailable
 from baton.node_info import NodeRole
-from baton_llm import LLM, AsyncLLM, InvalidRequest, PromptsFailed, SamplingParams
+from baton_llm import LLM, AsyncLLM, InvalidRequest, PromptsFailed, RequestCancelled, SamplingParams
+from baton_llm.progress import Progress
 from baton_llm.prompts import Prompt
 from baton_llm.remote import RemoteBackend
 from tests.router.conftest import Router, says
-from tests.router.fake_node import FakeCluster
+from tests.router.fake_node import Answer, FakeCluster
 
 ANY = {"regex": ".*"}
 PARAMS = SamplingParams(
@@ -21,9 +22,10 @@ PARAMS = SamplingParams(
 )
 BOTH: list[Prompt] = ["hi there", [5, 6]]
 ONE_WRONG: list[Prompt] = ["hi", [10**6]]
+FIRST_ALONE: list[Prompt] = ["hi", [5, 6], [5, 6], [5, 6]]
 
 
-async def test_answers_come_from_the_router():
+async def test_answers_come_from_the_router(monkeypatch):
     nodes = FakeCluster(says("hello world"))
     await nodes.add(NodeRole.PREFILL)
     await nodes.add(NodeRole.DECODE)
@@ -42,6 +44,9 @@ async def test_answers_come_from_the_router():
             assert await llm.get_default_sampling_params() == SamplingParams(temperature=0.7, top_p=0.9)
             with pytest.raises(NotImplementedError):
                 await llm.get_tokenizer()
+        held = Answer(hold=asyncio.Event())
+        nodes.script = lambda prefill: held if prefill.prompt_tokens == (5, 6) else says("hello world")(prefill)
+        await asyncio.to_thread(_close_at_the_first_answer, router.grpc, monkeypatch)
     finally:
         await router.stop()
         await nodes.close()
@@ -80,6 +85,17 @@ def _ask(address: str) -> None:
         assert failed.value.outputs[0].outputs[0].text == "hello world"
     with pytest.raises(InvalidRequest, match=r"serves .*, not another"):
         LLM("another", router=address)
+
+
+def _close_at_the_first_answer(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the other prompts, one is under way and two have not begun."""
+    monkeypatch.setattr(RemoteBackend, "max_in_flight", 2)
+    llm = LLM(router=address)
+    monkeypatch.setattr(Progress, "step", lambda self, result: llm.close())
+    with pytest.raises(PromptsFailed) as failed:
+        llm.generate(FIRST_ALONE, use_tqdm=False)
+    assert failed.value.outputs[0].outputs[0].text == "hello world"
+    assert [type(error) for error in failed.value.errors.values()] == [RequestCancelled] * 3
 
 
 def test_a_router_that_is_not_there(monkeypatch):
