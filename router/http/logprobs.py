@@ -21,6 +21,10 @@ def shown(logprob: float) -> float:
     return logprob if logprob > LEAST else LEAST
 
 
+def _continues_character(byte: int) -> bool:
+    return byte & 0xC0 == 0x80  # in UTF-8
+
+
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
     """The token's text. A token that is not text by itself becomes `bytes:` and its bytes, as in OpenAI's API."""
     data = tokenizer.token_bytes(token_id)
@@ -118,7 +122,10 @@ class CompletionLogprobs:
         offset = self._offsets.get(index, 0)
         offsets = []
         for token_id in token_ids:
+            data = self._tokenizer.token_bytes(token_id)
+            if data and not _continues_character(data[0]):  # a character that stays incomplete was before this token
+                offset += len(decoder.decode(b"", final=True))
             offsets.append(offset)
-            offset += len(decoder.decode(self._tokenizer.token_bytes(token_id)))
+            offset += len(decoder.decode(data))
         self._offsets[index] = offset
         return offsets

@@ -187,6 +187,17 @@ async def test_offsets_of_completion_logprobs_count_characters(client, nodes, st
     assert offsets == [0, *[1] * len(tokens[1:-2]), 2, 3]
 
 
+async def test_offsets_count_a_character_that_stays_incomplete(client, nodes):
+    """It is in the text as U+FFFD, before the token that does not go on with it."""
+    first, *_ = tiny_tokenizer().encode("🤖", False)
+    (b,) = tiny_tokenizer().encode("b", False)
+    nodes.script = lambda prefill: Answer(tokens=((b, first, b, first, first, b, IM_END),))
+    body = (await client.post("/v1/completions", json={"prompt": "x", "logprobs": 0})).json()
+    (choice,) = body["choices"]
+    assert choice["text"] == "b\ufffdb\ufffd\ufffdb"
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3, 4, 5, 6]
+
+
 async def test_token_ids_on_request(client, nodes):
     body = (await client.post("/v1/completions", json={"prompt": [5, 6], "return_token_ids": True})).json()
     assert body["choices"][0]["token_ids"] == [*tiny_tokenizer().encode("hello world", False), IM_END]
