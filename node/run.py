@@ -5,7 +5,7 @@ A host of a node with --node-rank above 0 only has ranks of it: `node.ranks.head
 exit code 0    stopped by SIGTERM, SIGINT or SIGHUP, all requests finished
           1    could not start, or the engine failed, or requests were left after --drain-timeout
           2    bad settings
-128 + signal   a second signal, at once
+128 + signal   a second signal, or one while it starts, at once
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def run_node(settings: NodeSettings, role: NodeRole, side: RoleSide, import_part
 
 
 def _end_at_signals() -> None:
-    """While the node loads, a signal ends its process at once, also one that is inside a library. The kernel does that
+    """While the node starts, a signal ends its process at once, also one that is inside a library. The kernel does that
     by itself, but for a container's first process: it keeps signals from it that it has no handler for (man
     pid_namespaces), and kills it when its grace period is over. Python's KeyboardInterrupt is no end: it waits for the
     threads that read weights, and is lost in a callback of a library."""
@@ -133,12 +133,12 @@ def _make_frozen_parts(
 
 
 async def _serve(settings: NodeSettings, side: RoleSide, parts: NodeParts, loop: NodeLoop, ranks: Ranks | None) -> int:
-    stop = _signals()
     node = Node(settings, side, parts, loop)
     try:
         await node.start()
     except ValueError as error:
         raise StartupError(str(error)) from error
+    stop = _signals()
     log.info("ready address=%s metrics=http://%s/metrics seconds=%.2f", node.address, node.metrics.address, _age_s())
     ends: list[asyncio.Future[Any]] = [stop, node.failure, _stopped_by(parts.peers, ranks)]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

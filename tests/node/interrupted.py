@@ -1,24 +1,45 @@
-"""A node that is interrupted while it loads, where the KeyboardInterrupt is lost: libraries drop what is raised in
-their callbacks."""
+"""A node that is interrupted while it starts: `load`, where the KeyboardInterrupt is lost, since libraries drop what is
+raised in their callbacks; or `warm-up`, on the engine's thread."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import NoReturn
 
 from baton.node_info import NodeRole
+from node.ranks.ranks import Ranks
 from node.run import MakeParts, run_node
 from node.settings import NodeSettings
+from node.shell import NodeParts
+from prefill_node.node import make_parts
 from prefill_node.server import PREFILL_SIDE
 
+SETTINGS = NodeSettings(model="baton-tiny", engine="simulated", profile="h200-8b", step_timeout=5.0)
 
-def load() -> MakeParts:
+
+def in_load() -> NoReturn:
     with contextlib.suppress(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
     raise ValueError("it has gone on")
 
 
+def in_warm_up() -> MakeParts:
+    def make(settings: NodeSettings, wake: Callable[[], None], ranks: Ranks | None) -> NodeParts:
+        return dataclasses.replace(make_parts(settings, wake, ranks), warm_up=warm_up)
+
+    def warm_up() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Event().wait()
+
+    return make
+
+
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests are in the background
-    run_node(NodeSettings(model="nowhere"), NodeRole.PREFILL, PREFILL_SIDE, load)
+    run_node(SETTINGS, NodeRole.PREFILL, PREFILL_SIDE, {"load": in_load, "warm-up": in_warm_up}[sys.argv[1]])

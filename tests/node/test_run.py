@@ -1,5 +1,5 @@
 """Garbage of a node's start: collected once, while nothing waits for it, and never looked at again. A node that another
-one tells to stop, or a Ctrl-C while it loads."""
+one tells to stop, or a Ctrl-C while it starts."""
 
 from __future__ import annotations
 
@@ -158,8 +158,9 @@ def test_a_rank_that_serves_never_looks_at_what_it_loaded(monkeypatch: pytest.Mo
     assert link.frozen
 
 
-def test_a_ctrl_c_ends_a_node_that_loads_whatever_it_is_in() -> None:
+@pytest.mark.parametrize("stage", ["load", "warm-up"])
+def test_a_ctrl_c_ends_a_node_that_starts_whatever_it_is_in(stage: str) -> None:
     with Path(os.devnull).open("wb") as nothing:
         output = {"stdout": nothing, "stderr": nothing}
-        node = fork_server().start("tests.node.interrupted", [], env=os.environ, cwd=ROOT, **output)
+        node = fork_server().start("tests.node.interrupted", [stage], env=os.environ, cwd=ROOT, **output)
     assert node.wait(60.0) == -signal.SIGINT
