@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from baton.settings import Settings, flag_name, help_text, metavar
+from baton.vllm_flags import VLLM_FLAGS
 from decode_node.settings import DecodeSettings
 from deploy.settings import OwnSettings, UpSettings
 from prefill_node.settings import PrefillSettings
@@ -19,8 +20,16 @@ environment variable (`--max-num-seqs 8` is `BATON_MAX_NUM_SEQS=8`) and a key in
 (`max-num-seqs: 8`); a flag wins over the environment, and that over the file. Those without a value also have a `--no-`
 form. The README has a table of the most important ones. `baton bench`, `doctor`, `top` and `tune` are explained on
 pages of their own, and in their `--help`. `baton completion bash` (or `zsh`, `fish`) prints a script that completes
-subcommands and flags: `source <(baton completion bash)`. Prefix caching, chunked prefill and priorities are always on,
-so vLLM's flags for them do not exist here.
+subcommands and flags: `source <(baton completion bash)`. What vLLM has, too, is named as there, except
+[these flags](#flags-of-vllm).
+"""
+
+_FOR_VLLM = """
+## Flags of vLLM
+
+`vllm serve MODEL` is `baton up --model MODEL` on one machine, and otherwise a command for each process (see the
+README). These flags of it have another name here, or none; a command that is given one says so:
+
 """
 
 
@@ -57,7 +66,11 @@ def render() -> str:
         f"\n## {title}\n\n{text}\n\n{table(('flag', 'value', 'what it is'), found)}"
         for title, (text, found) in sections.items()
     )
-    return _HEAD + "".join(made)
+    return _HEAD + "".join(made) + _FOR_VLLM + table(("flag of `vllm serve`", "here"), _vllm_rows())
+
+
+def _vllm_rows() -> list[tuple[str, str]]:
+    return [(code(flag_name(name)), text) for name, text in VLLM_FLAGS.items()]
 
 
 def main() -> None:

@@ -31,6 +31,7 @@ from baton.address import HostPort
 from baton.log_levels import LogLevels, parse_log_levels
 from baton.setting_names import ALL_NAMES, closest, of_kubernetes
 from baton.unique_keys import UniqueKeys
+from baton.vllm_flags import VLLM_FLAGS
 
 ENV_PREFIX = "BATON_"
 EXIT_USAGE = 2
@@ -162,6 +163,8 @@ def _hint(cls: type[Settings], argument: str) -> str:
     name = argument[2:].split("=")[0].replace("-", "_")
     if name in ALL_NAMES:
         return ", which other commands take"
+    if name in VLLM_FLAGS:
+        return f"; {VLLM_FLAGS[name]}"
     meant = closest(name, cls.model_fields)
     return f", did you mean {flag_name(meant)}?" if meant else ""
 

@@ -163,6 +163,7 @@ def test_frozen():
         (["--max-seqs=3"], "unrecognized arguments: --max-seqs=3, did you mean --max-num-seqs?"),
         (["--prefill-dns", "a:1"], "unrecognized arguments: --prefill-dns a:1, which other commands take"),
         (["--max-num", "3"], "unrecognized arguments: --max-num"),
+        (["--enable-lora"], "unrecognized arguments: --enable-lora; there are no LoRA adapters"),
         (["--config", "/nowhere.yaml"], "--config: cannot read /nowhere.yaml"),
     ],
 )

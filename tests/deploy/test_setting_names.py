@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from baton.address import HostPort
 from baton.setting_names import ALL_NAMES
 from baton.settings import Settings, parse
+from baton.vllm_flags import VLLM_FLAGS
 from decode_node.settings import DecodeSettings
 from deploy.bench.settings import BenchSettings
 from deploy.doctor.settings import DoctorSettings
@@ -26,6 +28,12 @@ COMMANDS: tuple[type[Settings], ...] = (
 
 def test_the_list_has_every_commands_settings_and_no_other() -> None:
     assert set().union(*(command.model_fields for command in COMMANDS)) == ALL_NAMES
+
+
+def test_flags_of_vllm_are_none_of_ours_and_what_is_said_of_them_exists() -> None:
+    assert not VLLM_FLAGS.keys() & ALL_NAMES
+    named = {name for text in VLLM_FLAGS.values() for name in re.findall(r"--(?:no-)?([a-z-]+)", text)}
+    assert {name.replace("-", "_") for name in named} <= ALL_NAMES
 
 
 def test_one_file_starts_every_role(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ def test_the_page_is_what_the_commands_take() -> None:
 
 
 def test_it_has_the_flags_of_each_command() -> None:
-    _, nodes, router, up = render().split("\n## ")
+    _, nodes, router, up, _ = render().split("\n## ")
     told = [set(re.findall(r"^\| `--([a-z0-9-]+)` ", section, re.MULTILINE)) for section in (nodes, router, up)]
     assert [name in told[0] for name in ("max-num-seqs", "prefill", "http")] == [True, False, False]
     assert [name in told[1] for name in ("max-num-seqs", "prefill", "http")] == [False, True, True]
