@@ -47,12 +47,18 @@ def variant(config: Any, max_model_len: int) -> str:
     return ", ".join(chosen)
 
 
-def context_factor(config: Any) -> float:
-    """How many times max_position_embeddings a text config's RoPE is meant to cover: dynamic NTK's factor, else 1."""
-    factors = [
-        one["factor"] for one in _sets(getattr(config, "rope_parameters", None)) if one["rope_type"] == "dynamic"
-    ]
-    return float(min(factors, default=1.0))
+def context_length(config: Any, stated: int) -> int:
+    """For how many tokens a text config's RoPE is meant. stated: max_position_embeddings. With dynamic NTK, its factor
+    times as many; YaRN's factor is of the length before it, of which `stated` may (gpt-oss) or may not (Qwen2.5) be the
+    multiple."""
+    lengths = list[float]()
+    for one in _sets(getattr(config, "rope_parameters", None)):
+        factor = one.get("factor")
+        if one["rope_type"] == "dynamic":
+            lengths.append(stated * float(one["factor"]))
+        elif one["rope_type"] == "yarn" and factor is not None:
+            lengths.append(max(stated, one.get("original_max_position_embeddings", stated) * float(factor)))
+    return int(min(lengths, default=stated))
 
 
 def rotary_modules(model: nn.Module) -> list[nn.Module]:

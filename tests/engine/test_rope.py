@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,24 @@ def test_dynamic_ntk_reaches_as_far_as_its_factor(tmp_path: Path) -> None:
     for family, length in (("llama dynamic ntk", 128), ("llama", 128), ("phi3 longrope", 128)):
         FAMILIES[family]().save_pretrained(tmp_path / family)
         assert Checkpoint.open(tmp_path / family).max_model_len == length
+
+
+@pytest.mark.parametrize(
+    ("stated", "scaling", "length"),
+    [
+        (64, {"factor": 4.0, "original_max_position_embeddings": 64}, 256),  # as Qwen2.5's card has it
+        (80, {"factor": 4.0, "original_max_position_embeddings": 64}, 256),  # Qwen3: 40960, of 32768
+        (256, {"factor": 4.0, "original_max_position_embeddings": 64}, 256),  # gpt-oss, DeepSeek
+        (300, {"factor": 4.0, "original_max_position_embeddings": 64}, 300),
+        (256, {"factor": None, "original_max_position_embeddings": 64}, 256),
+        (64, {"factor": 4.0}, 256),
+    ],
+)
+def test_yarn_reaches_as_far_as_its_factor(stated: int, scaling: dict[str, Any], length: int, tmp_path: Path) -> None:
+    scaling = {"type": "yarn", **scaling}
+    file = {"model_type": "llama", "max_position_embeddings": stated, "rope_theta": 1e4, "rope_scaling": scaling}
+    (tmp_path / "config.json").write_text(json.dumps(file))
+    assert Checkpoint.open(tmp_path).max_model_len == length
 
 
 def test_positions_past_the_last_are_no_error() -> None:

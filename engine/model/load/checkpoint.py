@@ -66,12 +66,12 @@ class Checkpoint:
 
     @property
     def max_model_len(self) -> int:
-        """The context length that the configuration states, in tokens; with dynamic NTK, times its factor. Raises
-        UnsupportedModel when it states none."""
+        """The context length that the configuration states, in tokens; with dynamic NTK or YaRN, with its factor.
+        Raises UnsupportedModel when it states none."""
         length = getattr(self.text_config, "max_position_embeddings", None)
         if not length:
             raise UnsupportedModel(f"{self.path}: config.json states no max_position_embeddings")
-        return int(length * rope.context_factor(self.text_config))
+        return rope.context_length(self.text_config, length)
 
     @property
     def vocab_size(self) -> int:
