@@ -333,7 +333,7 @@ def _run(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> Tensor:
     keep = torch.tensor([1, 3], device=model.device)
     try:
         logits: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=keep).logits
-    except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise UnsupportedModel(f"{type(model).__name__} does not run on a flattened batch: {error}") from error
     if logits.shape[:2] != (1, 2):
         raise UnsupportedModel(f"{type(model).__name__} does not honour logits_to_keep: logits {tuple(logits.shape)}")
@@ -390,13 +390,15 @@ def _windows_in_masks(config: Any) -> Iterator[None]:
 def _require_windows(
     model: PreTrainedModel, kv: tuple[LayerKv, ...], masks: list[Tensor | None], max_model_len: float
 ) -> None:
-    """Refuse a model whose masks have other windows than its attention modules say, of which only we take notice. A
-    window as long as the context is none."""
+    """Refuse a model whose masks have other windows than its attention modules say, of which only we take notice, or
+    in whose windows a token is not even itself. A window as long as the context is none."""
     for index, (layer, mask) in enumerate(zip(kv, masks, strict=True)):
         if mask is not None and mask.numel() > 1:
             raise UnsupportedModel(f"{type(model).__name__}: layer {index} has a mask of its own")
         masked = layer.sliding_window if mask is None else int(mask)
         said = layer.sliding_window
+        if said is not None and said < 1:
+            raise UnsupportedModel(f"{type(model).__name__}: layer {index} has a sliding window of {said} tokens")
         if min(masked or math.inf, max_model_len) != min(said or math.inf, max_model_len):
             windows = f"{masked or 'none'} in its mask, {said or 'none'} in its attention"
             raise UnsupportedModel(f"{type(model).__name__}: layer {index} has two sliding windows: {windows}")

@@ -18,6 +18,7 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
+    MistralConfig,
     Qwen2MoeConfig,
 )
 
@@ -139,6 +140,9 @@ SMALL = {key: tiny_models.SHAPE[key] for key in ("vocab_size", "hidden_size", "n
             "it does not take positions as they are given",
         ),
         (DogeConfig(**tiny_models.SHAPE), "layer 0 has a mask of its own"),
+        (MistralConfig(**tiny_models.SHAPE, sliding_window=0), "layer 0 has a sliding window of 0 tokens"),
+        (MistralConfig(**tiny_models.SHAPE, sliding_window=-1), "layer 0 has a sliding window of -1 tokens"),
+        (LlamaConfig(**tiny_models.SHAPE, return_dict=False), "does not run on a flattened batch"),
     ],
     ids=[
         "recurrent state",
@@ -148,6 +152,9 @@ SMALL = {key: tiny_models.SHAPE[key] for key in ("vocab_size", "hidden_size", "n
         "encoder",
         "positions of its own",
         "masks by tokens",
+        "empty window",
+        "negative window",
+        "tuples for outputs",
     ],
 )
 def test_models_that_would_be_wrong_are_refused(config, why: str, tmp_path: Path) -> None:
