@@ -225,6 +225,43 @@ def test_a_long_run_of_forced_tokens_is_taken_in_linear_time() -> None:
     assert any(cost(30_000) < 35 * short + 0.05 for _ in range(3))
 
 
+class Slow(Runs):
+    """Each mask takes `mask_s` of CPU time, and each token `token_s`."""
+
+    def __init__(self, mask_s: float, token_s: float = 0.0) -> None:
+        super().__init__([])
+        self.mask_s, self.token_s, self.now_s = mask_s, token_s, 0.0
+
+    def accept(self, tokens: list[int]) -> None:
+        self.now_s += self.token_s * len(tokens)
+
+    def fill(self, mask: NDArray[np.int32]) -> None:
+        self.now_s += self.mask_s
+
+
+@pytest.mark.parametrize(
+    ("state", "num_tokens"),
+    [(Slow(0.3), 7), (Slow(0.0, 0.3), 7), (Slow(0.0305), 79), (Slow(0.0045), None), (Slow(0.0, 0.0045), None)],
+)
+def test_an_output_that_takes_too_long_to_follow_ends(
+    monkeypatch: pytest.MonkeyPatch, state: Slow, num_tokens: int | None
+) -> None:
+    """All sequences of a node wait while a mask is made, and nothing bounds what a short grammar makes of it."""
+    monkeypatch.setattr(grammars, "thread_time", lambda: state.now_s)
+    compiled = Future[GrammarState]()
+    compiled.set_result(state)
+    matcher, taken = GrammarMatcher(compiled, range(1000) if num_tokens is None else ()), 0
+    while matcher.error is None and taken < 1000:
+        matcher.fill(np.zeros(1, np.int32))
+        matcher.accept(taken)
+        taken += 1
+    assert taken == (num_tokens or 1000)
+    expected = f"structured_outputs: {grammars.TOO_SLOW}" if num_tokens else None
+    assert (matcher.error, matcher.fork().error) == (expected, expected)
+    assert not matcher.finished
+    assert GrammarMatcher(compiled, ()).error is None
+
+
 NESTED = """
 from concurrent.futures import wait
 from pathlib import Path
