@@ -47,7 +47,9 @@ def guidance_grammar(structured: StructuredOutput, special_tokens: Mapping[str, 
 
 def _json_grammar(schema: Any) -> str:
     """Raises ValueError."""
-    return LLMatcher.grammar_from_json_schema(with_limited_whitespace(schema))
+    limited = with_limited_whitespace(schema)
+    json.dumps(limited, allow_nan=False)  # raises for an infinity, as 1e999 is read, of which the library makes a null
+    return LLMatcher.grammar_from_json_schema(limited)
 
 
 def why_invalid(structured: StructuredOutput) -> str | None:

@@ -331,6 +331,7 @@ def test_what_cannot_be_compiled_is_never_ready_and_says_why(compiler: Compiler)
     assert "frob" in (matcher.fork([1]).error or "")
     for structured in (
         StructuredOutput(StructuredKind.JSON, '{"type": '),
+        StructuredOutput(StructuredKind.JSON, '{"const": 1e999}'),
         StructuredOutput(StructuredKind.REGEX, "(a"),
         StructuredOutput(StructuredKind.CHOICE, "[]"),
     ):
