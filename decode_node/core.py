@@ -190,9 +190,8 @@ class DecodeCore(RoleCore):
     def _reserve(self, peer: str, reserve: Reserve, now: float) -> None:
         attempt_id = reserve.attempt_id
         if not self._admit(attempt_id, now, reserve.deadline_s, reserve.move):
-            if (
-                attempt_id not in self._running and attempt_id not in self._reservations
-            ):  # else a repeat of one that is served
+            is_repeat = attempt_id in self._running or attempt_id in self._reservations
+            if not is_repeat:
                 self._outbox.to_prefill(peer, Refuse(attempt_id, RequestCancelled("the attempt is over")))
             return
         try:
