@@ -269,24 +269,29 @@ class KvReceiver(KvMover):
         began, plan = time.monotonic(), self._plans.pop(slot)
         self._staging.reclaim(slot)
         try:
-            is_plain = data == plan.header and not plan.withdrawn and not self.verify
-            if not is_plain and not self._is_wanted(slot, plan, data):
+            if not self._is_wanted(slot, plan, data):
                 self._staging.give_back(slot)
                 return PartUnused(*plan.name)
         except TransferError as error:
             self._staging.give_back(slot)
             return PartRefused(*plan.name, error)
+        self._land(slot, plan)
+        return PartLanded(*plan.name, plan.num_bytes, time.monotonic() - began)
+
+    def _land(self, slot: int, plan: _Plan) -> None:
+        """Launch the part's copy, and call the engine if it can go on: see `expect`. It polls only once the copy is
+        launched, and so may be called before."""
         self._landing.append(slot)
         self._unawaited = slot
         if is_partial := plan.lease in self._partial:
             self._partial[plan.lease] = True
-        has_free, waits = self._staging.num_free > 0, not self._polls_soon
-        if (is_partial and has_free and waits) or all(other.lease != plan.lease for other in self._plans.values()):
-            self._call_engine()  # it can expect more parts, or has them all; it polls once the copy is launched
+        was_last = all(other.lease != plan.lease for other in self._plans.values())
+        has_free, sleeps = self._staging.num_free > 0, not self._polls_soon
+        if was_last or (is_partial and has_free and sleeps):
+            self._call_engine()
         plan.land()
-        if self._partial and not has_free and waits:
-            self._copies.when_done(slot, self._wake_engine)  # the engine waits for a slot
-        return PartLanded(*plan.name, plan.num_bytes, time.monotonic() - began)
+        if self._partial and not has_free and sleeps:
+            self._copies.when_done(slot, self._wake_engine)  # a lease has parts that wait for a slot
 
     def _await_copies(self) -> None:
         """Engine's thread only. Copies run in order, so waiting for the last one waits for all."""
@@ -296,6 +301,8 @@ class KvReceiver(KvMover):
 
     def _is_wanted(self, slot: int, plan: _Plan, data: bytes) -> bool:
         """Whether the part is to land. Raises TransferError if it is not the planned one, or is damaged."""
+        if data == plan.header and not plan.withdrawn and not self.verify:
+            return True  # as nearly all are: there is nothing to parse
         header = PartHeader.parse(data)
         if header.drain or plan.withdrawn:
             return False
