@@ -137,48 +137,52 @@ class Attempts:
         self._waiting.remove(task)
 
     def _place(self, task: Unplaced, placement: Placement, now: float) -> None:
-        """Those of its samples that have not ended while it waited."""
-        if placement.decode and not task.request_state.request.has_prefill:
+        """Have the nodes work on the task: on those of its samples that have not ended while it waited."""
+        state = task.request_state
+        if placement.decode and not state.request.has_prefill:
             placement = Placement(placement.decode, None, placement.option.alone, placement.options)
-        num_tokens = num_tokens_of(task.request_state, task.samples)
-        n = num_continued(task.request_state, task.samples)
-        if not n and placement.decode is None:
-            n = len(task.samples)
-        num_blocks = placement.num_blocks(num_tokens, n)
+        attempt = self._new_attempt(task, placement, now)
+        state.attempts[attempt.id] = attempt
+        self._live[attempt.id] = state, attempt
+        state.version = placement.last.version
+        self._report(task, placement, now)
+        placement.last.num_promised += attempt.num_promised
+        self._pool.place(placement, attempt.num_tokens, now)
+        for incarnation in attempt.placed_on:
+            self._pending.add(incarnation, state.request.block_hashes)
+        decode = placement.decode.info if placement.decode else None
+        target = DecodeTarget(decode.address, decode.incarnation) if decode else None
+        self._outbox.to_node(attempt.prefill, state.prefill(attempt, target, now), task.cause)
+
+    def _new_attempt(self, task: Unplaced, placement: Placement, now: float) -> Attempt:
         state, samples = task.request_state, [sample for sample in task.samples if not sample.ended]
-        prefill, decode = placement.prefill.info, placement.decode.info if placement.decode else None
-        attempt_id = AttemptId(self._epoch, task.key, task.attempt)
-        left_s = state.deadline - now
+        num_tokens, n = num_tokens_of(state, task.samples), num_continued(state, task.samples)
+        if not n and placement.decode is None:
+            n = len(task.samples)  # the prompt is computed there, which takes blocks even if no answer goes on
+        indexes = tuple([sample.index for sample in samples])
+        nodes, estimate = _names_of(placement), placement.estimate(self._pool.policy_name)
+        return Attempt(
+            id=AttemptId(self._epoch, task.key, task.attempt),
+            samples=samples,
+            prefill=placement.prefill.info.incarnation,
+            decode=placement.decode.info.incarnation if placement.decode else None,
+            deadline_s=state.deadline - now,
+            record=state.record.placed(task.attempt, indexes, nodes, estimate, now - state.arrived),
+            prefill_s=placement.prefill_s,
+            num_promised=placement.num_blocks(num_tokens, n),
+            num_tokens=num_tokens,
+        )
+
+    def _report(self, task: Unplaced, placement: Placement, now: float) -> None:
+        """Tell of the placement in metrics, in the log and in the request's timings."""
         self.num_placements[placement.kind] += 1
+        state, timings = task.request_state, task.request_state.timings
         if log.isEnabledFor(logging.DEBUG):
             log.debug("placed attempt=%d %s", task.attempt, placement, extra={"request_id": state.request.request_id})
         if task.attempt == 0:
-            state.timings.expected_first_token_s = now - state.arrived + placement.expected_first_token_s
-        nodes = prefill.node_id, (decode or prefill).node_id
-        estimate = placement.estimate(self._pool.policy_name)
-        indexes, at_s = tuple([sample.index for sample in samples]), now - state.arrived
-        attempt = Attempt(
-            attempt_id,
-            samples,
-            prefill.incarnation,
-            decode.incarnation if decode else None,
-            left_s,
-            state.record.placed(task.attempt, indexes, nodes, estimate, at_s),
-            placement.prefill_s,
-            num_promised=num_blocks,
-            num_tokens=num_tokens,
-        )
-        placement.last.num_promised += num_blocks
-        state.version = placement.last.version
-        state.attempts[attempt_id] = attempt
-        self._live[attempt_id] = state, attempt
-        state.timings.num_attempts = max(state.timings.num_attempts, task.attempt + 1)
-        state.timings.prefill_node, state.timings.decode_node = nodes
-        self._pool.place(placement, num_tokens, now)
-        for incarnation in attempt.placed_on:
-            self._pending.add(incarnation, state.request.block_hashes)
-        target = DecodeTarget(decode.address, decode.incarnation) if decode else None
-        self._outbox.to_node(attempt.prefill, state.prefill(attempt, target, now), task.cause)
+            timings.expected_first_token_s = now - state.arrived + placement.expected_first_token_s
+        timings.num_attempts = max(timings.num_attempts, task.attempt + 1)
+        timings.prefill_node, timings.decode_node = _names_of(placement)
 
     def is_on(self, incarnation: str) -> bool:
         """Whether an attempt still needs that node, or may be about to: nobody knows yet whether it has moved there."""
@@ -255,6 +259,11 @@ class Attempts:
         had_blocks = attempt.state is AttemptState.DECODING
         held_s = now - (state.deadline - attempt.deadline_s) if had_blocks else None
         self._pool.ended(attempt.decode or attempt.prefill, attempt.num_tokens, held_s)
+
+
+def _names_of(placement: Placement) -> tuple[str, str]:
+    """The node that computes the prompt, and the one that generates, by their names."""
+    return placement.prefill.info.node_id, placement.last.info.node_id
 
 
 def _successor(state: RequestState, gone: ModelVersion, successors: list[ModelVersion]) -> ModelVersion:
