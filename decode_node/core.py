@@ -18,6 +18,7 @@ from baton.errors import BatonError, NodeUnavailable, RequestCancelled
 from baton.handoff_messages import Commit, Refuse, Release, Reserve
 from baton.messages import Abort, AttemptId, Migrate, Prefill
 from baton.node_info import NodeRole
+from decode_node.credits import LeaseCredits
 from decode_node.leases import Extras
 from decode_node.migrations import Migrations
 from decode_node.reservations import Reservations
@@ -47,8 +48,14 @@ class DecodeCore(RoleCore):
         super().__init__(engine, options)
         self.receiver = receiver
         self.sender = sender
+        self._credits = LeaseCredits(receiver, self._outbox)
         self._reservations = Reservations(
-            engine, receiver, self._outbox, max_waiting=options.max_waiting, max_deadline_s=options.max_deadline_s
+            engine,
+            receiver,
+            self._credits,
+            self._outbox,
+            max_waiting=options.max_waiting,
+            max_deadline_s=options.max_deadline_s,
         )
         self._running = RunningRequests(engine, self._outbox, self._fences)
         self._migrations = Migrations(engine, PartsOut(engine, sender, 1, 0), self._outbox, self._running)
@@ -105,7 +112,7 @@ class DecodeCore(RoleCore):
         self.engine.launches_early = self._reservations.has_long
         self._adopt_and_grant(now, self._turn_budget.before_launch())
         if not self._turn_budget.is_brief:
-            self._reservations.share_slots()
+            self._credits.share()
 
     def _adopt_and_grant(self, now: float, budget: Budget) -> bool:
         """Adopt requests whose KV is here, then grant Reserves. Returns whether any was adopted."""
@@ -141,7 +148,7 @@ class DecodeCore(RoleCore):
         budget = self._turn_budget.after_launch(bool(self._plan.chunks), result, now)
         # Before the grants, since these put off what the next turn shares out.
         if self._turn_budget.is_brief:
-            self._reservations.share_slots()
+            self._credits.share()
         adopted = self._adopt_and_grant(now, budget)
         self.receiver.polls_soon(self.engine.device_busy_since is not None)  # the end of a step begins a turn
         return result.again or adopted

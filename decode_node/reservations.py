@@ -26,10 +26,11 @@ from baton.errors import (
     TransferError,
     TransferTimeout,
 )
-from baton.handoff_messages import Commit, CommitReply, Credit, Grant, Landed, Refuse, Release, Reserve
+from baton.handoff_messages import Commit, CommitReply, Grant, Landed, Refuse, Release, Reserve
 from baton.layout import KvLayout
 from baton.messages import AttemptId, End
 from baton.waiting_queue import WaitingQueue
+from decode_node.credits import LeaseCredits
 from decode_node.leases import Extras, Lease, LeaseState, Waiting
 from decode_node.turn_budget import Budget
 from engine.engine import Engine
@@ -41,28 +42,31 @@ from node.expiring_dict import ExpiringDict
 from node.fences import UNDER_WAY_S
 from node.outbox import Outbox
 
-MIN_OPEN_PARTS = 2
-"""Slots that a lease may always hold at a time, even if few are free. Beyond these, it may hold as many as are free
-besides, so that a single prompt gets half of all slots, and a slow one does not starve the others (the dynamic
-threshold of Choudhury and Hahne, 1998)."""
-
 LEASE_OVER = RequestCancelled("the lease is over")
 
 
 class Reservations:
-    """Uses the engine's blocks and the receiver's slots; sends to prefill nodes and routers through `outbox`. At most
-    `max_waiting` Reserves wait, and those of answers that go on here.
+    """Uses the engine's blocks, and the receiver's slots through `lease_credits`; sends to prefill nodes and routers
+    through `outbox`. At most `max_waiting` Reserves wait, and those of answers that go on here.
 
     Each attempt is here once, as a waiting Reserve or as a lease. The cost of a turn depends on what its events
     touched, not on the number of attempts. No deadline is beyond `max_deadline_s`."""
 
     def __init__(
-        self, engine: Engine, receiver: ReceiverRanks, outbox: Outbox, *, max_waiting: int, max_deadline_s: float
+        self,
+        engine: Engine,
+        receiver: ReceiverRanks,
+        lease_credits: LeaseCredits,
+        outbox: Outbox,
+        *,
+        max_waiting: int,
+        max_deadline_s: float,
     ) -> None:
         self._engine = engine
         self._blocks = engine.blocks
         self._shape = engine.tables.shape
         self._receiver = receiver
+        self._credits = lease_credits
         self._outbox = outbox
         self._max_waiting = max_waiting
         self._max_deadline_s = max_deadline_s
@@ -72,10 +76,7 @@ class Reservations:
         self._leases: dict[int, Lease] = {}  # by serial
         self._lease_of: dict[AttemptId, Lease] = {}  # the same leases
         self._deadlines = Deadlines[AttemptId]()  # of Reserves and leases
-        self._short: dict[int, Lease] = {}  # leases with parts for which no receive is posted
         self._num_long = 0  # how many Reserves and leases are long, see `Waiting.is_long`, `Lease.is_long`
-        self._may_post = False  # a part has landed since slots were last shared out
-        self._num_freed_slots = 0  # when slots were last shared out
         self._ready: list[Lease] = []  # committed and complete; some may have ended since
         # Of leases that ended: the peer, and the answer to a repeated Commit, for as long as one may arrive.
         self._outcomes = ExpiringDict[int, tuple[str, BatonError | None]]()
@@ -174,20 +175,6 @@ class Reservations:
                 break
             self._remove(first)
 
-    def share_slots(self) -> None:
-        """Post receives for leases that are short of slots, if parts have landed or slots were freed since."""
-        if not self._short:
-            return
-        # Not how many are free: as many others may have been taken. Read before, since some are freed meanwhile.
-        num_freed = self._receiver.num_freed_slots
-        if not self._may_post and num_freed == self._num_freed_slots:
-            return
-        with self._receiver.batched():
-            for lease in list(self._short.values()):
-                if self._post_receives(lease, lease.num_parts):
-                    self._outbox.to_prefill(lease.peer, Credit(lease.serial, lease.credits))
-        self._may_post, self._num_freed_slots = False, num_freed
-
     def _num_blocks(self, reserve: Reserve) -> int:
         """All full blocks, and one per sample to write to, in each group those that are still read."""
         return len(self._lacking(reserve, (0,) * self._shape.width)) + self._num_spares(reserve)
@@ -240,41 +227,16 @@ class Reservations:
             parts=self._planners[waiting.peer].of_entries(entries, *tail),
             marks=self._receiver.mark(),
         )
-        self._leases[lease.serial] = self._lease_of[reserve.attempt_id] = self._short[lease.serial] = lease
+        self._leases[lease.serial] = self._lease_of[reserve.attempt_id] = lease
         self._num_long += lease.is_long
         self._blocks.begin_load(lease.written)
         self._engine.scheduler.reserve_seqs(reserve.num_samples)
         # Beside steps, a long lease's further receives follow in the next turn, which the end of the step begins: this
         # one took long, and no part comes that soon.
-        is_put_off = lease.is_long and self._engine.device_busy_since is not None
-        with self._receiver.batched():
-            self._post_receives(lease, MIN_OPEN_PARTS if is_put_off else lease.num_parts)
-        self._may_post |= is_put_off
+        self._credits.begin(lease, is_put_off=lease.is_long and self._engine.device_busy_since is not None)
         terms = held[0], lease.num_parts, lease.credits, self._receiver.verify, held[1:]
         self._outbox.to_prefill(lease.peer, Grant(reserve.attempt_id, lease.serial, *terms))
         return True
-
-    def _post_receives(self, lease: Lease, at_most: int) -> bool:
-        """Post receives into free slots, in the order of parts. True: the lease has more credits than before."""
-        before, num_free = lease.credits, self._receiver.num_free_slots
-        until = min(lease.num_parts, before + at_most)
-        while lease.credits < until and lease.num_open < max(MIN_OPEN_PARTS, num_free):
-            if not self._expect_next(lease):
-                break
-            num_free -= 1
-        if lease.credits == lease.num_parts:
-            del self._short[lease.serial]
-        return lease.credits > before
-
-    def _expect_next(self, lease: Lease) -> bool:
-        """Post the receive for the part after those with credits. False: no slot is free."""
-        number, part = lease.credits, lease.parts[lease.credits]
-        where = part, lease.blocks_of(part), lease.marks
-        # A long lease's parts arrive while its prompt is computed: none is waited for.
-        uploads, is_last = not lease.is_long, lease.is_last_of_rank(number)
-        posted = self._receiver.expect(lease.peer, lease.serial, number, *where, is_last, uploads)
-        lease.credits += posted
-        return posted
 
     # ---- parts, commit ----
 
@@ -284,7 +246,7 @@ class Reservations:
             lease.arrived.add(part.part)
             lease.transfer_bytes += part.num_bytes
             lease.last_arrived, lease.landed = now - part.landing_s, now
-            self._may_post = True
+            self._credits.part_landed()
             self._note_if_ready(lease)
 
     def part_refused(self, serial: int, error: TransferError) -> None:
@@ -416,7 +378,7 @@ class Reservations:
     def _forget(self, lease: Lease, outcome: BatonError | None) -> None:
         """Remove a lease for which nothing lands any more. Its peer may repeat the Commit until the deadline."""
         del self._leases[lease.serial], self._lease_of[lease.reserve.attempt_id]
-        self._short.pop(lease.serial, None)
+        self._credits.end(lease)
         self._num_long -= lease.is_long
         self._deadlines.discard(lease.reserve.attempt_id)
         self._outcomes.keep(lease.serial, (lease.peer, outcome), lease.deadline + UNDER_WAY_S)

@@ -11,7 +11,7 @@ import decode_node.turn_budget
 from baton.block_hash import chain
 from baton.handoff_messages import Credit, Reserve
 from baton.messages import Abort, Adopted, AttemptId
-from decode_node.reservations import MIN_OPEN_PARTS
+from decode_node.credits import MIN_OPEN_PARTS
 from engine.pace import SHARE, SLACK_S
 from node.events import FromPeer, FromRouter, ToPrefill
 from tests.protocol.network import EPOCH
@@ -121,7 +121,7 @@ def test_of_several_long_prompts_only_those_are_adopted_for_which_there_is_time(
 def test_slots_are_shared_out_after_the_launch(decoding: Decoding, monkeypatch: pytest.MonkeyPatch) -> None:
     """If a launch is possible, even if it is not due yet; else at once."""
     shared, due = list[int](), decoding.core.next_deadline()
-    monkeypatch.setattr(decoding.core._reservations, "share_slots", lambda: shared.append(decoding.num_in_flight))
+    monkeypatch.setattr(decoding.core._credits, "share", lambda: shared.append(decoding.num_in_flight))
     assert due
     decoding.turn()
     assert shared == [1]
@@ -284,7 +284,7 @@ def test_a_long_prompt_has_all_its_credits_at_once_where_no_step_runs(monkeypatc
     decoding = Decoding(num_slots=6)
     monkeypatch.setattr(decode_node.leases, "LONG_BLOCKS", 0)
     monkeypatch.setattr(decoding.core.receiver.ranks[0].transport, "expect", lambda *_: None)
-    monkeypatch.setattr(decoding.core._reservations, "share_slots", lambda: None)
+    monkeypatch.setattr(decoding.core._credits, "share", lambda: None)
     decoding.core.handle(FromRouter(EPOCH, Abort(OLD)), decoding.now)
     while decoding.num_in_flight:
         decoding.finish_step()
