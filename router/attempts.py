@@ -141,12 +141,14 @@ class Attempts:
         state = task.request_state
         if placement.decode and not state.request.has_prefill:
             placement = Placement(placement.decode, None, placement.option.alone, placement.options)
-        attempt = self._new_attempt(task, placement, now)
+        last = placement.last
+        nodes = placement.prefill.info.node_id, last.info.node_id
+        attempt = self._new_attempt(task, placement, nodes, now)
         state.attempts[attempt.id] = attempt
         self._live[attempt.id] = state, attempt
-        state.version = placement.last.version
-        self._report(task, placement, now)
-        placement.last.num_promised += attempt.num_promised
+        state.version = last.version
+        self._report(task, placement, nodes, now)
+        last.num_promised += attempt.num_promised
         self._pool.place(placement, attempt.num_tokens, now)
         for incarnation in attempt.placed_on:
             self._pending.add(incarnation, state.request.block_hashes)
@@ -154,13 +156,14 @@ class Attempts:
         target = DecodeTarget(decode.address, decode.incarnation) if decode else None
         self._outbox.to_node(attempt.prefill, state.prefill(attempt, target, now), task.cause)
 
-    def _new_attempt(self, task: Unplaced, placement: Placement, now: float) -> Attempt:
+    def _new_attempt(self, task: Unplaced, placement: Placement, nodes: tuple[str, str], now: float) -> Attempt:
+        """`nodes`: the names of the node that computes the prompt, and of the one that generates."""
         state, samples = task.request_state, [sample for sample in task.samples if not sample.ended]
         num_tokens, n = num_tokens_of(state, task.samples), num_continued(state, task.samples)
         if not n and placement.decode is None:
             n = len(task.samples)  # the prompt is computed there, which takes blocks even if no answer goes on
         indexes = tuple([sample.index for sample in samples])
-        nodes, estimate = _names_of(placement), placement.estimate(self._pool.policy_name)
+        estimate = placement.estimate(self._pool.policy_name)
         return Attempt(
             id=AttemptId(self._epoch, task.key, task.attempt),
             samples=samples,
@@ -173,7 +176,7 @@ class Attempts:
             num_tokens=num_tokens,
         )
 
-    def _report(self, task: Unplaced, placement: Placement, now: float) -> None:
+    def _report(self, task: Unplaced, placement: Placement, nodes: tuple[str, str], now: float) -> None:
         """Tell of the placement in metrics, in the log and in the request's timings."""
         self.num_placements[placement.kind] += 1
         state, timings = task.request_state, task.request_state.timings
@@ -182,7 +185,7 @@ class Attempts:
         if task.attempt == 0:
             timings.expected_first_token_s = now - state.arrived + placement.expected_first_token_s
         timings.num_attempts = max(timings.num_attempts, task.attempt + 1)
-        timings.prefill_node, timings.decode_node = _names_of(placement)
+        timings.prefill_node, timings.decode_node = nodes
 
     def is_on(self, incarnation: str) -> bool:
         """Whether an attempt still needs that node, or may be about to: nobody knows yet whether it has moved there."""
@@ -259,11 +262,6 @@ class Attempts:
         had_blocks = attempt.state is AttemptState.DECODING
         held_s = now - (state.deadline - attempt.deadline_s) if had_blocks else None
         self._pool.ended(attempt.decode or attempt.prefill, attempt.num_tokens, held_s)
-
-
-def _names_of(placement: Placement) -> tuple[str, str]:
-    """The node that computes the prompt, and the one that generates, by their names."""
-    return placement.prefill.info.node_id, placement.last.info.node_id
 
 
 def _successor(state: RequestState, gone: ModelVersion, successors: list[ModelVersion]) -> ModelVersion:
