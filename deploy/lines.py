@@ -18,7 +18,6 @@ class NamedLines:
 
     def __init__(self, stream: TextIO, names: Sequence[str]) -> None:
         self._out = PatientWriter(stream)
-        self._num_lost = 0
         width = max(len(name) for name in names)
         coloured = stream.isatty() and not os.environ.get("NO_COLOR")
         self._heads = {}
@@ -29,7 +28,6 @@ class NamedLines:
     def __call__(self, name: str, line: str) -> None:
         with contextlib.suppress(OSError):  # the reader is gone, or the disk is full: no reason to stop serving
             head = self._heads[name]
-            if self._num_lost and self._out.write(f"{head} lines lost: {self._num_lost}, which nobody read\n"):
-                self._num_lost = 0
-            if not self._out.write(f"{head} {line}\n"):
-                self._num_lost += 1
+            self._out.write_or_count(
+                f"{head} {line}\n", lambda count: f"{head} lines lost: {count}, which nobody read\n"
+            )

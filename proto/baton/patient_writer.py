@@ -10,6 +10,7 @@ import contextlib
 import io
 import os
 import select
+from collections.abc import Callable
 from typing import TextIO
 
 PATIENCE_S = 1.0
@@ -31,6 +32,15 @@ class PatientWriter:
             self._poll.register(self._fd, select.POLLOUT)
         self._patience_s = PATIENCE_S
         self._broken_off = False
+        self._num_lost = 0
+
+    def write_or_count(self, text: str, lost: Callable[[int], str]) -> None:
+        """Write the text, or count it as lost: what is written next comes after `lost` of how many. Raises as `write`
+        does."""
+        if self._num_lost and self.write(lost(self._num_lost)):
+            self._num_lost = 0
+        if not self.write(text):
+            self._num_lost += 1
 
     def write(self, text: str) -> bool:
         """False: it is lost, or the rest of it, since nobody reads. Raises OSError if the reader is gone or the disk

@@ -67,21 +67,17 @@ class _Handler(logging.Handler):
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
         self._out = PatientWriter(stream)
-        self._num_lost = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            if self._num_lost and self._write(_lost(self._num_lost)):
-                self._num_lost = 0
-            if not self._write(record):
-                self._num_lost += 1
+            self._out.write_or_count(self._line(record), lambda count: self._line(_lost(count)))
         except OSError:  # the reader is gone, or the disk is full: no reason to stop serving
             pass
         except Exception:  # noqa: BLE001 - what cannot be formatted is told as by all handlers
             self.handleError(record)
 
-    def _write(self, record: logging.LogRecord) -> bool:
-        return self._out.write(self.format(record) + "\n")
+    def _line(self, record: logging.LogRecord) -> str:
+        return self.format(record) + "\n"
 
 
 def _lost(count: int) -> logging.LogRecord:
