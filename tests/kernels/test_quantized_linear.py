@@ -34,6 +34,7 @@ PLACES = [
     pytest.param("cpu", torch.float32),
     pytest.param("cpu", torch.float16),
     pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+    pytest.param("cuda", torch.float32, marks=pytest.mark.gpu),
 ]
 EPS = {torch.float32: 4e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 FP8, INT8 = torch.float8_e4m3fn, torch.int8

@@ -1,9 +1,9 @@
 """Matmuls with quantized weights: fp8 and int8 with a scale per row, or per group of columns; 4 bits in groups.
 
 On a GPU, few rows of x are multiplied as they are: a kernel converts the weight's values in registers. For 4 bits in
-groups of 128, the order of `arrange` is fastest. For more rows of x, an 8-bit weight with a scale per row is multiplied
-in its own dtype, by x quantized with a scale per row; other weights are converted to x's dtype as a whole, in memory,
-and left to cuBLAS. On a CPU, x is never quantized.
+groups of 128, the order of `arrange` is fastest. For more rows of x, an 8-bit weight with a scale per row, and up to
+256 rows one of fp8 in blocks, is multiplied in its own dtype, by x quantized with a scale per row; other weights are
+converted to x's dtype, at first in registers, then as a whole, in memory, for cuBLAS. On a CPU, x is never quantized.
 """
 
 from __future__ import annotations
@@ -221,7 +221,6 @@ def _few_rows(
 
 
 def _keeps_x(weight: QuantizedWeight) -> bool:
-    """Whether x is never quantized, however many rows it has: the weight has 8 bits, and more than one scale per
-    row."""
+    """Whether x is never quantized, however many rows it has: the weight is int8 in groups, or has zero points."""
     in_groups = weight.group > 0 and weight.values.dtype == torch.int8
     return not weight.four_bits and (in_groups or weight.zero is not None)

@@ -202,6 +202,8 @@ def _add_products(
 
     ROUND_SCALED: 4-bit values are scaled, and rounded, before their products are summed. With many rows there are too
     few registers for one more tile of sums, which takes 127 us instead of 75 at 128 rows, for gate and up.
+
+    Factors in fp32 are multiplied as they are ("ieee"): by itself, Triton would round them to TF32.
     """
     if FOUR_BITS:
         zero = tl.load(zero_ptrs + group)[:, None].to(tl.float32) if HAS_ZERO else tl.full([1, 1], 8.0, tl.float32)
@@ -210,21 +212,24 @@ def _add_products(
         if GROUP and ROUND_SCALED:
             low *= tl.load(scale_ptrs + group).to(DTYPE)[:, None]
             high *= tl.load(scale_ptrs + high_group).to(DTYPE)[:, None]
-            return tl.dot(high, x_high, tl.dot(low, x, sums))
+            sums = tl.dot(low, x, sums, input_precision="ieee")
+            return tl.dot(high, x_high, sums, input_precision="ieee")
         if GROUP:
-            part = tl.dot(low, x)
-            high_part = tl.dot(high, x_high)
+            part = tl.dot(low, x, input_precision="ieee")
+            high_part = tl.dot(high, x_high, input_precision="ieee")
             sums += part * tl.load(scale_ptrs + group).to(tl.float32)[:, None]
             return sums + high_part * tl.load(scale_ptrs + high_group).to(tl.float32)[:, None]
-        return tl.dot(high, x_high, tl.dot(low, x, sums))
+        sums = tl.dot(low, x, sums, input_precision="ieee")
+        return tl.dot(high, x_high, sums, input_precision="ieee")
     values = codes
     if HAS_ZERO:
         values = (codes.to(tl.float32) - tl.load(zero_ptrs + group)[:, None].to(tl.float32)).to(DTYPE)
     elif not X_QUANTIZED:
         values = codes.to(tl.float32).to(DTYPE)
     if GROUP:
-        return sums + tl.dot(values, x) * tl.load(scale_ptrs + group).to(tl.float32)[:, None]
-    return tl.dot(values, x, sums, out_dtype=sums.dtype)
+        part = tl.dot(values, x, input_precision="ieee")
+        return sums + part * tl.load(scale_ptrs + group).to(tl.float32)[:, None]
+    return tl.dot(values, x, sums, input_precision="ieee", out_dtype=sums.dtype)
 
 
 def few_rows(
