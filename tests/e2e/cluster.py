@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from baton.address import HostPort
 from deploy.plan import clean_environment
 from deploy.ports import HeldPort
-from tests.fork_server import ForkedProcess, fork_server
+from tests.fork_server import NODE_FLAGS, ForkedProcess, fork_server
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 150.0
@@ -34,6 +34,8 @@ POLL_S, MAX_POLL_S = 0.01, 0.1
 PAGE_TIMEOUT_S = 40.0
 STOP_S = 20.0
 MODEL = "baton-tiny"
+DEVICE = os.environ.get(NODE_FLAGS, "--device=cpu --cpu-threads=1").split()
+"""Flags of all nodes, which come before their own."""
 BLOCKS = "--num-gpu-blocks-override=1024"
 """Of nodes that say nothing else: four requests of full length. For 26,000, as by itself, an audit takes a second."""
 PATIENT = "--silence-timeout=5"
@@ -172,7 +174,7 @@ class Node(Member):
         self.role = role
         self.address = ports[0].address
         own = [f"--node-id={name}", f"--listen={self.address}", f"--metrics-port={ports[1].address.port}"]
-        shared = [f"--model={MODEL}", "--device=cpu", "--cpu-threads=1", "--drain-timeout=5", PATIENT, BLOCKS]
+        shared = [f"--model={MODEL}", *DEVICE, "--drain-timeout=5", PATIENT, BLOCKS]
         super().__init__(name, f"{role}_node.main", [*shared, *own, *flags], folder, ports[1].address)
 
     def wait_ready(self) -> None:

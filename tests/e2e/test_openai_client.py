@@ -53,6 +53,7 @@ def test_a_fact_is_recalled_and_the_second_time_the_caches_help(client: openai.O
 
 def test_the_router_knows_which_blocks_its_nodes_hold(client: openai.OpenAI, house: House) -> None:
     salt = secrets.token_hex(8)
+    wait_until(lambda: why_not_indexed(house))
     before = indexed(house)
     answer = chat(client, extra_body={"cache_salt": salt})
     num_blocks = answer.usage.prompt_tokens // 16
