@@ -10,17 +10,10 @@ from types import TracebackType
 
 from baton.errors import BatonError, InvalidRequest, Overloaded
 from router.rates import Mean
+from router.refusals import OnRefused, counted, uncounted
 from router.scope import RETRY_AFTER_S
 
 LONGEST_RETRY_AFTER_S = 60
-
-
-OnRefused = Callable[[BatonError], None]
-"""Called with the reason for which a request is refused before it is placed, for metrics."""
-
-
-def uncounted(error: BatonError) -> None:
-    """An OnRefused where nobody counts."""
 
 
 class Full(Overloaded):
@@ -82,24 +75,22 @@ class Admission:
             )
         if limit and self.num_requests + num_requests > limit:
             missing_share = (self.num_requests + num_requests - limit) / self.num_requests
-            self._refuse(f"{self.num_requests} of {limit} requests are in flight (--max-num-requests)", missing_share)
+            text = f"{self.num_requests} of {limit} requests are in flight (--max-num-requests)"
+            raise self._full(text, missing_share)
         limit = self._max_num_tokens
         if limit and self.num_tokens and self.num_tokens + num_tokens > limit:
             missing_share = (self.num_tokens + num_tokens - limit) / self.num_tokens
-            self._refuse(
-                f"prompts of {self.num_tokens} of {limit} tokens are in flight (--max-num-prompt-tokens)", missing_share
-            )
+            text = f"prompts of {self.num_tokens} of {limit} tokens are in flight (--max-num-prompt-tokens)"
+            raise self._full(text, missing_share)
         return Admitted(self, num_requests, num_tokens, self._clock())
 
     def generated(self, since: float) -> None:
         """A generation is over that was admitted at `since`."""
         self._held_s.learn(self._clock() - since)
 
-    def _refuse(self, message: str, missing_share: float) -> None:
+    def _full(self, message: str, missing_share: float) -> Full:
         """`missing_share`: how much of what is in flight has to end first."""
-        error = Full(message, retry_after(missing_share, self._held_s.value))
-        self.on_refused(error)
-        raise error
+        return counted(Full(message, retry_after(missing_share, self._held_s.value)), self.on_refused)
 
 
 class Admitted:

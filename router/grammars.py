@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from baton.errors import InternalError, InvalidRequest, Overloaded
+from baton.errors import InternalError, InvalidRequest
 from baton.structured_output import StructuredBackend, StructuredOutput
-from router.admission import OnRefused, uncounted
 from router.models import ServedModel
+from router.refusals import OnRefused, turn, uncounted
 from router.worker_process import WorkerProcess
 
 log = logging.getLogger(__name__)
@@ -48,18 +48,9 @@ class GrammarChecker:
         setup = _Setup.of(model)
         digest = (setup, structured.digest)
         if self._cached_verdict(digest) is None:
-            try:
-                async with asyncio.timeout(_MAX_WAIT_S):
-                    await self._lock.acquire()
-            except TimeoutError:
-                error = Overloaded(f"other structured outputs have been compiled for {_MAX_WAIT_S:g} s")
-                self._on_refused(error)
-                raise error from None
-            try:
+            async with turn(self._lock, _MAX_WAIT_S, "other structured outputs have been compiled", self._on_refused):
                 if self._cached_verdict(digest) is None:
                     self._keep(digest, await self._ask(structured, setup, model))
-            finally:
-                self._lock.release()
         self._known.move_to_end(digest)
         if reason := self._known[digest].reason:
             raise InvalidRequest(f"structured_outputs: {structured.kind.value}: {reason}", "structured_outputs")

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from baton.errors import Overloaded
-from router.admission import OnRefused, uncounted
+from router.refusals import OnRefused, counted, turn, uncounted
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class Offload:
         if size <= INLINE_SIZE:
             return work()
         if self.size and self.size + size > self._max_size:
-            raise self._refused(f"texts of {self.size} characters are being worked on")
+            raise counted(Overloaded(f"texts of {self.size} characters are being worked on"), self._on_refused)
         self.size += size
         return await asyncio.shield(asyncio.create_task(self._run(work, size)))
 
@@ -60,22 +60,10 @@ class Offload:
         try:
             if size <= _LARGE:
                 return await self.in_thread(work)
-            try:
-                async with asyncio.timeout(_MAX_WAIT_S):
-                    await self._large.acquire()
-            except TimeoutError:
-                raise self._refused(f"long texts have kept others waiting for {_MAX_WAIT_S:g} s") from None
-            try:
+            async with turn(self._large, _MAX_WAIT_S, "long texts have kept others waiting", self._on_refused):
                 return await self.in_thread(work)
-            finally:
-                self._large.release()
         finally:
             self.size -= size
-
-    def _refused(self, message: str) -> Overloaded:
-        error = Overloaded(message)
-        self._on_refused(error)
-        return error
 
 
 class Pauses:

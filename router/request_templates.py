@@ -8,8 +8,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from baton.errors import InternalError, InvalidRequest, Overloaded
-from router.admission import OnRefused, uncounted
+from baton.errors import InternalError, InvalidRequest
+from router.refusals import OnRefused, turn, uncounted
 from router.worker_process import WorkerProcess
 
 log = logging.getLogger(__name__)
@@ -38,17 +38,9 @@ class RequestTemplates:
 
     async def render(self, question: str) -> str:
         """The prompt. `question`: see `question_of`. Raises InvalidRequest, Overloaded or InternalError."""
-        try:
-            async with asyncio.timeout(_MAX_WAIT_S):
-                await self._lock.acquire()
-        except TimeoutError:
-            error = Overloaded(f"other requests' chat templates have been rendered for {_MAX_WAIT_S:g} s")
-            self._on_refused(error)
-            raise error from None
-        try:
+        why = "other requests' chat templates have been rendered"
+        async with turn(self._lock, _MAX_WAIT_S, why, self._on_refused):
             return await self._ask(question)
-        finally:
-            self._lock.release()
 
     def close(self) -> None:
         """The process ends, at once."""

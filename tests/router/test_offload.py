@@ -88,6 +88,21 @@ async def test_long_work_leaves_threads_for_the_rest():
     offload.close()
 
 
+async def test_long_work_waits_for_other_only_so_long(monkeypatch):
+    monkeypatch.setattr("router.offload._MAX_WAIT_S", 0.01)
+    counted = []
+    offload, hold = Offload(max_size=10**9, on_refused=counted.append), threading.Event()
+    long = [asyncio.create_task(offload.run(hold.wait, 10**6)) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match=r"long texts have kept others waiting for 0\.01 s") as refused:
+        await offload.run(hold.wait, 10**6)
+    assert counted == [refused.value]
+    hold.set()
+    assert await asyncio.gather(*long) == [True] * 2
+    assert await offload.run(lambda: 5, 10**6) == 5
+    offload.close()
+
+
 async def test_pauses_let_others_run():
     others = 0
 
