@@ -76,7 +76,7 @@ class RouterServer:
         self._http_wanted, self._grpc_wanted = (shared.http, shared.grpc) if shared else (settings.http, settings.grpc)
         self._edge = make_edge(settings)
         registry = new_registry(ROUTER)
-        metrics = RouterMetrics(registry)
+        metrics = self._metrics = RouterMetrics(registry)
         epoch = secrets.randbits(EPOCH_BITS)
         timelines = TimelineRing(settings.max_timeline_bytes)
         self._spans = make_span_sender(settings)
@@ -101,7 +101,7 @@ class RouterServer:
         )
         status = self._make_status(metrics, registry, timelines)
         self._siblings = status.siblings
-        bodies = Bodies(settings.max_body_bytes, settings.max_buffered_body_bytes)
+        bodies = Bodies(settings.max_body_bytes, settings.max_buffered_body_bytes, request_metrics.refused)
         self.app = self._make_app(bodies, status)
         self._websockets = WebSockets(frozenset((RESPONSES, *CHATS)), bodies)
         self._told: Readiness | None = None
@@ -170,7 +170,14 @@ class RouterServer:
             listener.close()
             raise
         drain_s = self._settings.drain_timeout + _CLOSE_S
-        self._http = HttpServer(self.app, self._edge.limits, self._edge.tls, drain_s, self._websockets)
+        self._http = HttpServer(
+            self.app,
+            self._edge.limits,
+            self._edge.tls,
+            drain_s,
+            self._websockets,
+            self._metrics.refused_connections.inc,
+        )
         self._http_task = asyncio.create_task(self._http.serve(sockets=[listener]), name="http")
         await self._http_up()
         if self._siblings is not None:

@@ -37,13 +37,19 @@ _HEADER_COST = 32
 
 
 class SharedConnectionState:
-    """State that the connections of one server share. `websockets`: None: there are none."""
+    """State that the connections of one server share. `websockets`, `on_full`: see HttpServer."""
 
-    def __init__(self, limits: ConnectionLimits, websockets: WebSockets | None = None) -> None:
+    def __init__(self, limits: ConnectionLimits, websockets: WebSockets | None, on_full: Callable[[], object]) -> None:
         self.limits = limits
         self.websockets = websockets
         self.num_turned_away = 0
-        self.full = LimitLog(f"all --max-connections={limits.max_connections} are in use")
+        self._on_full = on_full
+        self._full = LimitLog(f"all --max-connections={limits.max_connections} are in use")
+
+    def count_refusal(self) -> None:
+        """Of a connection beyond the limit."""
+        self._on_full()
+        self._full.count_refusal()
 
 
 class _Reading(enum.Enum):
@@ -94,7 +100,7 @@ class Connection(BoundedWrites, HttpToolsProtocol):
             self._watch()
             return
         self.connections.discard(self)
-        self._shared.full.count_refusal()
+        self._shared.count_refusal()
         if self._shared.num_turned_away >= _MAX_TURNED_AWAY:
             transport.abort()
             return

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.errors import Overloaded
+from router.refusals import OnRefused, counted, uncounted
 
 log = logging.getLogger(__name__)
 
@@ -56,9 +57,10 @@ class Bodies:
     Bytes count when they arrive, not when they are announced: a client must send them to take room from others.
     """
 
-    def __init__(self, max_bytes: int, total_bytes: int) -> None:
+    def __init__(self, max_bytes: int, total_bytes: int, on_refused: OnRefused = uncounted) -> None:
         self.max_bytes = max_bytes
         self._total_bytes = total_bytes
+        self._on_refused = on_refused
         self._held_bytes = 0
         self._log = LimitLog(f"the bodies of requests under way fill --max-buffered-body-bytes={total_bytes}")
 
@@ -66,7 +68,7 @@ class Bodies:
         """So many bytes have come. The caller gives back what it took. Raises Overloaded."""
         if self._held_bytes + num_bytes > self._total_bytes:
             self._log.count_refusal()
-            raise Overloaded("too many request bodies are being received at once")
+            raise counted(Overloaded("too many request bodies are being received at once"), self._on_refused)
         self._held_bytes += num_bytes
 
     def give_back(self, num_bytes: int) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -22,7 +22,8 @@ _DATE_S = 1.0
 
 class HttpServer(uvicorn.Server):
     """Serves `app` from `serve` until `stop`, then for `drain_timeout_s` more. `up` is set once it accepts
-    connections. It installs no signal handlers, because the process has its own. `websockets`: None: there are none."""
+    connections. It installs no signal handlers, because the process has its own. `websockets`: None: there are none.
+    `on_full` is called for each connection beyond the limit."""
 
     def __init__(
         self,
@@ -31,6 +32,7 @@ class HttpServer(uvicorn.Server):
         tls: ssl.SSLContext | None = None,
         drain_timeout_s: float = 0.0,
         websockets: WebSockets | None = None,
+        on_full: Callable[[], object] = lambda: None,
     ) -> None:
         config = uvicorn.Config(
             app,
@@ -50,7 +52,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         self.up = asyncio.Event()
         self._stopping = asyncio.Event()
-        self._shared = SharedConnectionState(limits, websockets)
+        self._shared = SharedConnectionState(limits, websockets, on_full)
         self._tls = tls
 
     def connection(self) -> Connection:

@@ -64,7 +64,7 @@ class StatusRoutes:
         self.routes.add_api_route("/ping", self.health, methods=["GET", "HEAD", "POST"])
         self.routes.add_api_route("/load", self.load, methods=["GET", "HEAD"])
         self.routes.add_api_route("/ready", self.ready, methods=["GET", "HEAD"])
-        self.routes.add_api_route("/metrics", self.metrics, methods=["GET"])
+        self.routes.add_api_route("/metrics", self.metrics, methods=["GET", "HEAD"])
         self.routes.add_api_route("/debug/prefix_index", self.prefix_index, methods=["GET", "HEAD"])
         self.routes.add_api_route("/debug/nodes", self.nodes, methods=["GET", "HEAD"])
         self.routes.add_api_route("/version", self.version, methods=["GET", "HEAD"])

@@ -299,6 +299,8 @@ async def test_bodies_have_a_limit_alone_and_together(nodes, caplog):
                     break
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
         assert caplog.text.count("--max-buffered-body-bytes=6000") == 1
+        metrics = (await client.get("/metrics")).text
+        assert 'request_ends_total{model_name="tiny",outcome="failed",reason="overloaded",role="router"} 1.0' in metrics
         more.set()
         assert (await first).status_code == 200
         assert (await client.post("/v1/completions", content=b" " * 3500 + b'{"prompt": "x"}')).status_code == 200

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from router.http.parse import parse_json
-from tests.router.conftest import says
+from tests.router.conftest import Router, says
 from tests.router.fake_node import Answer
 from tests.router.http_shapes import CHAT, error_of, events
 from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer
@@ -278,7 +278,8 @@ async def test_long_bodies_say_the_same(client, nodes):
 
 
 async def test_heads(client):
-    for path in ("/health", "/ready", "/version", "/v1/models", "/v1/models/", "/v1/models/tiny", "/openapi.json"):
+    models = ("/v1/models", "/v1/models/", "/v1/models/tiny")
+    for path in ("/health", "/ready", "/version", "/metrics", *models, "/openapi.json"):
         response = await client.head(path)
         assert (response.status_code, response.content) == (200, b"")
 
@@ -300,6 +301,16 @@ async def test_metrics(client):
     assert 'baton:time_to_first_token_seconds_count{model_name="tiny",role="router"} 2.0' in text
     assert 'baton:num_requests{role="router",state="decoding"} 0.0' in text
     assert 'baton:nodes{node_role="prefill",role="router",state="up"} 1.0' in text
+
+
+async def test_connections_beyond_the_limit_are_counted(nodes):
+    router = Router(nodes, max_connections=1)
+    await router.start()
+    async with httpx.AsyncClient(base_url=router.http) as client, httpx.AsyncClient(base_url=router.http) as other:
+        await client.get("/health")  # and keeps its connection
+        assert (await other.get("/health")).status_code == 503
+        assert 'baton:refused_connections_total{role="router"} 1.0' in (await client.get("/metrics")).text
+    await router.stop()
 
 
 async def test_health(client, router, nodes):

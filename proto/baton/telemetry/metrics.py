@@ -81,16 +81,12 @@ class RouterMetrics:
         def counter(name: str, text: str, *labels: str) -> CounterByModel:
             return CounterByModel(f"baton:{name}", text, registry, *labels)
 
-        self.requests = Gauge("baton:num_requests", "Live requests by state.", ["state"], registry=registry)
-        self.nodes = Gauge(
-            "baton:nodes", "Nodes by role: up, down or incompatible.", ["node_role", "state"], registry=registry
-        )
-        self._prefix_index = Gauge(
-            "baton:prefix_index_blocks",
-            "KV blocks in a node's prefix cache, as published.",
-            ["node"],
-            registry=registry,
-        )
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"baton:{name}", text, labels, registry=registry)
+
+        self.requests = gauge("num_requests", "Live requests by state.", "state")
+        self.nodes = gauge("nodes", "Nodes by role: up, down or incompatible.", "node_role", "state")
+        self._prefix_index = gauge("prefix_index_blocks", "KV blocks in a node's prefix cache, as published.", "node")
         self._placements = Counter(
             "baton:placements",
             "Decisions on which nodes get an attempt: pair, decode_alone, waited.",
@@ -105,6 +101,9 @@ class RouterMetrics:
             registry=registry,
         )
         self._num_migrations: dict[str, int] = {}
+        self.refused_connections = Counter(
+            "baton:refused_connections", "HTTP connections beyond --max-connections.", registry=registry
+        )
         self.first_token_ratio = histogram(
             "time_to_first_token_actual_to_expected",
             "Time to first token of requests with one attempt, divided by what placement expected.",
