@@ -8,6 +8,9 @@ from baton.layout import num_blocks_for
 from baton.table_shape import NO_WINDOW, TableShape
 from engine.step_padding import UNPADDED, StepPadding
 
+MIN_MODEL_LEN = 2
+"""A token of a prompt, and one that follows it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -45,7 +48,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check(self.block_size >= 1, "block-size", self.block_size, "must be 1 or more")
-        _check(self.max_model_len >= 2, "max-model-len", self.max_model_len, "must be 2 or more")
+        _check(
+            self.max_model_len >= MIN_MODEL_LEN, "max-model-len", self.max_model_len, f"must be {MIN_MODEL_LEN} or more"
+        )
         _check(self.max_num_seqs >= 1, "max-num-seqs", self.max_num_seqs, "must be 1 or more")
         _check(
             self.max_num_batched_tokens >= 1, "max-num-batched-tokens", self.max_num_batched_tokens, "must be 1 or more"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.config import EngineConfig
+from engine.config import MIN_MODEL_LEN, EngineConfig
 
 GIB = 1024**3
 _CONTEXT_BYTES = GIB
@@ -105,6 +105,12 @@ def num_kv_blocks(pool_bytes: int, block_bytes: int, limits: EngineConfig, more_
     """
     num_blocks, max_model_len = pool_bytes // block_bytes, limits.max_model_len
     needed = limits.most_blocks(max_model_len)
+    shortest = limits.most_blocks(MIN_MODEL_LEN)
+    if num_blocks < shortest:
+        raise ValueError(
+            f"--block-size: a request takes {_size(shortest * block_bytes)} of KV blocks, even a short one, as a block "
+            f"has {limits.block_size} tokens, and there are {_size(pool_bytes)}: lower it, or raise {more_by}"
+        )
     if num_blocks < needed:
         fitting = bisect.bisect_right(range(max_model_len), num_blocks, key=limits.most_blocks) - 1
         raise ValueError(

@@ -79,6 +79,15 @@ def test_blocks_must_hold_one_request() -> None:
     assert str(error.value).endswith("or raise --gpu-memory-utilization (0.2)")
 
 
+def test_blocks_too_large_for_any_request_are_told_apart_from_requests_too_long() -> None:
+    limits = EngineConfig(num_blocks=3, max_model_len=131072, vocab_size=10, block_size=65536)
+    with pytest.raises(
+        ValueError, match=r"^--block-size: a request takes 8.00 GiB of KV blocks, even a short"
+    ) as error:
+        num_kv_blocks(8 * GIB - 1, 8 * GIB, limits, "--gpu-memory-utilization (0.2)")
+    assert "has 65536 tokens, and there are 8.00 GiB: lower it, or raise --gpu-memory-utilization" in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("budget", "num_seqs", "max_len", "shapes"),
     [
