@@ -91,7 +91,8 @@ class Host:
         """The finished output; `on_change` gets what there is so far whenever there is more. Raises BatonError."""
         request = request_of(params, request_id, prompt.token_ids, priority, prompt.cache_salt)
         with_logprobs = params is not None and params.logprobs is not None
-        collector = Collector(request_id, prompt, request.n, with_logprobs, self.backend.token_text)
+        with_text = params is None or params.detokenize
+        collector = Collector(request_id, prompt, request.n, with_logprobs, self.backend.token_text, with_text)
 
         def take(deltas: Sequence[Any]) -> None:
             collector.add(deltas)

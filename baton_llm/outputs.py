@@ -83,14 +83,22 @@ TokenText = Callable[[int], str | None]
 
 
 class Collector:
-    """Adds up the pieces of one prompt's answers."""
+    """Adds up the pieces of one prompt's answers. `with_text`: False: without texts, also of single tokens."""
 
-    def __init__(self, request_id: str, prompt: Encoded, n: int, with_logprobs: bool, token_text: TokenText) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        prompt: Encoded,
+        n: int,
+        with_logprobs: bool,
+        token_text: TokenText,
+        with_text: bool = True,
+    ) -> None:
         self._request_id = request_id
         self._prompt = prompt
-        self._token_text = token_text
+        self._token_text = token_text = token_text if with_text else _no_text
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-        self._answers = [_Answer(index, with_logprobs, token_text) for index in range(n)]
+        self._answers = [_Answer(index, with_logprobs, token_text, with_text) for index in range(n)]
 
     def add(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
@@ -116,7 +124,7 @@ class Collector:
 
 
 class _Answer:
-    def __init__(self, index: int, with_logprobs: bool, token_text: TokenText) -> None:
+    def __init__(self, index: int, with_logprobs: bool, token_text: TokenText, with_text: bool) -> None:
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self._index = index
@@ -125,9 +133,11 @@ class _Answer:
         self._cumulative = 0.0
         self._stop: int | str | None = None
         self._token_text = token_text
+        self._with_text = with_text
 
     def add(self, delta: Delta) -> None:
-        self._text += delta.text
+        if self._with_text:
+            self._text += delta.text
         self.token_ids += delta.token_ids
         if self._logprobs is not None:
             for token_id, entry in zip(delta.token_ids, delta.logprobs, strict=True):
@@ -146,6 +156,10 @@ class _Answer:
             finish_reason=self.finish_reason,
             stop_reason=self._stop,
         )
+
+
+def _no_text(_token_id: int) -> None:
+    return None
 
 
 def _by_token(chosen: int, entry: TokenLogprobs, token_text: TokenText) -> dict[int, Logprob]:

@@ -13,7 +13,7 @@ import baton.sampling
 from baton.errors import InvalidRequest
 from baton.logits_processors import LogitsProcessor
 from baton.node_info import GenerationDefaults
-from baton.sampling import NAMES
+from baton.sampling import MAX_LOGPROBS, NAMES
 from router.generation_request import SEED_SPACE, GenerationRequest
 from router.structured_output import structured_output_of
 
@@ -28,7 +28,13 @@ _NUMBERS = (
 )
 _WHOLE = ("n", "top_k", "min_tokens", "beam_width")
 _WHOLE_OR_NONE = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
-_FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens")
+_FLAGS = (
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+)
 _TOKEN_LISTS = ("stop_token_ids", "allowed_token_ids")
 _PROCESSORS = "a list of names, or of dicts with `name`, `args` and `kwargs`"
 
@@ -67,7 +73,8 @@ class SamplingParams:
 
     n: answers to each prompt. seed: None and -1 draw one; the same seed gives the same answers. max_tokens: None is
     what the context leaves. logprobs: None for none, 0 for those of the chosen tokens, k <= 20 for the k most likely
-    too. stop: texts that end an answer, of which they are no part unless `include_stop_str_in_output`.
+    too. stop: texts that end an answer, of which they are no part unless `include_stop_str_in_output`. detokenize:
+    False leaves texts out of the outputs.
     structured_outputs: what an answer must match, or a dict with one of its names. allowed_token_ids: no other token is
     chosen. bad_words: no token completes one of these. prompt_logprobs: logprobs of the prompt's tokens, each with so
     many of the most likely ones. logits_processors: names of installed ones, or dicts with `name`, `args` and `kwargs`.
@@ -93,6 +100,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
+    detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     allowed_token_ids: Sequence[int] | None = None
@@ -143,7 +151,8 @@ class SamplingParams:
             _check(value is None or _is_whole(value), name, "a whole number or None", value)
         for name in _FLAGS:
             _check(isinstance(getattr(self, name), bool), name, "True or False", getattr(self, name))
-        _check(self.logprobs is None or self.logprobs >= 0, "logprobs", "0 or more, or None", self.logprobs)
+        wanted = f"in [0, {MAX_LOGPROBS}], or None"
+        _check(self.logprobs is None or self.logprobs >= 0, "logprobs", wanted, self.logprobs)
         self._check_lists()
         stated, biases = self._structured_outputs, self.logit_bias
         wanted = "a StructuredOutputsParams, a dict or None"
@@ -158,6 +167,7 @@ class SamplingParams:
         stop, words, allowed = self.stop, self.bad_words, self.allowed_token_ids
         is_stop = stop is None or is_text(stop) or _is_list(stop, is_text)
         _check(is_stop, "stop", "a text or a list of texts", stop)
+        _check(self.detokenize or not stop, "stop", "None with detokenize=False", stop)
         _check(words is None or _is_list(words, is_text), "bad_words", "a list of texts", words)
         for name in _TOKEN_LISTS:
             ids = getattr(self, name)

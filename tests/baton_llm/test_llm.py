@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -141,6 +142,12 @@ def test_a_stop_token_is_named(llm):
     [output] = llm.chat(SUM, SamplingParams(temperature=0.0, max_tokens=12, stop_token_ids=[token]), use_tqdm=False)
     assert (output.outputs[0].stop_reason, output.outputs[0].finish_reason) == (token, "stop")
     assert output.outputs[0].token_ids == plain.outputs[0].token_ids[:3]
+
+
+def test_without_detokenize_there_are_token_ids_alone(llm):
+    params = [GREEDY, dataclasses.replace(GREEDY, detokenize=False)]
+    plain, bare = (output.outputs[0] for output in llm.chat([SUM, SUM], params, use_tqdm=False))
+    assert bare == dataclasses.replace(plain, text="")
 
 
 def test_an_answer_matches_what_it_must(llm):

@@ -24,6 +24,14 @@ def test_an_output_stays_as_it_was_given_away():
     assert (late.outputs[0].token_ids, late.outputs[0].finish_reason, collector.all_ended) == ([], None, False)
 
 
+def test_outputs_without_texts_have_the_rest():
+    collector = Collector("r", Encoded("ab", (1, 2)), 1, True, str, with_text=False)
+    collector.add([Delta(0, "x", (5,), (TokenLogprobs(-1.0, ((5, -1.0),)),), FinishReason.LENGTH)])
+    [answer] = collector.output(finished=True).outputs
+    assert (answer.text, answer.token_ids, answer.finish_reason) == ("", [5], "length")
+    assert answer.logprobs == [{5: Logprob(-1.0, 1, None)}]
+
+
 def test_news_are_what_the_output_before_did_not_have():
     collector = Collector("r", Encoded("ab", (1, 2)), 2, True, str)
     collector.add([Delta(1, "x", (5,), (TokenLogprobs(-1.0, ((5, -1.0),)),))])

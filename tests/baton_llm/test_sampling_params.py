@@ -15,7 +15,7 @@ from baton_llm.sampling_params import default_params, request_of
 def test_every_parameter_of_the_nodes_can_be_set():
     own = {field.name for field in fields(SamplingParams)}
     assert set(NAMES) - own == {"num_logprobs", "num_prompt_logprobs", "bad_words_token_ids"}
-    texts = {"stop", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"}
+    texts = {"stop", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "detokenize"}
     assert own - set(NAMES) == {"n", "logprobs", "prompt_logprobs", "bad_words", "output_kind", *texts}
 
 
@@ -61,6 +61,7 @@ def test_every_parameter_of_the_nodes_can_be_set():
         ("output_kind", 1),
         ("logits_processors", "name"),
         ("ignore_eos", 1),
+        ("detokenize", 0),
         ("presence_penalty", 2.5),
     ],
 )
@@ -68,6 +69,16 @@ def test_a_bad_value_is_refused_by_name(name, value):
     with pytest.raises(InvalidRequest) as error:
         SamplingParams(**{name: value})
     assert error.value.param == name
+
+
+def test_logprobs_of_the_whole_vocabulary_are_refused_with_their_range():
+    with pytest.raises(InvalidRequest, match=r"logprobs must be in \[0, 20\], or None, not -1"):
+        SamplingParams(logprobs=-1)
+
+
+def test_stop_texts_need_texts():
+    with pytest.raises(InvalidRequest, match="stop must be None with detokenize=False, not 'a'"):
+        SamplingParams(stop="a", detokenize=False)
 
 
 def test_it_is_frozen_and_knows_no_other_names():
