@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match
 
-from baton.errors import BatonError, InvalidRequest
+from baton.errors import BatonError, InternalError, InvalidRequest
 from baton.v1 import common_pb2
 from router.admission import retry_after_s
 from router.api_keys import InvalidApiKey
@@ -105,5 +105,4 @@ def _allowed(request: Request) -> str:
 
 async def on_exception(request: Request, error: Exception) -> JSONResponse:
     """Our own mistake. Logged where the request's id is known."""
-    message = f"internal error: {type(error).__name__}"
-    return JSONResponse(error_body(request.scope, 500, message, code="internal"), 500)
+    return response_to(InternalError(f"internal error: {type(error).__name__}"), request.scope)

@@ -4,6 +4,7 @@ import asyncio
 import json
 
 import pytest
+from starlette.requests import Request
 
 from baton.errors import (
     CacheExhausted,
@@ -13,7 +14,7 @@ from baton.errors import (
     NodeUnavailable,
     Overloaded,
 )
-from router.http.errors import response_to
+from router.http.errors import on_exception, response_to
 from tests.router.conftest import on_shared_loop, says
 from tests.router.fake_node import Answer
 from tests.router.http_shapes import CHAT, error_of
@@ -236,3 +237,14 @@ async def test_deadlines(client, nodes, router, stream):
 )
 def test_clients_are_told_whether_to_come_again(error, header):
     assert header in response_to(error, {}).headers.items()
+
+
+async def test_internal_errors_have_the_form_of_other_errors_and_are_not_tried_again():
+    response = await on_exception(Request({"type": "http", "path": "/v1/completions"}), ValueError("secret"))
+    assert (response.status_code, response.headers["x-should-retry"]) == (500, "false")
+    assert json.loads(bytes(response.body))["error"] == {
+        "message": "internal error: ValueError",
+        "type": "server_error",
+        "param": None,
+        "code": "internal",
+    }
