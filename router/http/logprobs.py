@@ -81,9 +81,9 @@ class ChatLogprobs:
 
 
 class CompletionLogprobs:
-    """The older form, whose `text_offset` counts characters of the text from the answer's start. `as_ids`: as in
-    ChatLogprobs. `num_echoed`: an answer begins with its prompt, whose tokens have so many of the most likely ones;
-    None: it does not."""
+    """The older form, whose `text_offset` counts characters from the answer's start: those of the text, and as in vLLM
+    of the names of special tokens, even where the text leaves them out. `as_ids`: as in ChatLogprobs. `num_echoed`: an
+    answer begins with its prompt, whose tokens have so many of the most likely ones; None: it does not."""
 
     def __init__(self, tokenizer: Tokenizer, as_ids: bool = False, num_echoed: int | None = None) -> None:
         self._tokenizer = tokenizer

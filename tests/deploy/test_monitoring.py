@@ -89,6 +89,13 @@ def test_an_alert_about_all_nodes_fires_once_however_many_routers_and_workers_se
     assert [rule["alert"] for rule in alerts if not once.match(rule["expr"])] == []
 
 
+def test_a_panel_of_one_number_divides_by_none_that_is_zero_without_traffic() -> None:
+    shown = [target["expr"] for panel in panels() if panel["type"] == "stat" for target in panel["targets"]]
+    ratios = [query for query in shown if " / " in query]
+    assert ratios
+    assert [query for query in ratios if not re.search(r" / \(.* > 0\)", query)] == []
+
+
 def test_the_runbook_has_a_section_for_each_alert() -> None:
     sections = re.findall(r"^## (\w+)$", (ROOT / "docs" / "runbook.md").read_text(), re.MULTILINE)
     assert sections == [rule["alert"] for rule in rules()]
