@@ -18,9 +18,10 @@ _HEAD = """# Flags
 All flags of the commands that serve, made from their settings by `python -m tools.flags_page`. Each is also an
 environment variable (`--max-num-seqs 8` is `BATON_MAX_NUM_SEQS=8`) and a key in the YAML file of `--config`
 (`max-num-seqs: 8`); a flag wins over the environment, and that over the file. Those without a value also have a `--no-`
-form. The README has a table of the most important ones. `baton bench`, `doctor`, `top` and `tune` are explained on
-pages of their own, and in their `--help`. `baton completion bash` (or `zsh`, `fish`) prints a script that completes
-subcommands and flags: `source <(baton completion bash)`. What vLLM has, too, is named as there, except
+form. Several values (`N,...`) may follow a flag with spaces between them, too, as with vLLM. The README has a table of
+the most important flags. `baton bench`, `doctor`, `top` and `tune` are explained on pages of their own, and in their
+`--help`. `baton completion bash` (or `zsh`, `fish`) prints a script that completes subcommands and flags:
+`source <(baton completion bash)`. What vLLM has, too, is named as there, except
 [these flags](#flags-of-vllm).
 """
 

@@ -203,9 +203,9 @@ def _add_flag(parser: argparse.ArgumentParser, name: str, field: FieldInfo) -> N
     if bool in (field.annotation, *get_args(field.annotation)):
         options["action"] = argparse.BooleanOptionalAction
     else:
-        options["metavar"] = metavar(field.annotation)
+        options["metavar"] = metavar(field.annotation).removesuffix(",...")
         if get_origin(field.annotation) is tuple:
-            options["action"] = "append"
+            options |= {"action": "extend", "nargs": "+"}  # `--flag 1,2`, `--flag 1 2` as in vLLM, or a flag for each
     parser.add_argument(flag_name(name), *_short_flags(field), **options)
 
 

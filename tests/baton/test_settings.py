@@ -122,7 +122,8 @@ def test_switches_that_may_be_left_open(monkeypatch):
 
 def test_size_lists(config, monkeypatch):
     assert parse(Example, []).sizes == ()
-    assert parse(Example, ["--sizes", "1,2", "--sizes", "8"]).sizes == (1, 2, 8)
+    for argv in (["--sizes", "1,2", "--sizes", "8"], ["--sizes", "1", "2", "8"], ["--sizes", "1", "2,8", "--fast"]):
+        assert parse(Example, argv).sizes == (1, 2, 8)
     assert parse(Example, ["--config", config("sizes: [1, 2]")]).sizes == (1, 2)
     monkeypatch.setenv("BATON_SIZES", "4,16")
     assert parse(Example, []).sizes == (4, 16)
@@ -223,10 +224,10 @@ def test_help_has_every_flag_with_its_default(capsys):
     assert "share of memory, 100% is 1" in out
     assert "--mode {auto,cpu} where to run (default: auto)" in out
     assert "--peer HOST:PORT address of the peer" in out
-    assert "--nodes HOST:PORT,... addresses of the nodes" in out
+    assert "--nodes HOST:PORT [HOST:PORT ...] addresses of the nodes" in out
     assert "--fast, --no-fast take the fast way (default: off)" in out
     assert "--ahead, --no-ahead run ahead; unset: where it helps" in out
-    assert "--sizes N,... batch sizes" in out
+    assert "--sizes N [N ...] batch sizes" in out
     assert "--size N bytes" in out
 
 
