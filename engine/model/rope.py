@@ -50,7 +50,7 @@ def variant(config: Any, max_model_len: int) -> str:
 def context_length(config: Any, stated: int) -> int:
     """For how many tokens a text config's RoPE is meant. stated: max_position_embeddings. With dynamic NTK, its factor
     times as many; YaRN's factor is of the length before it, of which `stated` may (gpt-oss) or may not (Qwen2.5) be the
-    multiple."""
+    multiple. That of linear scaling says no such length, and most models' `stated` is the multiple (Gemma 3)."""
     lengths = list[float]()
     for one in _sets(getattr(config, "rope_parameters", None)):
         factor = one.get("factor")
