@@ -113,9 +113,9 @@ class LoadedModel:
         return ExpertReadings(
             tokens=lambda: counts.total().sum(0).tolist(),
             imbalance=counts.imbalance,
+            num_rebalances=lambda: 0 if self.eplb is None else self.eplb.num_rebalances,
             rank_imbalance=counts.rank_imbalance if counts.num_parts > 1 else None,
             exchange_s=self.expert_exchange_s,
-            num_rebalances=lambda: 0 if self.eplb is None else self.eplb.num_rebalances,
         )
 
     @property

@@ -57,7 +57,7 @@ def node_registry(role: NodeRole) -> CollectorRegistry:
     metrics = NodeMetrics(registry, "m")
     metrics.set_cache_config(16, 100, "bfloat16")
     metrics.watch_slots(1, lambda: 1)
-    metrics.watch_experts(ExpertReadings(lambda: [1], lambda: 1.0, lambda: 1.0, lambda: 1.0, lambda: 1))
+    metrics.watch_experts(ExpertReadings(lambda: [1], lambda: 1.0, lambda: 1, lambda: 1.0, lambda: 1.0))
     metrics.set_load(Load())
     metrics.set_counts({"free": 1}, 0)
     metrics.set_steps({"device": 1.0}, {"decode": 1}, {"decode": 1})

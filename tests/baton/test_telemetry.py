@@ -112,7 +112,7 @@ def test_node_messages_become_metrics():
     for num_preemptions in (2, 2, 5):
         metrics.set_counts({"free": 5, "cached": 1}, num_preemptions, num_damaged=num_preemptions - 2)
     metrics.watch_slots(8, lambda: 6)
-    metrics.watch_experts(ExpertReadings(lambda: [7, 0, 9], lambda: 1.5, lambda: 1.25, lambda: 0.5, lambda: 1))
+    metrics.watch_experts(ExpertReadings(lambda: [7, 0, 9], lambda: 1.5, lambda: 1, lambda: 1.25, lambda: 0.5))
     labels = {"model_name": "tiny", "role": "decode"}
 
     def value(name: str, **more: str) -> float | None:

@@ -12,16 +12,16 @@ from prometheus_client.core import CounterMetricFamily
 @dataclass(frozen=True, slots=True)
 class ExpertReadings:
     """Each may be called on any thread. tokens: how many have chosen each expert, in all layers together. imbalance:
-    those of a layer's most chosen expert over the mean of its experts; rank_imbalance: likewise of ranks that have
-    whole experts. exchange_s: the seconds for which layers have gathered rows and summed results; None: not measured.
-    num_rebalances: how often experts changed places between ranks; None: not counted.
+    those of a layer's most chosen expert over the mean of its experts. num_rebalances: how often experts changed places
+    between ranks. rank_imbalance: as `imbalance`, of ranks; None: none of them has whole experts. exchange_s: the
+    seconds for which layers have gathered rows and summed results; None: not measured.
     """
 
     tokens: Callable[[], Sequence[int]]
     imbalance: Callable[[], float]
+    num_rebalances: Callable[[], int]
     rank_imbalance: Callable[[], float] | None = None
     exchange_s: Callable[[], float] | None = None
-    num_rebalances: Callable[[], int] | None = None
 
 
 class ExpertMetrics:
