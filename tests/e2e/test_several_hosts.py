@@ -103,7 +103,8 @@ async def test_a_host_that_is_lost_ends_the_node_and_no_request(tmp_path: Path, 
                 assert [answer.error for answer in answers] == [None] * len(cases)
                 assert [tuple(a.tokens[0]) for a in answers] == [case.output[:TOKENS] for case in cases]
                 if computed_by == "decode":
-                    assert {answer.timings["attempts"] for answer in answers} == {2}
+                    # 3: the decode node misses a rank's parts, and says so, before the router misses the prefill node
+                    assert {answer.timings["attempts"] for answer in answers} <= {2, 3}
                     assert await asyncio.to_thread(hosts[1 - lost].wait_exit) == 1
                     assert f"node rank {lost} has ended" in hosts[1 - lost].log_tail()
                     for host in hosts:
