@@ -48,8 +48,9 @@ def test_a_reader_that_leaves_is_no_error(words):
     ours, theirs = os.pipe()
     os.close(ours)
     argv = [sys.executable, "-m", "deploy.command", *words]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     try:
-        ran = subprocess.run(argv, stdout=theirs, stderr=subprocess.PIPE, check=False, timeout=60)
+        ran = subprocess.run(argv, stdout=theirs, stderr=subprocess.PIPE, check=False, timeout=60, env=buffered)
     finally:
         os.close(theirs)
     assert ran.stderr == b""
