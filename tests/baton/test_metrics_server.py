@@ -18,6 +18,7 @@ from baton.telemetry import AdminGate, MetricsServer, new_registry
 from baton.telemetry import http as pages
 from baton.telemetry.admin import is_loopback
 from baton.telemetry.pace import MAX_HOSTS, Pace
+from tests.descriptors import NUM_CALLERS
 
 LOCAL = HostPort("127.0.0.1", 0)
 WAIT_S = 20.0
@@ -201,11 +202,10 @@ def test_the_oldest_connection_makes_room_for_the_newest(monkeypatch):
 
 def test_without_a_descriptor_left_it_hangs_up_and_is_quiet():
     program = """
-import os
-import resource
 import socket
 from baton.address import HostPort
 from baton.telemetry import AdminGate, MetricsServer, new_registry
+from tests.descriptors import heard_without_descriptors
 
 server = MetricsServer(HostPort("127.0.0.1", 0), new_registry("decode"), {"/health": lambda: None}, {}, AdminGate())
 address = (server.address.host, server.address.port)
@@ -214,20 +214,7 @@ def ask():
         client.sendall(b"GET /health HTTP/1.1\\r\\n\\r\\n")
         return client.recv(15)
 print(ask())  # from then on it accepts
-clients = [socket.socket() for _ in range(3)]
-resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-held = []
-try:
-    while True:
-        held.append(os.open(os.devnull, os.O_RDONLY))
-except OSError:
-    pass
-for client in clients:
-    client.settimeout(10)
-    client.connect(address)
-    print(client.recv(1))
-for descriptor in held:
-    os.close(descriptor)
+print(heard_without_descriptors(address))
 while True:
     try:
         print(ask())
@@ -240,7 +227,7 @@ server.close()
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=3 * WAIT_S
     )
     ok = "b'HTTP/1.1 200 OK'"
-    assert run.stdout.splitlines() == [ok, *["b''"] * 3, ok], run.stdout + run.stderr
+    assert run.stdout.splitlines() == [ok, str([b""] * NUM_CALLERS), ok], run.stdout + run.stderr
     assert run.stderr == ""
 
 

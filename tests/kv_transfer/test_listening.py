@@ -13,6 +13,7 @@ from kv_transfer import create, staging_for
 from kv_transfer.transports.carriers.groups import _serve_store
 from kv_transfer.transports.host import address_of, hosts_of, interface_of, net_devices
 from kv_transfer.transports.pair.address import PairAddress
+from tests.descriptors import NUM_CALLERS
 from tests.fork_server import run_program
 from tests.kv_transfer.rig_node import DEADLINE_S
 
@@ -92,35 +93,19 @@ transport.close()
 
 def test_a_process_without_descriptors_hangs_up_on_who_dials(tmp_path: Path) -> None:
     program = """
-import os
-import resource
-import socket
 from kv_transfer import create, staging_for
 from kv_transfer.transports.pair.address import PairAddress
+from tests.descriptors import heard_without_descriptors
 
 one, other = (create("ipc", staging_for("ipc", 1, 4096, "cpu"), lambda: None) for _ in range(2))
-callers = [socket.socket() for _ in range(3)]
-soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
-held = []
-try:
-    while True:
-        held.append(os.open(os.devnull, os.O_RDONLY))
-except OSError:
-    pass
-for caller in callers:
-    caller.settimeout(10)
-    caller.connect(("127.0.0.1", PairAddress.unpack(one.info(), "one").port))
-    print(caller.recv(1))
-for descriptor in held:
-    os.close(descriptor)
+print(heard_without_descriptors(("127.0.0.1", PairAddress.unpack(one.info(), "one").port)))
 other.connect("one", one.info())
 one.close()
 other.close()
 print("done")
 """
     run = run_program(program, tmp_path, env=os.environ, timeout_s=DEADLINE_S)
-    assert run.stdout.splitlines() == ["b''"] * 3 + ["done"], run.stdout + run.stderr
+    assert run.stdout.splitlines() == [str([b""] * NUM_CALLERS), "done"], run.stdout + run.stderr
     assert "Too many open files" in run.stderr
 
 
