@@ -194,7 +194,7 @@ class Server:
             before = credits_
             while credits_ < len(parts) and credits_ - landed < max(MIN_OPEN_PARTS, self.mover.num_free_slots):
                 part = parts[credits_]
-                where = _named(blocks, part), part.what, granted
+                where = _named(blocks, part), part.kv_slice, granted
                 if not self.mover.expect(SENDER, lease, credits_, *where, credits_ + 1 == len(parts)):
                     break
                 credits_ += 1
@@ -263,7 +263,7 @@ class Server:
 
     def _send_part(self, lease: int, number: int, part: PlannedPart, blocks: list[int]) -> bool:
         named = _named(blocks, part)
-        sent: bool = self.mover.send(RECEIVER, lease, number, named, part.what, self.options.verify)
+        sent: bool = self.mover.send(RECEIVER, lease, number, named, part.kv_slice, self.options.verify)
         return sent
 
     def _until(self, is_over: Callable[[], bool]) -> None:

@@ -48,14 +48,14 @@ class CudaEventOperation:
 
 
 def no_signal(stream: Any) -> None:
-    """A `Target.signal` that does nothing, for peers without completion flags."""
+    """A `RemoteSlot.signal` that does nothing, for peers without completion flags."""
 
 
 def no_announce(header: bytes) -> None:
-    """A `Target.announce` that does nothing, where `push` is early enough."""
+    """A `RemoteSlot.announce` that does nothing, where `push` is early enough."""
 
 
-class Target(NamedTuple):
+class RemoteSlot(NamedTuple):
     """A peer's slot that this process stores into instead of sending its own.
 
     memory: [num_bytes or more], uint8, for kernels on this process's device. `signal` notifies the peer that all bytes

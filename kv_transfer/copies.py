@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from kv_transfer.async_operation import DONE, AsyncOperation, Target
+from kv_transfer.async_operation import DONE, AsyncOperation, RemoteSlot
 from kv_transfer.parts import MAX_PIECES, Checksums, PartHeader
 from kv_transfer.slices import Rows
 
@@ -25,7 +25,7 @@ class Copies(Protocol):
     def mark(self) -> Mark: ...
 
     def gather(
-        self, slot: int, ids: Sequence[int], rows: Rows, checksums: Checksums | None, placed: Target | None = None
+        self, slot: int, ids: Sequence[int], rows: Rows, checksums: Checksums | None, placed: RemoteSlot | None = None
     ) -> AsyncOperation: ...
 
     def scatter(
@@ -55,7 +55,7 @@ class NoCopies:
         return None
 
     def gather(
-        self, slot: int, ids: Sequence[int], rows: Rows, checksums: Checksums | None, placed: Target | None = None
+        self, slot: int, ids: Sequence[int], rows: Rows, checksums: Checksums | None, placed: RemoteSlot | None = None
     ) -> AsyncOperation:
         return DONE
 

@@ -111,9 +111,9 @@ class KvMover:
             sent = self._converted[layers] = SentLayout(dataclasses.replace(self.layout, layers=layers))
         return sent
 
-    def _rows_of(self, what: KvSlice, sent: SentLayout) -> Rows:
-        if (rows := sent.rows.get(what)) is None:
-            rows = sent.rows[what] = rows_of(self.layout, self.rank, what, sent.layout)
+    def _rows_of(self, kv_slice: KvSlice, sent: SentLayout) -> Rows:
+        if (rows := sent.rows.get(kv_slice)) is None:
+            rows = sent.rows[kv_slice] = rows_of(self.layout, self.rank, kv_slice, sent.layout)
         return rows
 
     def _usual_rows(self) -> set[Rows]:
@@ -123,7 +123,7 @@ class KvMover:
         quantized = self._sent_layout(tuple(as_quantized(layer) for layer in self.layout.layers))
         can_convert = self.layout.converts(quantized.layout)
         kinds = (self._own, quantized) if can_convert else (self._own,)
-        return {self._rows_of(what, sent) for what in (self.held, one_layer) for sent in kinds}
+        return {self._rows_of(kv_slice, sent) for kv_slice in (self.held, one_layer) for sent in kinds}
 
     def _check_slots(self, held: Collection[int], in_flight: Collection[int]) -> None:
         """Assert that each slot is free or owned by one part. The caller holds the lock."""

@@ -66,7 +66,7 @@ def part_blocks_for(slot_bytes: int, block_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PlannedPart:
-    """A part as both sides plan it: from rank `source` to rank `target`, the slice `what` of the blocks [first, first +
+    """A part as both sides plan it: from rank `source` to rank `target`, `kv_slice` of the blocks [first, first +
     num_blocks) of those that travel for a request, `num_bytes` of each. layers: of the model as they are sent, which
     say what a byte means. groups: the KV group of each block; empty: there is one group. With several groups,
     `num_bytes` is that of the group with the most layers in the slice."""
@@ -75,7 +75,7 @@ class PlannedPart:
     num_blocks: int
     source: int
     target: int
-    what: KvSlice
+    kv_slice: KvSlice
     num_bytes: int
     layers: tuple[LayerKv, ...] = field(repr=False)
     groups: tuple[int, ...] = ()
@@ -83,7 +83,7 @@ class PlannedPart:
     @property
     def end_layer(self) -> int:
         """All its layers are below this one."""
-        return self.what.layer_end
+        return self.kv_slice.layer_end
 
 
 class _Round(NamedTuple):
@@ -136,33 +136,33 @@ class PartPlanner:
                 num_blocks=(n := min(most, end - at)),
                 source=pair.source,
                 target=pair.target,
-                what=what,
+                kv_slice=kv_slice,
                 num_bytes=num_bytes,
                 layers=self._layers,
                 groups=groups[at : at + n],
             )
             for most, slices in self._rounds_of(num_groups)
             for at in range(first, end, most)
-            for pair, (what, num_bytes) in zip(self.pairs, slices, strict=True)
+            for pair, (kv_slice, num_bytes) in zip(self.pairs, slices, strict=True)
         ]
 
     def _rounds_of(self, num_groups: int) -> list[_Round]:
         if (found := self._rounds.get(num_groups)) is None:
-            groups = min(num_groups, *(pair.what.num_layers for pair in self.pairs))
+            groups = min(num_groups, *(pair.kv_slice.num_layers for pair in self.pairs))
             found = self._rounds[num_groups] = [self._round(index, groups) for index in range(groups)]
         return found
 
     def _round(self, group: int, num_groups: int) -> _Round:
         slices, most = [], MAX_PIECES
         for pair in self.pairs:
-            start, end = layer_groups_of(pair.what.num_layers, num_groups)[group]
-            at = pair.what.layer_start
-            what = pair.what._replace(layer_start=at + start, layer_end=at + end)
-            num_bytes = self._sent.num_bytes(what)
+            start, end = layer_groups_of(pair.kv_slice.num_layers, num_groups)[group]
+            at = pair.kv_slice.layer_start
+            kv_slice = pair.kv_slice._replace(layer_start=at + start, layer_end=at + end)
+            num_bytes = self._sent.num_bytes(kv_slice)
             for (layout, part_blocks), rank in zip(self._ends, (pair.source, pair.target), strict=True):
                 fitting = part_blocks * layout.num_bytes(layout.ranks[rank]) // num_bytes
-                most = min(most, fitting, MAX_PIECES // rows_of(layout, rank, what, self._sent).most)
-            slices.append((what, num_bytes))
+                most = min(most, fitting, MAX_PIECES // rows_of(layout, rank, kv_slice, self._sent).most)
+            slices.append((kv_slice, num_bytes))
         return _Round(most, tuple(slices))
 
 
@@ -180,13 +180,13 @@ class Checksums(NamedTuple):
 
 
 class PartHeader(NamedTuple):
-    """The slice `what` of `num_blocks` blocks, as `num_pieces` pieces of `piece_bytes`. `checked`: with checksums.
+    """`kv_slice` of `num_blocks` blocks, as `num_pieces` pieces of `piece_bytes`. `checked`: with checksums.
     `drain`: the part is empty, since the sender does not need the credit."""
 
     lease: int
     part: int
     num_blocks: int
-    what: KvSlice
+    kv_slice: KvSlice
     num_pieces: int
     piece_bytes: int
     layout_digest: bytes
@@ -224,7 +224,7 @@ class PartHeader(NamedTuple):
             self.num_blocks,
             self.num_pieces,
             self.piece_bytes,
-            *self.what,
+            *self.kv_slice,
             self.layout_digest,
         )
         return fields + _CRC.pack(zlib.crc32(fields))
@@ -237,22 +237,22 @@ class PartHeader(NamedTuple):
         fields, (crc,) = data[: _FIELDS.size], _CRC.unpack(data[_FIELDS.size :])
         if zlib.crc32(fields) != crc:
             raise TransferError("a KV part's header is damaged")
-        _, version, flags, lease, part, num_blocks, num_pieces, piece_bytes, *what, digest = _FIELDS.unpack(fields)
+        _, version, flags, lease, part, num_blocks, num_pieces, piece_bytes, *kv_slice, digest = _FIELDS.unpack(fields)
         if version != _VERSION:
             raise TransferError(f"KV part of version {version}, not {_VERSION}")
         if flags & _CHECKED and not _can_have_checksums(num_pieces, piece_bytes):
             raise TransferError(f"KV part of {num_pieces} pieces of {piece_bytes} bytes cannot have checksums")
         tag_of(lease, part)  # raises
-        carried = num_blocks, KvSlice(*what), num_pieces, piece_bytes
+        carried = num_blocks, KvSlice(*kv_slice), num_pieces, piece_bytes
         return cls(lease, part, *carried, digest, bool(flags & _CHECKED), bool(flags & _DRAIN))
 
     def require(
-        self, lease: int, part: int, num_blocks: int, what: KvSlice, payload_bytes: int, layout_digest: bytes
+        self, lease: int, part: int, num_blocks: int, kv_slice: KvSlice, payload_bytes: int, layout_digest: bytes
     ) -> None:
         """Raise TransferError unless this is the header of exactly that part; LayoutMismatch for another layout."""
         if self.layout_digest != layout_digest:
             raise LayoutMismatch(f"part {part} of lease {lease} has blocks of another layout")
-        wanted = (lease, part, num_blocks, what, payload_bytes, False)
-        found = (self.lease, self.part, self.num_blocks, self.what, self.payload_bytes, self.drain)
+        wanted = (lease, part, num_blocks, kv_slice, payload_bytes, False)
+        found = (self.lease, self.part, self.num_blocks, self.kv_slice, self.payload_bytes, self.drain)
         if found != wanted:
             raise TransferError(f"(lease, part, blocks, slice, bytes, drain) {found}, expected {wanted}")

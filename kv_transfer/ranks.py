@@ -106,7 +106,9 @@ class SenderRanks(_Ranks[KvSender]):
     def send(self, peer: str, lease: int, number: int, part: PlannedPart, blocks: Sequence[int], checked: bool) -> bool:
         """Send the part of that number from these blocks. See KvSender."""
         name = rank_name(peer, part.target)
-        return self.ranks[part.source].send(name, lease, number, blocks, part.what, checked, part.layers, part.groups)
+        return self.ranks[part.source].send(
+            name, lease, number, blocks, part.kv_slice, checked, part.layers, part.groups
+        )
 
     def drain(self, peer: str, lease: int, part: int, planner: PartPlanner) -> bool:
         """See KvSender. planner: the one for that peer."""
@@ -153,7 +155,9 @@ class ReceiverRanks(_Ranks[KvReceiver]):
         name = rank_name(peer, part.source)
         mover = self.ranks[part.target]
         mark = not_before[part.target]
-        return mover.expect(name, lease, number, blocks, part.what, mark, is_last, part.layers, part.groups, uploads)
+        return mover.expect(
+            name, lease, number, blocks, part.kv_slice, mark, is_last, part.layers, part.groups, uploads
+        )
 
     def polls_soon(self, soon: bool) -> None:
         """See KvReceiver."""

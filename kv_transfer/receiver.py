@@ -60,15 +60,15 @@ ReceiverEvent = PartLanded | PartUnused | PartRefused | PartFailed | PeerDisconn
 
 
 class _Plan(NamedTuple):
-    """An expected part: it goes to `what` of its blocks, `num_bytes` in all. land: launches the scatter. header: the
-    header of that part without checksums, from a sender whose pool holds `what` in one piece per block, or per layer
+    """An expected part: it goes to `kv_slice` of its blocks, `num_bytes` in all. land: launches the scatter. header:
+    that of the part without checksums, from a sender whose pool holds the slice in one piece per block, or per layer
     where blocks of the KV groups differ. digest: of the layout as it is sent."""
 
     peer: str
     lease: int
     part: int
     num_blocks: int
-    what: KvSlice
+    kv_slice: KvSlice
     num_bytes: int
     land: Move
     header: bytes
@@ -142,7 +142,7 @@ class KvReceiver(KvMover):
         lease: int,
         part: int,
         blocks: Sequence[int],
-        what: KvSlice | None = None,
+        kv_slice: KvSlice | None = None,
         not_before: Mark = None,
         is_last: bool = False,
         layers: tuple[LayerKv, ...] | None = None,
@@ -157,7 +157,7 @@ class KvReceiver(KvMover):
         lands; until then, unless it `polls_soon`, for each part that lands while a slot is free, and else when its slot
         becomes free. One turn for each part is enough: it competes with the transport's thread for the interpreter.
 
-        The part is copied into the pool's `blocks`, in order: into `what` of each, or all that this rank holds. The
+        The part is copied into the pool's `blocks`, in order: into `kv_slice` of each, or all that this rank holds. The
         copy waits for `not_before` and for no other work on the device. Only the receiver may write the blocks until
         the part's event or `withdraw`.
 
@@ -165,8 +165,8 @@ class KvReceiver(KvMover):
         header does not name exactly this lease, part, blocks, slice and layout, or a checksum is missing or wrong.
         Raises TransferError for a lease or part that does not fit in a tag.
         """
-        tag, what, sent = tag_of(lease, part), what or self.held, self._sent_layout(layers)
-        rows = self._rows_of(what, sent)
+        tag, kv_slice, sent = tag_of(lease, part), kv_slice or self.held, self._sent_layout(layers)
+        rows = self._rows_of(kv_slice, sent)
         ids = rows.of(blocks, groups)
         with self._lock:
             is_under_way = self._partial.setdefault(lease, False)
@@ -181,8 +181,8 @@ class KvReceiver(KvMover):
             land = self._copies.scatter(slot, ids, rows, not_before, uploads and not is_under_way)
             num_blocks, num_bytes = len(blocks), len(ids) * rows.sent_bytes
             pieces = (num_blocks, rows.most * rows.sent_bytes) if len(rows.runs) == 1 else (len(ids), rows.sent_bytes)
-            header = PartHeader(lease, part, num_blocks, what, *pieces, sent.digest).pack()
-            self._plans[slot] = _Plan(peer, lease, part, num_blocks, what, num_bytes, land, header, sent.digest)
+            header = PartHeader(lease, part, num_blocks, kv_slice, *pieces, sent.digest).pack()
+            self._plans[slot] = _Plan(peer, lease, part, num_blocks, kv_slice, num_bytes, land, header, sent.digest)
             self._staging.lend(slot)
         self.transport.expect(peer, tag, slot, self._staging.slot_bytes)
         return True
@@ -306,7 +306,7 @@ class KvReceiver(KvMover):
         header = PartHeader.parse(data)
         if header.drain or plan.withdrawn:
             return False
-        header.require(plan.lease, plan.part, plan.num_blocks, plan.what, plan.num_bytes, plan.digest)
+        header.require(plan.lease, plan.part, plan.num_blocks, plan.kv_slice, plan.num_bytes, plan.digest)
         self._check(slot, header)
         return True
 

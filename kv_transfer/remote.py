@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from baton.errors import TransferError
-from kv_transfer.async_operation import DONE, AsyncOperation, Target
+from kv_transfer.async_operation import DONE, AsyncOperation, RemoteSlot
 from kv_transfer.copies import Mark, Move
 from kv_transfer.events import EventSource
 from kv_transfer.parts import MAX_PIECES, Checksums, PartHeader
@@ -104,7 +104,7 @@ class RemoteCopies:
         return None
 
     def gather(
-        self, slot: int, ids: Sequence[int], rows: Rows, checksums: Checksums | None, placed: Target | None = None
+        self, slot: int, ids: Sequence[int], rows: Rows, checksums: Checksums | None, placed: RemoteSlot | None = None
     ) -> AsyncOperation:
         assert placed is None, "no slot of a peer is in reach"
         self._send("gather", slot, ids, rows, checksums=checksums)
@@ -156,7 +156,7 @@ class RemoteTransport(EventSource):
         fields = {"peer": peer, "address": address.hex(), "within_s": timeout_s}
         self._wire.request(timeout_s + _MARGIN_S, do="connect", link=self._link, **fields)
 
-    def acquire_remote_slot(self, peer: str, tag: int, num_bytes: int) -> Target | None:
+    def acquire_remote_slot(self, peer: str, tag: int, num_bytes: int) -> RemoteSlot | None:
         return None
 
     def push(

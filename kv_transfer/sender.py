@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from baton.errors import TransferError
 from baton.layout import KvLayout, KvSlice, LayerKv
-from kv_transfer.async_operation import DONE, AsyncOperation, Target
+from kv_transfer.async_operation import DONE, AsyncOperation, RemoteSlot
 from kv_transfer.mover import KvMover, PartFailed
 from kv_transfer.parts import PartHeader, tag_of
 from kv_transfer.remote import RemotePool
@@ -53,7 +53,7 @@ class _Placed(NamedTuple):
     """A part whose stores into the peer's slot are launched. is_announced: `announce` was called."""
 
     out: _Outgoing
-    target: Target
+    target: RemoteSlot
     storing: AsyncOperation
     is_announced: bool
 
@@ -92,26 +92,26 @@ class KvSender(KvMover):
         lease: int,
         part: int,
         blocks: Sequence[int],
-        what: KvSlice | None = None,
+        kv_slice: KvSlice | None = None,
         checked: bool = False,
         layers: tuple[LayerKv, ...] | None = None,
         groups: Sequence[int] = (),
     ) -> bool:
-        """Copy `what` of the blocks, or all that this rank holds, into a slot and send it. checked: with checksums.
+        """Copy `kv_slice` of the blocks, or all that this rank holds, into a slot and send it. checked: with checksums.
         layers: the model's as they are sent; None: as they are in the pool. groups: the blocks' KV groups, if there are
         several. False: no slot is free, and nothing was done.
 
         Each True leads to exactly one PartSent or PartFailed. Raises TransferError for more blocks or bytes than a slot
         holds, or a lease or part that does not fit in a tag.
         """
-        what = what or self.held
+        kv_slice = kv_slice or self.held
         sent = self._sent_layout(layers)
-        rows = self._rows_of(what, sent)
+        rows = self._rows_of(kv_slice, sent)
         num_rows = len(ids := rows.of(blocks, groups))
         if num_rows * rows.sent_bytes > self.part_blocks * self.block_bytes or num_rows > self._copies.most_pieces:
             size = f"{num_rows} x {rows.sent_bytes} bytes"
             raise TransferError(f"a part of {size}, where {self.part_blocks} blocks at most fit")
-        header = PartHeader(lease, part, len(blocks), what, num_rows, rows.sent_bytes, sent.digest, checked)
+        header = PartHeader(lease, part, len(blocks), kv_slice, num_rows, rows.sent_bytes, sent.digest, checked)
         if (out := self._take(peer, header)) is None:
             return False
         placed = self.transport.acquire_remote_slot(peer, out.tag, out.num_bytes)

@@ -39,20 +39,20 @@ class Rows(NamedTuple):
         ]
 
 
-def rows_of(layout: KvLayout, rank: int, what: KvSlice, sent: KvLayout) -> Rows:
-    """The rows of `what` in that rank's pool, which must hold all of it. If `what` has all heads that the rank holds,
+def rows_of(layout: KvLayout, rank: int, kv_slice: KvSlice, sent: KvLayout) -> Rows:
+    """The rows of `kv_slice` in that rank's pool, which must hold all of it. If it has all heads that the rank holds,
     there is one row per block, or one per layer where blocks of different KV groups have the slice at different places.
     Otherwise there is one row for each layer's K and V, which requires `layout.has_equal_runs`. sent: the layout as it
     is sent."""
     held = layout.ranks[rank]
-    assert what.overlap(held) == what
+    assert kv_slice.overlap(held) == kv_slice
     is_converted = sent.layers[0].form != layout.layers[0].form
-    pairs = zip(layout.runs_of(what), layout.runs_of(held), strict=True)
+    pairs = zip(layout.runs_of(kv_slice), layout.runs_of(held), strict=True)
     runs = tuple(range(of_slice.start - own.start, of_slice.stop - own.start) for of_slice, own in pairs)
-    has_all_heads, is_same = what[2:] == held[2:], len({(run.start, run.stop) for run in runs}) == 1
+    has_all_heads, is_same = kv_slice[2:] == held[2:], len({(run.start, run.stop) for run in runs}) == 1
     if has_all_heads and is_same:
-        offset = layout.num_bytes(held._replace(layer_end=what.layer_start))
-        return Rows(1, (range(1),), offset, layout.num_bytes(what), sent.num_bytes(what), is_converted)
+        offset = layout.num_bytes(held._replace(layer_end=kv_slice.layer_start))
+        return Rows(1, (range(1),), offset, layout.num_bytes(kv_slice), sent.num_bytes(kv_slice), is_converted)
     assert has_all_heads or layout.has_equal_runs
     per_layer = 2 if layout.layers[0].head_dim_v and not has_all_heads else 1
     per_block = max(map(len, layout.runs_of(held))) * per_layer
@@ -60,19 +60,19 @@ def rows_of(layout: KvLayout, rank: int, what: KvSlice, sent: KvLayout) -> Rows:
     return Rows(
         per_block=per_block,
         runs=tuple(range(run.start * per_layer, run.stop * per_layer) for run in (runs[:1] if is_same else runs)),
-        offset=(what.head_start - held.head_start) * head_bytes,
-        row_bytes=what.num_heads * head_bytes,
-        sent_bytes=sent.num_bytes(what) // (max(map(len, runs)) * per_layer),
+        offset=(kv_slice.head_start - held.head_start) * head_bytes,
+        row_bytes=kv_slice.num_heads * head_bytes,
+        sent_bytes=sent.num_bytes(kv_slice) // (max(map(len, runs)) * per_layer),
         is_converted=is_converted,
     )
 
 
 class RankPair(NamedTuple):
-    """Ranks of two nodes: `source` sends and `target` receives `what`."""
+    """Ranks of two nodes: `source` sends and `target` receives `kv_slice`."""
 
     source: int
     target: int
-    what: KvSlice
+    kv_slice: KvSlice
 
 
 def pair_ranks(sender: KvLayout, receiver: KvLayout) -> tuple[RankPair, ...]:
@@ -80,8 +80,8 @@ def pair_ranks(sender: KvLayout, receiver: KvLayout) -> tuple[RankPair, ...]:
     the sender hold the same slice, the first one sends it. The layouts must be compatible."""
     sources = {held: rank for rank, held in reversed(list(enumerate(sender.ranks)))}
     return tuple(
-        RankPair(source, target, what)
+        RankPair(source, target, kv_slice)
         for target, wanted in enumerate(receiver.ranks)
         for held, source in sorted(sources.items(), key=lambda entry: entry[1])
-        if (what := held.overlap(wanted)) is not None
+        if (kv_slice := held.overlap(wanted)) is not None
     )

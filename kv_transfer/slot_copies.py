@@ -15,7 +15,7 @@ from baton_kernels.block_checksum import block_checksums
 from baton_kernels.block_copy import Move, PoolMoves
 from baton_kernels.event_thread import EventThread
 from baton_kernels.fp8_kv.moves import QuantizingMoves
-from kv_transfer.async_operation import DONE, AsyncOperation, CudaEventOperation, Target
+from kv_transfer.async_operation import DONE, AsyncOperation, CudaEventOperation, RemoteSlot
 from kv_transfer.copies import Mark
 from kv_transfer.parts import CHECKSUM_BYTES, MAX_PIECES, Checksums, PartHeader
 from kv_transfer.slices import Rows
@@ -72,7 +72,7 @@ class SlotCopies:
         ids: Sequence[int],
         rows: Rows,
         checksums: Checksums | None,
-        placed: Target | None = None,
+        placed: RemoteSlot | None = None,
     ) -> AsyncOperation:
         """Copy the rows `ids` (of `Rows.of`) to the start of the slot, and their checksums, if wanted, to where
         `checksums` says. placed: the peer's slot to use instead, from `Transport.acquire_remote_slot`."""

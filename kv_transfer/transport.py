@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from kv_transfer.async_operation import DONE, AsyncOperation, Target
+from kv_transfer.async_operation import DONE, AsyncOperation, RemoteSlot
 
 CONNECT_S = 5.0
 
@@ -102,7 +102,7 @@ class Transport(Protocol):
         transport, or different from the one already connected, and when the peer cannot be reached within `timeout_s`.
         """
 
-    def acquire_remote_slot(self, peer: str, tag: int, num_bytes: int) -> Target | None:
+    def acquire_remote_slot(self, peer: str, tag: int, num_bytes: int) -> RemoteSlot | None:
         """The peer's slot for that tag, if it is already granted for `num_bytes` and can be reached. The caller stores
         the message into its first `num_bytes` instead of its own slot, and must call `push` as soon as the stores have
         begun, whatever happens to the peer: the memory is not reused until they are over. None: `push` sends the

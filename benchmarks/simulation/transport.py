@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from benchmarks.simulation.clock import VirtualClock
-from kv_transfer.async_operation import DONE, AsyncOperation, Target
+from kv_transfer.async_operation import DONE, AsyncOperation, RemoteSlot
 from kv_transfer.transport import CONNECT_S, Arrived, Listener, OperationEvent, Sent, TransportEvent
 
 
@@ -69,7 +69,7 @@ class FleetTransport:
     def connect(self, peer: str, address: bytes, timeout_s: float = CONNECT_S) -> None:
         self._links[peer] = address.decode()
 
-    def acquire_remote_slot(self, peer: str, tag: int, num_bytes: int) -> Target | None:
+    def acquire_remote_slot(self, peer: str, tag: int, num_bytes: int) -> RemoteSlot | None:
         return None
 
     def push(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from baton.errors import TransferError
-from kv_transfer.async_operation import DONE, AsyncOperation, Target
+from kv_transfer.async_operation import DONE, AsyncOperation, RemoteSlot
 from kv_transfer.events import EventSource
 from kv_transfer.staging import Staging
 from kv_transfer.transport import (
@@ -201,7 +201,7 @@ class MemoryTransport(EventSource):
                 self._events.forget(peer)
                 self.links[peer] = where
 
-    def acquire_remote_slot(self, peer: str, tag: int, num_bytes: int) -> Target | None:
+    def acquire_remote_slot(self, peer: str, tag: int, num_bytes: int) -> RemoteSlot | None:
         return None
 
     def push(

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from baton.errors import TransferError
-from kv_transfer.async_operation import DONE, AsyncOperation, Target
+from kv_transfer.async_operation import DONE, AsyncOperation, RemoteSlot
 from kv_transfer.events import EventQueue, EventSource
 from kv_transfer.transport import MAX_HEADER_BYTES, TransportEvent
 from kv_transfer.transports.mailbox import Mailbox
@@ -151,7 +151,7 @@ class ThreadedTransport(EventSource):
     def info(self) -> bytes:
         return self._info
 
-    def acquire_remote_slot(self, peer: str, tag: int, num_bytes: int) -> Target | None:
+    def acquire_remote_slot(self, peer: str, tag: int, num_bytes: int) -> RemoteSlot | None:
         return None
 
     def push(

@@ -74,8 +74,8 @@ class Case(NamedTuple):
         if not self.p.groups:
             return part.num_blocks * part.num_bytes
         entries = range(part.first, part.first + part.num_blocks)
-        num_layers = sum(layer in self.layers_of(entry) for entry in entries for layer in range(*part.what[:2]))
-        return num_layers * part.what.num_heads * part.layers[0].head_bytes(self.p.block_size)
+        num_layers = sum(layer in self.layers_of(entry) for entry in entries for layer in range(*part.kv_slice[:2]))
+        return num_layers * part.kv_slice.num_heads * part.layers[0].head_bytes(self.p.block_size)
 
     @property
     def num_blocks(self) -> int:
@@ -302,7 +302,7 @@ class Contents:
         after = [_each(slots, torch.clone) for slots in self._before]
         for part in parts:
             entries = range(part.first, part.first + part.num_blocks)
-            self._copy(self._sent, after, part.target, part.what, entries)
+            self._copy(self._sent, after, part.target, part.kv_slice, entries)
         return self._pools(after)
 
     def d_in_the_end(self, before: list[Bytes]) -> list[Bytes]:
@@ -318,14 +318,14 @@ class Contents:
             self._copy(sent, after, rank, held, range(self.case.num_held, self.case.num_table))
         return self._pools(after)
 
-    def _copy(self, sent: Kv, after: list[Kv], rank: int, what: KvSlice, entries: Iterable[int]) -> None:
+    def _copy(self, sent: Kv, after: list[Kv], rank: int, kv_slice: KvSlice, entries: Iterable[int]) -> None:
         for entry in entries:
             source, target = (table[entry] for table in self._tables)
             for slot, layer in enumerate(own_layers(self.case.layers_of(entry), self.case.d.ranks[rank])):
-                if not what.layer_start <= layer < what.layer_end:
+                if not kv_slice.layer_start <= layer < kv_slice.layer_end:
                     continue
                 for run, of_layer in zip(after[rank][slot], sent[layer], strict=True):
-                    heads = slice(what.head_start, min(what.head_end, run.shape[1]))
+                    heads = slice(kv_slice.head_start, min(kv_slice.head_end, run.shape[1]))
                     run[target, heads] = of_layer[source, heads]
 
     def _pools(self, after: list[Kv]) -> list[Bytes]:
@@ -356,15 +356,17 @@ def carried_by(case: Case, parts: Iterable[tuple[int, int, KvSlice, range]]) -> 
     """The same of parts, given as source, target, slice and blocks."""
     return Counter(
         (source, target, block, *cell)
-        for source, target, what, blocks in parts
-        for cell in _cells(what)
+        for source, target, kv_slice, blocks in parts
+        for cell in _cells(kv_slice)
         for block in blocks
         if cell[0] in case.layers_of(block)
     )
 
 
-def _cells(what: KvSlice) -> Iterable[tuple[int, int]]:
-    return itertools.product(range(what.layer_start, what.layer_end), range(what.head_start, what.head_end))
+def _cells(kv_slice: KvSlice) -> Iterable[tuple[int, int]]:
+    return itertools.product(
+        range(kv_slice.layer_start, kv_slice.layer_end), range(kv_slice.head_start, kv_slice.head_end)
+    )
 
 
 def same_bytes(found: Sequence[Bytes], wanted: Sequence[Bytes]) -> bool:

@@ -33,9 +33,9 @@ def check_sent(case: Case, plan: tuple[PlannedPart, ...], pushed: list[Pushed], 
     for rank, peer, header in pushed:
         part = plan[header.part]
         assert (rank, peer) == (part.source, rank_name(d, part.target))
-        assert (header.what, header.num_blocks, header.checked) == (part.what, part.num_blocks, case.checked)
+        assert (header.kv_slice, header.num_blocks, header.checked) == (part.kv_slice, part.num_blocks, case.checked)
         assert not header.drain
-        found.append((rank, part.target, header.what, range(part.first, part.first + part.num_blocks)))
+        found.append((rank, part.target, header.kv_slice, range(part.first, part.first + part.num_blocks)))
     assert carried_by(case, found) == carried_once(case)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from baton.errors import BatonError
 from baton.layout import KvLayout, LayerKv
-from kv_transfer.async_operation import Target
+from kv_transfer.async_operation import RemoteSlot
 from kv_transfer.parts import slot_bytes_for
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.sender import KvSender
@@ -101,7 +101,7 @@ class Node:
             self.mover = self.transport
         self._role = role
         self._events: list[Any] = []
-        self._placed: Target | None = None
+        self._placed: RemoteSlot | None = None
         self._stores = Stores()
 
     # ---- connections ----

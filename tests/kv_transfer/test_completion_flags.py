@@ -15,7 +15,7 @@ import torch
 
 from baton.errors import TransferError
 from kv_transfer import staging_for
-from kv_transfer.async_operation import Target
+from kv_transfer.async_operation import RemoteSlot
 from kv_transfer.transport import Arrived, Failed, PeerDisconnected, Sent
 from kv_transfer.transports.carriers import ipc
 from kv_transfer.transports.carriers.completion_flags import NO_FLAG, CompletionFlags, HostFlagWriter
@@ -106,7 +106,10 @@ def test_a_peer_whose_memory_cannot_be_mapped_leaves_no_writer_of_its_flags(monk
 def test_nothing_is_announced_behind_the_last_words_of_a_link(is_cut: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         said, heard = Channel(socket.create_connection(server.getsockname())), Channel(server.accept()[0])
-    grant_table, grant = GrantTable(), Grant(SLOT_BYTES, b"", Target(torch.empty(SLOT_BYTES, dtype=torch.uint8)), said)
+    grant_table, grant = (
+        GrantTable(),
+        Grant(SLOT_BYTES, b"", RemoteSlot(torch.empty(SLOT_BYTES, dtype=torch.uint8)), said),
+    )
     grant_table.put("peer", 1, grant)
     target = grant_table.acquire_remote_slot("peer", 1, 10, 0.0)
     assert target is not None

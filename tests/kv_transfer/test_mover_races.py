@@ -32,7 +32,7 @@ class Grant(NamedTuple):
     sender: Side
     lease: int
     blocks: list[int]
-    what: KvSlice
+    kv_slice: KvSlice
 
 
 class World:
@@ -66,20 +66,20 @@ class World:
         receiver.transport.connect(sender.name, sender.transport.info())
         self.serial += 1
         lease, blocks = self.serial, self.rng.sample(range(NUM_BLOCKS), self.rng.randint(1, PART_BLOCKS))
-        what = self.rng.choice(SLICES)
-        if receiver.mover.expect(sender.name, lease, 0, blocks, what):
+        kv_slice = self.rng.choice(SLICES)
+        if receiver.mover.expect(sender.name, lease, 0, blocks, kv_slice):
             receiver.open.add((sender.name, lease, 0))
-            self.grants[lease] = Grant(receiver, sender, lease, blocks, what)
+            self.grants[lease] = Grant(receiver, sender, lease, blocks, kv_slice)
             self.unsent.append(lease)
 
     def send(self) -> None:
         """What was granted, or nothing, or something else."""
         if not self.unsent:
             return
-        receiver, sender, lease, blocks, what = self.grants[self.rng.choice(self.unsent)]
+        receiver, sender, lease, blocks, kv_slice = self.grants[self.rng.choice(self.unsent)]
         way = self.rng.choice(["granted", "granted", "granted", "nothing", "other blocks", "other slice"])
         if way == "other slice":
-            what = self.rng.choice([other for other in SLICES if other != what])
+            kv_slice = self.rng.choice([other for other in SLICES if other != kv_slice])
         num_blocks = len(blocks) if way != "other blocks" else PART_BLOCKS + 1 - len(blocks)
         source = self.rng.sample(range(NUM_BLOCKS), num_blocks)
         values = [self.rng.randint(1, 200) for _ in source]
@@ -89,7 +89,7 @@ class World:
         if way == "nothing":
             sent = sender.mover.drain(receiver.name, lease, 0)
         else:
-            sent = sender.mover.send(receiver.name, lease, 0, source, what, checked)
+            sent = sender.mover.send(receiver.name, lease, 0, source, kv_slice, checked)
         sender.pool[source] = 255  # its blocks serve others at once
         if sent:
             self.content[lease] = values
@@ -112,14 +112,14 @@ class World:
     def foresee(self, transfer: Transfer) -> None:
         """What is to become of it, within its delivery."""
         lease = transfer.push.tag >> PART_BITS
-        receiver, _, _, blocks, what = self.grants[lease]
+        receiver, _, _, blocks, kv_slice = self.grants[lease]
         if transfer.push.header != self.headers.get(lease, transfer.push.header):
             receiver.outcome[lease] = PartRefused
             return
         header = PartHeader.parse(transfer.push.header)
         if header.drain or lease in self.withdrawn:
             receiver.outcome[lease] = PartUnused
-        elif (header.num_blocks, header.what) != (len(blocks), what):
+        elif (header.num_blocks, header.kv_slice) != (len(blocks), kv_slice):
             receiver.outcome[lease] = PartRefused
         elif self.flipped[lease]:
             receiver.outcome[lease] = PartRefused
@@ -127,7 +127,7 @@ class World:
         else:
             receiver.outcome[lease] = PartLanded
             for block, value in zip(blocks, self.content[lease], strict=True):
-                for half in range(what.layer_start, what.layer_end):
+                for half in range(kv_slice.layer_start, kv_slice.layer_end):
                     receiver.halves[block][half] = value
 
     def damage_header(self) -> None:
@@ -159,7 +159,7 @@ class World:
             side.open.remove((event.peer, event.lease, event.part))  # exactly one end for each
             if isinstance(side.mover, KvReceiver):
                 assert type(event) is side.outcome.pop(event.lease, PartFailed)
-                num_bytes = len(self.grants[event.lease].blocks) * HALF * self.grants[event.lease].what.num_layers
+                num_bytes = len(self.grants[event.lease].blocks) * HALF * self.grants[event.lease].kv_slice.num_layers
                 assert not isinstance(event, PartLanded) or event.num_bytes == num_bytes
 
     def disconnect(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from baton.errors import TransferError
 from baton.layout import KvSlice
 from baton_kernels.block_copy import Move
-from kv_transfer.async_operation import AsyncOperation, Target
+from kv_transfer.async_operation import AsyncOperation, RemoteSlot
 from kv_transfer.parts import PartHeader
 from kv_transfer.receiver import PartLanded, PartRefused, PartUnused
 from kv_transfer.sender import KvSender
@@ -113,7 +113,9 @@ class Device:
         self.said: list[str] = []
         self.error = ""
         memory = torch.zeros(sender.part_blocks * BLOCK_BYTES, dtype=torch.uint8)
-        self._target = Target(memory, announce=lambda header: self.said.append(f"say {PartHeader.parse(header).part}"))
+        self._target = RemoteSlot(
+            memory, announce=lambda header: self.said.append(f"say {PartHeader.parse(header).part}")
+        )
         monkeypatch.setattr(sender._copies, "gather", self._gather)
         monkeypatch.setattr(sender.transport, "acquire_remote_slot", lambda *_: self._target)
         monkeypatch.setattr(sender.transport, "push", self._push)

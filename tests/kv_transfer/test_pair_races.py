@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kv_transfer import create, staging_for
-from kv_transfer.async_operation import Target
+from kv_transfer.async_operation import RemoteSlot
 from kv_transfer.transport import Arrived, PeerDisconnected
 from kv_transfer.transports.pair.transport import PairTransport
 from tests.kv_transfer.ordered import ordered_carrier
@@ -28,7 +28,7 @@ class Side:
         self.name = name
         self.staging = staging_for(kind, 4, SLOT_BYTES, "cpu")
         self.lent: dict[int, int] = {}
-        self.unfinished: list[tuple[str, int, int, Target]] = []
+        self.unfinished: list[tuple[str, int, int, RemoteSlot]] = []
         self.counts = counts
         self.transport: Any
         if kind == "ordered":

@@ -36,7 +36,7 @@ headers = st.builds(
     lease=leases,
     part=parts,
     num_blocks=st.integers(0, 2**32 - 1),
-    what=st.builds(KvSlice, *[st.integers(0, 2**16 - 1)] * 4),
+    kv_slice=st.builds(KvSlice, *[st.integers(0, 2**16 - 1)] * 4),
     num_pieces=st.integers(0, MAX_PIECES),
     piece_bytes=st.integers(1, 2**29 - 1).map(lambda words: 8 * words),  # so that they can have checksums
     layout_digest=st.binary(min_size=16, max_size=16),
@@ -106,7 +106,7 @@ def test_pieces_that_cannot_have_checksums_are_refused(num_pieces: int, piece_by
         {"lease": 8},
         {"part": 4},
         {"num_blocks": 1},
-        {"what": LAYOUT.whole},
+        {"kv_slice": LAYOUT.whole},
         {"num_pieces": 2, "piece_bytes": 512},
         {"drain": True},
     ],
@@ -116,7 +116,7 @@ def test_only_exactly_the_expected_part_is_taken(changes: dict[str, Any]) -> Non
         "lease": 7,
         "part": 3,
         "num_blocks": 2,
-        "what": LAYER,
+        "kv_slice": LAYER,
         "num_pieces": 4,
         "piece_bytes": 1024,
     }
@@ -174,15 +174,15 @@ def test_the_parts_of_a_plan_bring_each_rank_all_that_it_holds_once_and_fit_slot
     for number, part in enumerate(planner.plan(first, end, grouped_from, num_groups)):
         ranks = part.source, part.target
         assert planner.pair_of(number)[:2] == ranks
-        assert part.num_bytes == ends[0].num_bytes(part.what)
-        assert part.end_layer == part.what.layer_end
+        assert part.num_bytes == ends[0].num_bytes(part.kv_slice)
+        assert part.end_layer == part.kv_slice.layer_end
         for layout, rank, most in zip(ends, ranks, part_blocks, strict=True):
-            assert part.what.overlap(layout.ranks[rank]) == part.what
+            assert part.kv_slice.overlap(layout.ranks[rank]) == part.kv_slice
             assert 0 < part.num_blocks * part.num_bytes <= most * layout.num_bytes(layout.ranks[rank])
         for block, layer, head in itertools.product(
             range(part.first, part.first + part.num_blocks),
-            range(part.what.layer_start, part.what.layer_end),
-            range(part.what.head_start, part.what.head_end),
+            range(part.kv_slice.layer_start, part.kv_slice.layer_end),
+            range(part.kv_slice.head_start, part.kv_slice.head_end),
         ):
             carried[block, layer, head, part.target] += 1
         if part.first >= grouped_from and num_groups > 1:
@@ -200,7 +200,7 @@ def test_the_parts_of_a_plan_bring_each_rank_all_that_it_holds_once_and_fit_slot
 @pytest.mark.parametrize("num_groups", [1, 3])
 def test_one_rank_has_a_part_for_as_many_blocks_as_fit(num_groups: int) -> None:
     layout = KvLayout((LayerKv(4, 3, 3, "float32"),) * 6, 2, "f")
-    found = [(part.first, part.num_blocks, part.what[:2]) for part in plan(layout, 2, 0, 7, 3, num_groups)]
+    found = [(part.first, part.num_blocks, part.kv_slice[:2]) for part in plan(layout, 2, 0, 7, 3, num_groups)]
     whole = [(0, 2, (0, 6)), (2, 1, (0, 6))]
     if num_groups == 1:
         assert found == [(0, 2, (0, 6)), (2, 2, (0, 6)), (4, 2, (0, 6)), (6, 1, (0, 6))]

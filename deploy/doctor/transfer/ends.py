@@ -173,7 +173,7 @@ class _Sends:
 
     def _send(self, number: int, part: PlannedPart) -> bool:
         blocks = self.blocks[part.first : part.first + part.num_blocks]
-        return bool(self._end.mover.send("receiver", self._lease, number, blocks, part.what))
+        return bool(self._end.mover.send("receiver", self._lease, number, blocks, part.kv_slice))
 
 
 def _timed(run: Callable[[], float]) -> list[float]:
@@ -260,7 +260,7 @@ def _take(end: End, control: Control, lease: int, blocks: list[int]) -> None:
 
         def is_expected(number: int = number, part: PlannedPart = part, named: list[int] = named) -> bool:
             is_last = number + 1 == len(end.parts)
-            return bool(end.mover.expect("sender", lease, number, named, part.what, granted, is_last))
+            return bool(end.mover.expect("sender", lease, number, named, part.kv_slice, granted, is_last))
 
         end.until(is_expected, control.deadline)
     control.say(expected=True)

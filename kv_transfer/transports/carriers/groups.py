@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import (
 )  # torch.distributed does not declare these as exported
 
 from baton.errors import TransferError
-from kv_transfer.async_operation import AsyncOperation, Target
+from kv_transfer.async_operation import AsyncOperation, RemoteSlot
 from kv_transfer.transports.host import LOOPBACK, listen_on
 from kv_transfer.transports.pair.carrier import Note
 
@@ -219,7 +219,7 @@ class GroupSending:
             self._lane.join(lambda: PrefixStore(prefix, self._store), _SENDER)
         return self._lane.submit(memory[:num_bytes])
 
-    def reach(self, place: bytes, num_bytes: int, tag: int) -> Target | None:
+    def reach(self, place: bytes, num_bytes: int, tag: int) -> RemoteSlot | None:
         return None
 
     def abort(self) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from baton.cluster_secret import ClusterSecret
 from baton.errors import TransferError
-from kv_transfer.async_operation import DONE, AsyncOperation, Target, no_signal
+from kv_transfer.async_operation import DONE, AsyncOperation, RemoteSlot, no_signal
 from kv_transfer.staging import Staging
 from kv_transfer.transport import CONNECT_S, MAX_HEADER_BYTES
 from kv_transfer.transports.carriers.completion_flags import (
@@ -81,7 +81,7 @@ class IpcTransport(PairTransport):
             raise TransferError(f"ipc is for nodes of one host, which {peer} is not on")
         super().connect(peer, address, timeout_s)
 
-    def acquire_remote_slot(self, peer: str, tag: int, num_bytes: int) -> Target | None:
+    def acquire_remote_slot(self, peer: str, tag: int, num_bytes: int) -> RemoteSlot | None:
         return self._pair.acquire_remote_slot(peer, tag, num_bytes)
 
     def push(
@@ -192,7 +192,7 @@ class IpcSending:
         self._copies.append(copy)
         return copy
 
-    def reach(self, place: bytes, num_bytes: int, tag: int) -> Target:
+    def reach(self, place: bytes, num_bytes: int, tag: int) -> RemoteSlot:
         at = _read_place(place)
         flag, flag_writer = at.flag, self._flag_writer(at.flags)
         if flag_writer is not None and flag >= flag_writer.num_flags:
@@ -200,7 +200,7 @@ class IpcSending:
         signal = (
             no_signal if flag_writer is None or flag == NO_FLAG else partial(flag_writer.signal, flag, number_of(tag))
         )
-        return Target(self._slot(place, num_bytes), signal)
+        return RemoteSlot(self._slot(place, num_bytes), signal)
 
     def map(self, place: bytes) -> None:
         """Map the region and the flags of a peer's slot. Raises TransferError."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from baton.errors import TransferError
 from kv_transfer import NIXL_PACKAGES
-from kv_transfer.async_operation import AsyncOperation, Target
+from kv_transfer.async_operation import AsyncOperation, RemoteSlot
 from kv_transfer.transports.host import net_devices
 from kv_transfer.transports.pair.carrier import Note, OneSidedReceiving
 
@@ -120,7 +120,7 @@ class NixlSending:
         except Exception as error:  # noqa: BLE001 - NIXL's errors have no other common class
             raise TransferError(f"NIXL cannot write: {_text(error)}") from None
 
-    def reach(self, place: bytes, num_bytes: int, tag: int) -> Target | None:
+    def reach(self, place: bytes, num_bytes: int, tag: int) -> RemoteSlot | None:
         return None
 
     def abort(self) -> None:

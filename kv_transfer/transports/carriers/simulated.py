@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kv_transfer.async_operation import AsyncOperation, Target
+from kv_transfer.async_operation import AsyncOperation, RemoteSlot
 from kv_transfer.transports.pair.carrier import Note, OneSidedReceiving
 
 
@@ -70,7 +70,7 @@ class SimulatedSending:
     def send(self, memory: Any, num_bytes: int, place: bytes) -> AsyncOperation:
         return self._carrier.transfer(num_bytes)
 
-    def reach(self, place: bytes, num_bytes: int, tag: int) -> Target | None:
+    def reach(self, place: bytes, num_bytes: int, tag: int) -> RemoteSlot | None:
         return None
 
     def abort(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from baton.errors import TransferError
-from kv_transfer.async_operation import AsyncOperation, Target
+from kv_transfer.async_operation import AsyncOperation, RemoteSlot
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +25,7 @@ class Sending(Protocol):
         """Start to move the first bytes of a slot's memory, [slot_bytes], uint8, to `place`, which the other end
         exported. Raises TransferError: nothing was started."""
 
-    def reach(self, place: bytes, num_bytes: int, tag: int) -> Target | None:
+    def reach(self, place: bytes, num_bytes: int, tag: int) -> RemoteSlot | None:
         """The first bytes of the peer's slot, granted for that tag, if kernels of this process can store to it. Raises
         TransferError."""
 

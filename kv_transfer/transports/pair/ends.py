@@ -9,7 +9,7 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from kv_transfer.async_operation import DONE, AsyncOperation, Target
+from kv_transfer.async_operation import DONE, AsyncOperation, RemoteSlot
 from kv_transfer.transports.pair.address import PairAddress
 from kv_transfer.transports.pair.carrier import Receiving, Sending
 from kv_transfer.transports.pair.channel import Channel
@@ -54,7 +54,7 @@ class Grant:
 
     num_bytes: int
     place: bytes
-    target: Target | None
+    target: RemoteSlot | None
     channel: Channel
     placed: bool = False
     announced: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from functools import partial
 
-from kv_transfer.async_operation import AsyncOperation, Target
+from kv_transfer.async_operation import AsyncOperation, RemoteSlot
 from kv_transfer.transports.pair.channel import Kind
 from kv_transfer.transports.pair.ends import Grant
 
@@ -26,7 +26,7 @@ class GrantTable:
 
     # ---- any thread ----
 
-    def acquire_remote_slot(self, peer: str, tag: int, num_bytes: int, wait_s: float) -> Target | None:
+    def acquire_remote_slot(self, peer: str, tag: int, num_bytes: int, wait_s: float) -> RemoteSlot | None:
         """The granted slot, now the caller's alone to store its first `num_bytes`. None: it is not granted within
         `wait_s`, is too small, or cannot be reached."""
         key = peer, tag
@@ -38,7 +38,7 @@ class GrantTable:
                 return None
             del self._grants[key]
             grant.placed = True
-            return Target(
+            return RemoteSlot(
                 grant.target.memory, grant.target.signal, partial(self._announce, peer, tag, grant, num_bytes)
             )
 

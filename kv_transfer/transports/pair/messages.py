@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from baton.errors import TransferError
-from kv_transfer.async_operation import AsyncOperation, Target
+from kv_transfer.async_operation import AsyncOperation, RemoteSlot
 from kv_transfer.slots import Slots
 from kv_transfer.transport import MAX_HEADER_BYTES, Arrived, Failed, Sent, TransportEvent
 from kv_transfer.transports.mailbox import Mailbox
@@ -38,7 +38,7 @@ class Messages:
 
     # ---- any thread ----
 
-    def acquire_remote_slot(self, peer: str, tag: int, num_bytes: int) -> Target | None:
+    def acquire_remote_slot(self, peer: str, tag: int, num_bytes: int) -> RemoteSlot | None:
         """As for a transport. Waits briefly for the grant, since the credit may arrive before it."""
         return self._grant_table.acquire_remote_slot(peer, tag, num_bytes, _GRANT_S)
 

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 
 from baton.cluster_secret import ClusterSecret
 from baton.errors import TransferError
-from kv_transfer.async_operation import DONE, AsyncOperation, Target
+from kv_transfer.async_operation import DONE, AsyncOperation, RemoteSlot
 from kv_transfer.events import EventQueue
 from kv_transfer.slots import Slots
 from kv_transfer.transports.pair.address import PairAddress
@@ -51,7 +51,7 @@ class PairThread(TransportThread):
 
     # ---- from any thread ----
 
-    def acquire_remote_slot(self, peer: str, tag: int, num_bytes: int) -> Target | None:
+    def acquire_remote_slot(self, peer: str, tag: int, num_bytes: int) -> RemoteSlot | None:
         """As for a transport."""
         return self._messages.acquire_remote_slot(peer, tag, num_bytes) if self._links.is_open(peer) else None
 

@@ -11,7 +11,7 @@ sends in an order that both ends keep.
 
 If the carrier can reach the peer's memory, the mover may store the bytes there itself after GRANT
 (`acquire_remote_slot`): the stores are passed to `push`, BEGIN is sent at once, and END when the stores are over. The
-last store may set a completion flag (`Target.signal`): after BEGIN and the flag all bytes are there, and END is
+last store may set a completion flag (`RemoteSlot.signal`): after BEGIN and the flag all bytes are there, and END is
 redundant.
 
 Control messages go over TCP, on one connection per direction, dialled by the pusher. A connection belongs to one
