@@ -11,6 +11,9 @@ from baton_llm.sampling_params import SamplingParams
 from router.answer import Delta
 from router.generation_request import GenerationRequest
 
+CLOSED = "the LLM is closed"
+"""The error of requests that `LLM.close` ends."""
+
 
 class Backend(Protocol):
     """The coroutines run on one event loop; `close` runs on another thread.

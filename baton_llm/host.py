@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from baton.errors import BatonError, NodeUnavailable, RequestCancelled
-from baton_llm.backend import Backend
+from baton_llm.backend import CLOSED, Backend
 from baton_llm.background import STOP_S, Background
 from baton_llm.outputs import Collector, RequestOutput
 from baton_llm.prompts import Asked, Encoded, Salted
@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 DEFAULT_MODEL = "baton-tiny"
-CLOSED = "the LLM is closed"
 FORKED = "an LLM works only in the process that made it, not in a fork of it, which has none of its threads"
 
 

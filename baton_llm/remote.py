@@ -33,7 +33,7 @@ from baton.node_info import GenerationDefaults
 from baton.prompt_logprobs import PromptLogprobs
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
-from baton_llm.host import CLOSED
+from baton_llm.backend import CLOSED
 from baton_llm.prompts import Chat, Encoded, Input
 from baton_llm.sampling_params import SamplingParams
 from router.answer import Delta

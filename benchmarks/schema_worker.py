@@ -20,7 +20,7 @@ from llguidance import LLTokenizer
 
 from baton.errors import InvalidRequest
 from baton.structured_output import StructuredKind, StructuredOutput
-from node.structured_output.grammars import Backend, GrammarState
+from node.structured_output.grammar_state import Backend, GrammarState
 
 START_S = 120.0
 WALK_S = 30.0

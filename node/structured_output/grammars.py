@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from time import thread_time
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from baton.structured_output import COMPILE_STACK_BYTES, StructuredBackend, StructuredOutput
+from node.structured_output.grammar_state import Backend, GrammarState
 
 T = TypeVar("T")
 
@@ -27,11 +28,6 @@ _NUM_KEPT = 256
 """Compiled grammars that are kept for the next request with the same one."""
 _BYTES_KEPT = 512 * 2**20
 """The total of these, as far as their sizes are known."""
-NO_TOKEN_LEFT = (
-    "no token that may come next can be chosen: allowed_token_ids, min_tokens and logits_processors forbid tokens, "
-    "and a text that must come cannot have that of a special token"
-)
-"""The error of a state that gets a token which it does not accept: one is chosen even if all of them are forbidden."""
 
 _MAX_DEBT_S = 2.0
 _TOKEN_S = 0.005
@@ -39,41 +35,6 @@ _TOKEN_S = 0.005
 each token. Of 1,000 schemas the worst came to 20 ms beyond that (llguidance); of `s: s s s | "a" | "b" | ""` the 100th
 token takes 30 ms and the 200th 200 ms."""
 TOO_SLOW = "it takes too long to find the tokens that may come next, which ambiguous grammars are known for"
-
-
-class GrammarState(Protocol):
-    """Where an output stands in its grammar. Belongs to one thread at a time."""
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of the compiled grammar, which all its states share, as far as it is known: it may grow."""
-
-    @property
-    def error(self) -> str | None:
-        """Why no token can follow."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether nothing but EOS may follow. Of use only without an error."""
-
-    def accept(self, tokens: list[int]) -> None:
-        """The next tokens of the output."""
-
-    def forced(self) -> list[int]:
-        """The tokens that must come next: at each of them the mask leaves no other."""
-
-    def copy(self) -> GrammarState:
-        """Another one in the same state."""
-
-    def fill(self, mask: NDArray[np.int32]) -> None:
-        """See `TokenMatcher.fill`."""
-
-
-class Backend(Protocol):
-    """Compiles for one tokenizer."""
-
-    def compile(self, structured: StructuredOutput) -> GrammarState:
-        """The initial state. Raises ValueError or InvalidRequest, readable for clients. On any thread."""
 
 
 class Grammars:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from baton.guidance import LIMITS, guidance_grammar
 from baton.structured_output import StructuredOutput
-from node.structured_output.grammars import NO_TOKEN_LEFT
+from node.structured_output.grammar_state import NO_TOKEN_LEFT
 
 _NOT_VERBOSE = "\n<non-verbose/>"
 """Ends what the library says of an error, where it would go on with its inner state."""
@@ -22,7 +22,7 @@ _FORCED_TOKEN_BYTES = 1600
 
 
 class GuidanceBackend:
-    """Implements `node.structured_output.grammars.Backend`."""
+    """Implements `node.structured_output.grammar_state.Backend`."""
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: list[int]) -> None:
         """Takes a second for a large vocabulary."""
@@ -56,7 +56,7 @@ def _drop_tokens_from(vocab_size: int, tokenizer: dict[str, Any]) -> bool:
 
 
 class GuidanceState:
-    """Implements `node.structured_output.grammars.GrammarState`."""
+    """Implements `node.structured_output.grammar_state.GrammarState`."""
 
     def __init__(self, matcher: LLMatcher, no_token_left: bool = False, longest_run: list[int] | None = None) -> None:
         """longest_run: the number of tokens in the longest run that was forced, which all states of a grammar share."""

@@ -8,11 +8,11 @@ from xgrammar import CompiledGrammar, GrammarMatcher
 
 from baton.structured_output import StructuredOutput
 from baton.xgrammar_compiler import XgrammarCompiler
-from node.structured_output.grammars import NO_TOKEN_LEFT
+from node.structured_output.grammar_state import NO_TOKEN_LEFT
 
 
 class XgrammarBackend:
-    """Implements `node.structured_output.grammars.Backend`."""
+    """Implements `node.structured_output.grammar_state.Backend`."""
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: list[int]) -> None:
         """Takes a second for a large vocabulary."""
@@ -28,7 +28,7 @@ class XgrammarBackend:
 
 
 class XgrammarState:
-    """Implements `node.structured_output.grammars.GrammarState`. no_ends: a mask of all tokens but EOS."""
+    """Implements `node.structured_output.grammar_state.GrammarState`. no_ends: a mask of all tokens but EOS."""
 
     def __init__(
         self,

@@ -24,7 +24,8 @@ from baton.structured_output import (
     StructuredOutput,
 )
 from node.structured_output import grammars
-from node.structured_output.grammars import NO_TOKEN_LEFT, GrammarMatcher, Grammars, GrammarState
+from node.structured_output.grammar_state import NO_TOKEN_LEFT, GrammarState
+from node.structured_output.grammars import GrammarMatcher, Grammars
 
 CHECKPOINT = Path(__file__).parents[2] / "engine" / "checkpoints" / "baton-tiny"
 VOCAB_SIZE = 4096

@@ -17,7 +17,8 @@ from baton.structured_output import StructuredKind, StructuredOutput
 from kv_transfer.parts import PartHeader, tag_of
 from kv_transfer.staging import SlotOwner
 from node.events import Draining, FromPeer, FromRouter, PeerClosed, SessionLost
-from node.structured_output.grammars import GrammarMatcher, Grammars, GrammarState
+from node.structured_output.grammar_state import GrammarState
+from node.structured_output.grammars import GrammarMatcher, Grammars
 from node.structured_output.matchers import Matchers
 from tests.protocol.fake_model import NUM_LAYERS, next_token
 from tests.protocol.network import EPOCH
