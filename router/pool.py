@@ -6,37 +6,24 @@ import itertools
 from collections.abc import Mapping, Sequence
 from random import Random
 
-from baton.errors import BatonError, InvalidRequest, LayoutMismatch, NodeUnavailable
+from baton.errors import BatonError, InvalidRequest, NodeUnavailable
 from baton.messages import Load
 from baton.node_info import NodeInfo, NodeRole
 from router.circuit_breakers import CircuitBreakers, Pair
+from router.compatibility import Compatibility
 from router.placement import Placement
 from router.policies import Candidate, Options, Policy
 from router.policies.contained import contained
 from router.policies.least_loaded import LeastLoaded
 from router.rates import PrefillTime
 from router.routed_node import Node, Place, least_blocks, num_blocks
-from router.versions import ModelVersion, difference, shares
+from router.versions import ModelVersion, shares
 
 _NONE_HELD: Mapping[str, int] = {}
 
 
 class TooLargeForNow(NodeUnavailable):
     """The decode nodes that could hold the request are away."""
-
-
-def mismatch(prefill: NodeInfo, decode: NodeInfo) -> str | None:
-    """Why the two cannot exchange blocks. None: they can."""
-    try:
-        prefill.layout.require_compatible(decode.layout, decode.node_id)
-    except LayoutMismatch as error:
-        return f"LayoutMismatch {error.message}"
-    if reason := difference(prefill, decode):
-        return reason
-    spoken, understood = ([e.transport for e in info.endpoints] for info in (prefill, decode))
-    if spoken and understood and not set(spoken) & set(understood):
-        return f"transport {', '.join(spoken)} of {prefill.node_id} != {', '.join(understood)} of {decode.node_id}"
-    return None
 
 
 class Pool:
@@ -51,8 +38,7 @@ class Pool:
         self._draw = draw or Random()
         self.with_prefill = with_prefill
         self._nodes: dict[str, Node] = {}
-        self._misfits: dict[Pair, str | None] = {}  # of each prefill node and each decode node
-        self._moves: dict[Pair, str | None] = {}  # of decode nodes, as far as they were asked for
+        self._compatibility = Compatibility()
         self._prefill_time = PrefillTime()  # of all: what is expected of a new one
         self._num_placed = 0
         self._num_placed_on = dict[str, int]()  # on nodes of each version, by its id
@@ -66,15 +52,11 @@ class Pool:
         else:
             empty = Load(num_blocks_free=info.num_blocks, num_blocks_total=info.num_blocks)
             self._nodes[info.incarnation] = Node(info, empty, prefill_time=PrefillTime(self._prefill_time))
-        self._forget_pairs(info.incarnation)
-        for other in self.infos():
-            if other.role is not info.role:
-                prefill, decode = (info, other) if info.role is NodeRole.PREFILL else (other, info)
-                self._misfits[prefill.incarnation, decode.incarnation] = mismatch(prefill, decode)
+        self._compatibility.add(info, self.infos())
 
     def remove(self, incarnation: str) -> Node | None:
         self.pair_breakers.forget(lambda pair: incarnation in pair)
-        self._forget_pairs(incarnation)
+        self._compatibility.forget(incarnation)
         return self._nodes.pop(incarnation, None)
 
     def get(self, incarnation: str) -> Node | None:
@@ -98,7 +80,7 @@ class Pool:
 
     def mismatched_pairs(self) -> list[tuple[NodeInfo, NodeInfo, str]]:
         """The prefill and decode nodes that are never paired, and why."""
-        every = [(self._nodes[p].info, self._nodes[d].info, why) for (p, d), why in self._misfits.items()]
+        every = [(self._nodes[p].info, self._nodes[d].info, why) for (p, d), why in self._compatibility.misfits.items()]
         return [(prefill, decode, why) for prefill, decode, why in every if why is not None]
 
     def without_partner(self) -> set[str]:
@@ -110,7 +92,7 @@ class Pool:
             found.update(node.info.incarnation for node in prefills if has_decodes)
             found.update(node.info.incarnation for node in decodes if prefills)
             for pair in itertools.starmap(_key, itertools.product(prefills, decodes)):
-                if self._misfits[pair] is None:
+                if self._compatibility.misfits[pair] is None:
                     found.difference_update(pair)
         return found
 
@@ -139,19 +121,6 @@ class Pool:
                 group = groups.setdefault(node.version, ([], []))
                 group[node.info.role is NodeRole.DECODE].append(node)
         return groups
-
-    def _forget_pairs(self, incarnation: str) -> None:
-        """Pairs are compared once per change of one of their nodes, and not per request: layouts have many layers."""
-        for known in (self._misfits, self._moves):
-            for pair in [pair for pair in known if incarnation in pair]:
-                del known[pair]
-
-    def _can_move(self, source: NodeInfo, target: NodeInfo) -> bool:
-        """Whether the one decode node can hand running requests over to the other."""
-        pair = source.incarnation, target.incarnation
-        if pair not in self._moves:
-            self._moves[pair] = mismatch(source, target)
-        return self._moves[pair] is None
 
     # ---- where to ----
 
@@ -263,7 +232,7 @@ class Pool:
         return Options(first, second if paired else [], fits, alone, turn, num_tokens)
 
     def _works(self, pair: Pair, now: float) -> bool:
-        return self._misfits[pair] is None and not self.pair_breakers.is_out(pair, now)
+        return self._compatibility.misfits[pair] is None and not self.pair_breakers.is_out(pair, now)
 
     # ---- what it was given ----
 
@@ -323,7 +292,7 @@ class Pool:
             for node in self.role(NodeRole.DECODE, source.version)
             if node is not source
             and not self._node_breakers.is_out(node.place, now)
-            and self._can_move(source.info, node.info)
+            and self._compatibility.can_move(source.info, node.info)
         ]
 
     def will_decode(self, incarnation: str, num_tokens: int) -> None:
@@ -390,14 +359,14 @@ class Pool:
         """Why these nodes, of one version, answer no request."""
         if not decodes:
             return "no prefill node and no decode node" if self.with_prefill and not prefills else "no decode node"
-        if not prefills or any(self._misfits[_key(p, d)] is None for p in prefills for d in decodes):
+        if not prefills or any(self._compatibility.misfits[_key(p, d)] is None for p in prefills for d in decodes):
             return None
-        return f"no decode node: {self._misfits[_key(prefills[0], decodes[0])]}"
+        return f"no decode node: {self._compatibility.misfits[_key(prefills[0], decodes[0])]}"
 
     def _why_apart(self, prefills: list[Node]) -> str:
         """Why the first of them goes with none of the decode nodes that there are, to be appended."""
         decodes = self.role(NodeRole.DECODE)
-        return f" ({self._misfits[_key(prefills[0], decodes[0])]})" if prefills and decodes else ""
+        return f" ({self._compatibility.misfits[_key(prefills[0], decodes[0])]})" if prefills and decodes else ""
 
     def why_degraded(self, now: float) -> str | None:
         """Why requests are not answered as intended: decode nodes compute prompts, or certain nodes fail, or
@@ -415,7 +384,7 @@ class Pool:
                     reasons.append(f"{node.info.node_id} is avoided for a while, since it fails: {reason}")
             for pair in itertools.product(prefills, decodes):
                 key = _key(*pair)
-                if reason := self._misfits[key] or self.pair_breakers.why_out(key, now):
+                if reason := self._compatibility.misfits[key] or self.pair_breakers.why_out(key, now):
                     reasons.append(f"{pair[0].info.node_id} and {pair[1].info.node_id} do not work together: {reason}")
         return "; ".join(reasons) or None
 

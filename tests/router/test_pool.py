@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from baton.node_info import NodeInfo, NodeRole
-from router import pool as router_pool
+from router import compatibility
 from router.pool import Pool
 from tests.router.rig import info
 
@@ -63,13 +63,13 @@ def test_an_old_prefill_node_has_no_partner_once_all_decode_nodes_are_new() -> N
 def test_each_pair_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layouts of many layers take time, in which a router does nothing else."""
     compared: list[tuple[str, str]] = []
-    mismatch = router_pool.mismatch
+    mismatch = compatibility.mismatch
 
     def noted(prefill: NodeInfo, decode: NodeInfo) -> str | None:
         compared.append((prefill.node_id, decode.node_id))
         return mismatch(prefill, decode)
 
-    monkeypatch.setattr(router_pool, "mismatch", noted)
+    monkeypatch.setattr(compatibility, "mismatch", noted)
     pool = Pool()
     for number in range(4):
         pool.add(info(f"p{number}", NodeRole.PREFILL))
