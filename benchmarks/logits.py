@@ -25,8 +25,9 @@ from baton_kernels.paged_attention import PagedBatch
 from benchmarks.logits_models import FAMILIES, MAX_MODEL_LEN, VOCAB_SIZE, make
 from benchmarks.tables import Table
 from engine.model import fast
-from engine.model.attention import IMPLEMENTATION, attach, probe
+from engine.model.attention import IMPLEMENTATION, attach
 from engine.model.kv_pool import KvPool
+from engine.model.probe import probe
 
 BLOCK_SIZE = 16
 LENGTHS = (100, 40, 73)

@@ -15,7 +15,7 @@ from baton_kernels.paged_attention import warm_up
 from baton_kernels.step_inputs import update_block_tables
 from engine.config import EngineConfig
 from engine.model import batch
-from engine.model.attention import Probe, attach
+from engine.model.attention import attach
 from engine.model.batch import BatchSize, DeviceState, ModelInputs
 from engine.model.experts import expert_blocks
 from engine.model.extensions import BatchExtension
@@ -27,6 +27,7 @@ from engine.model.parallel.expert_placement import Placement
 from engine.model.parallel.expert_slots import expert_slots
 from engine.model.parallel.pipeline import ONE_STAGE, Pipeline
 from engine.model.parallel.stages import received_by
+from engine.model.probe import Probe
 from engine.model.prompt_logprobs import HiddenStates
 from engine.model.rank_step import ALL_TOKENS, EAGER, RankStep
 from engine.model.upload import upload

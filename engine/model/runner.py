@@ -19,7 +19,6 @@ from baton.prompt_logprobs import PromptLogprobs
 from baton_kernels.event_thread import EventThread
 from engine.config import EngineConfig
 from engine.model import batch, prompt_logprobs
-from engine.model.attention import Probe, probe
 from engine.model.batch import BatchSize
 from engine.model.choices import Sampled
 from engine.model.extensions import BatchExtension
@@ -31,6 +30,7 @@ from engine.model.parallel.data_parallel import NO_WAVES, ONE_NODE, DataParallel
 from engine.model.parallel.eplb import Eplb
 from engine.model.parallel.others import NO_OTHERS, OtherRanks
 from engine.model.parallel.pipeline import ONE_STAGE, Pipeline
+from engine.model.probe import Probe, probe
 from engine.model.prompt_logprobs import Scored, ScoredPiece
 from engine.model.rank import RankModel, Score
 from engine.model.rank_step import ALL_TOKENS, EAGER, Int32Array, RankStep

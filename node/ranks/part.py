@@ -20,7 +20,6 @@ from baton.kv_groups import group_layers
 from baton.layout import QUANTIZED_TOKENS, KvLayout, LayerKv, as_quantized, num_blocks_for
 from engine.config import EngineConfig
 from engine.model import fast
-from engine.model.attention import Probe, probe
 from engine.model.graphs import step_padding
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
@@ -28,6 +27,7 @@ from engine.model.memory import out_of_memory
 from engine.model.parallel.data_parallel import ONE_NODE, DataParallel
 from engine.model.parallel.part import RankPart
 from engine.model.parallel.pipeline import Pipeline
+from engine.model.probe import Probe, probe
 from node.ranks import pool_size
 from node.settings import GIB, NodeSettings
 

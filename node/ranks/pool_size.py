@@ -5,10 +5,10 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
-from engine.model.attention import Probe
 from engine.model.graphs import decode_capture_sizes, num_logits_rows
 from engine.model.memory import ProfiledMemory, kv_pool_bytes, num_kv_blocks, out_of_memory, profile
 from engine.model.parallel.pipeline import ONE_STAGE, Pipeline, ProfilingPipeline
+from engine.model.probe import Probe
 from engine.model.runner import TorchModelRunner
 from engine.model.warm_up import largest_steps, profile_config
 from node.settings import GIB, NodeSettings

@@ -8,10 +8,11 @@ from transformers import PreTrainedModel
 
 from benchmarks.logits_models import MAX_MODEL_LEN, make
 from engine.model import fast
-from engine.model.attention import IMPLEMENTATION, Probe, probe
+from engine.model.attention import IMPLEMENTATION
 from engine.model.fast.forwards import logits_as_served
 from engine.model.fast.tally import FusedReport
 from engine.model.fast.target import Target
+from engine.model.probe import Probe, probe
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from baton.kv_groups import group_layers
 from engine.config import EngineConfig
 from engine.model import fast
-from engine.model.attention import Probe, probe
 from engine.model.fast import FusedReport
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
@@ -28,6 +27,7 @@ from engine.model.parallel.group import GlooRanks, RankGroup
 from engine.model.parallel.others import NO_OTHERS, OtherRanks, RemoteRanks, serve
 from engine.model.parallel.part import RankPart
 from engine.model.parallel.pipeline import ONE_STAGE, Pipeline
+from engine.model.probe import Probe, probe
 from engine.model.rank import RankModel
 from engine.model.rank_step import Int32Array
 from engine.model.runner import TorchModelRunner

@@ -14,13 +14,13 @@ from baton_kernels.packed_linear import can_pack_int4, can_pack_int8
 from benchmarks.engine_cpu_baton import EngineRunner
 from engine.checkpoint import EMBEDDED
 from engine.model import fast
-from engine.model.attention import Probe, probe
 from engine.model.fast import packing
 from engine.model.fast.forwards import logits_as_served
 from engine.model.fast.target import Target
 from engine.model.linear_method import UnquantizedLinear, method_of
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
+from engine.model.probe import Probe, probe
 from engine.model.quantization.linear import LinearOfFourBits, QuantizedLinear
 from tools.quantize import write
 from tools.tiny.training.evaluate import heldout, prompt_ids

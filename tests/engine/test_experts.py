@@ -13,7 +13,7 @@ from torch import nn
 from baton_kernels.experts import reference
 from benchmarks.logits_models import MAX_MODEL_LEN, make
 from engine.model import fast
-from engine.model.attention import IMPLEMENTATION, attach, probe, row_slot_mapping_of
+from engine.model.attention import IMPLEMENTATION, attach, row_slot_mapping_of
 from engine.model.experts import NAMES, _store_by_rows, expert_modules, forward_of, own_forward, weights_of, why_not
 from engine.model.fast import registry
 from engine.model.fast.forwards import logits_as_served
@@ -21,6 +21,7 @@ from engine.model.fast.target import Target
 from engine.model.kv_pool import KvPool
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.loader import load_model
+from engine.model.probe import probe
 from engine.model.quantization.expert_weights import quantize_fp8
 from tests.engine import tiny_models
 

@@ -14,9 +14,9 @@ from baton.messages import AttemptId
 from baton.sampling import SamplingParams
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.model.attention import probe
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
+from engine.model.probe import probe
 from engine.model.runner import TorchModelRunner
 from engine.sequence import Sequence
 from tests.engine import tiny_models

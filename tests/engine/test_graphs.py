@@ -16,7 +16,6 @@ from baton.messages import AttemptId
 from baton.sampling import SamplingParams
 from engine.config import EngineConfig
 from engine.model import fast
-from engine.model.attention import probe
 from engine.model.batch import DeviceState, ModelInputs
 from engine.model.graphs import (
     NO_GRAPH,
@@ -29,6 +28,7 @@ from engine.model.graphs import (
 from engine.model.layer_marks import LayerMarks
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
+from engine.model.probe import probe
 from engine.model.rank import RankModel, Score
 from engine.model.rank_step import RankStep
 from engine.model.runner import TorchModelRunner, TorchStep

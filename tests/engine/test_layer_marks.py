@@ -17,10 +17,10 @@ from baton_kernels.event_thread import EventThread
 from baton_kernels.kv_write import rope_kv_write
 from engine.config import EngineConfig
 from engine.model import attention, fast
-from engine.model.attention import probe
 from engine.model.layer_marks import LayerMarks
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
+from engine.model.probe import probe
 from engine.model.runner import TorchModelRunner, TorchStep
 from engine.sequence import Sequence
 from engine.step import Chunk

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from benchmarks.logits_models import MAX_MODEL_LEN, make
 from engine.checkpoint import EMBEDDED
 from engine.model import fast, linear_method, quantization
-from engine.model.attention import IMPLEMENTATION, probe
+from engine.model.attention import IMPLEMENTATION
 from engine.model.errors import UnsupportedModel
 from engine.model.fast.forwards import logits_as_served
 from engine.model.fast.tally import FusedReport
@@ -27,6 +27,7 @@ from engine.model.fast.target import Target
 from engine.model.linear_method import LinearMethod, Product, Quantization, UnquantizedLinear, attach, method_of
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
+from engine.model.probe import probe
 from engine.model.tolerance import Tolerance, close
 
 torch.set_num_threads(1)

@@ -26,12 +26,13 @@ from baton.layout import KvLayout, KvSlice, LayerKv
 from baton.messages import AttemptId
 from baton.sampling import SamplingParams
 from engine.config import EngineConfig
-from engine.model.attention import IMPLEMENTATION, probe
+from engine.model.attention import IMPLEMENTATION
 from engine.model.batch import singles_first
 from engine.model.errors import UnsupportedModel
 from engine.model.kv_pool import require_served
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
+from engine.model.probe import probe
 from engine.model.runner import TorchModelRunner
 from engine.sequence import Sequence
 from engine.step import Chunk

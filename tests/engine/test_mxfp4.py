@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig
 
 from engine.model import fast
-from engine.model.attention import probe
 from engine.model.errors import UnsupportedModel
 from engine.model.experts import NAMES, expert_modules, expert_shape, own_forward, weights_of
 from engine.model.fast.forwards import logits_as_served
@@ -21,6 +20,7 @@ from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.loader import load_model
 from engine.model.parallel.group import RankGroup
 from engine.model.parallel.part import RankPart
+from engine.model.probe import probe
 from engine.model.quantization.expert_weights import keep_quantized
 from tests.engine import tiny_models
 from tests.engine.rank_threads import in_threads

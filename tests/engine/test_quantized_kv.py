@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 from baton.layout import KvLayout, as_quantized
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.model.attention import probe
 from engine.model.kv_pool import KvPool
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.loader import load_model
+from engine.model.probe import probe
 from engine.model.runner import TorchModelRunner
 from tests.engine import tiny_models
 from tests.engine.test_parity import MAX_TOKENS, ask, run

@@ -13,12 +13,12 @@ from baton_kernels.packed_linear import can_pack_int4
 from baton_kernels.quantized_linear import FourBitWeight, QuantizedWeight, arrange, dequantize, linear, pack_halves
 from baton_kernels.quantized_linear.four_bits import has_order
 from engine.model import fast
-from engine.model.attention import probe
 from engine.model.fast.forwards import logits_as_served
 from engine.model.fast.target import Target
 from engine.model.linear_method import method_of
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.loader import load_model
+from engine.model.probe import probe
 from engine.model.quantization.linear import LinearOfFourBits, QuantizedLinear, install
 from engine.model.tolerance import close
 from tests.engine.quantized_files import TINY

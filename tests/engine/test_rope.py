@@ -14,9 +14,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from benchmarks.logits_models import FAMILIES
 from engine.model import rope
-from engine.model.attention import IMPLEMENTATION, probe
+from engine.model.attention import IMPLEMENTATION
 from engine.model.errors import UnsupportedModel
 from engine.model.load.checkpoint import Checkpoint
+from engine.model.probe import probe
 
 torch.set_num_threads(1)
 

@@ -20,7 +20,6 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from baton_kernels.cuda_driver import CudaError
 from baton_kernels.reduce_rms_norm import Parts, reference
 from engine.model import fast
-from engine.model.attention import probe
 from engine.model.fast import FusedReport
 from engine.model.fast.forwards import logits_as_served
 from engine.model.fast.target import Target
@@ -30,6 +29,7 @@ from engine.model.parallel import gpus, sequence_parallel
 from engine.model.parallel.group import RankGroup
 from engine.model.parallel.part import RankPart
 from engine.model.parallel.sequence_parallel import Copy, RowMemory, SequenceParallel
+from engine.model.probe import probe
 from tests.engine import tiny_models
 from tests.engine.rank_threads import in_threads
 from tests.engine.shared_rows import Counted, DividedRows, InOrder, memory

@@ -30,7 +30,6 @@ from transformers import (
 from baton.layout import LayerKv
 from engine.checkpoint import EMBEDDED
 from engine.engine import Engine
-from engine.model.attention import probe
 from engine.model.errors import UnsupportedModel
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
@@ -40,6 +39,7 @@ from engine.model.parallel.part import RankPart
 from engine.model.parallel.pipeline import Pipeline
 from engine.model.parallel.sharding import kv_slice
 from engine.model.parallel.stages import Stage, keep_stage
+from engine.model.probe import probe
 from engine.sequence import SequenceState
 from tests.engine import tiny_models
 from tests.engine.rank_threads import Load, in_threads, ranked_runner

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.model import fast
-from engine.model.attention import probe
 from engine.model.fast import FusedReport
 from engine.model.fast.forwards import logits_as_served
 from engine.model.fast.target import Target
@@ -20,6 +19,7 @@ from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.parallel.group import GlooRanks, RankGroup
 from engine.model.parallel.part import RankPart
+from engine.model.probe import probe
 from tests.engine import tiny_models
 from tests.engine.rank_threads import in_threads
 

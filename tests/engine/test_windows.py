@@ -20,10 +20,10 @@ from engine.block_manager import NULL_BLOCK
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model import fast
-from engine.model.attention import probe
 from engine.model.graphs import MAX_PROMPTS, decode_capture_sizes
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
+from engine.model.probe import probe
 from engine.model.runner import TorchModelRunner
 from engine.step_padding import StepPadding
 from tests.engine import tiny_models

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.checkpoint import EMBEDDED
 from engine.model import fast
-from engine.model.attention import probe
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.loader import load_model
+from engine.model.probe import probe
 from tools import tiny_tasks
 from tools.tiny.training.codec import Codec
 from tools.tiny.training.evaluate import prompt_ids

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.model.attention import Probe
 from engine.model.fast.expert_sums import fuse_expert_sums
 from engine.model.fast.experts import fuse_experts, fuse_routing
 from engine.model.fast.forwards import logits_as_served
@@ -25,6 +24,7 @@ from engine.model.fast.sums import fuse_sums
 from engine.model.fast.tally import FusedReport, Tally
 from engine.model.fast.target import Target
 from engine.model.linear_method import method_of
+from engine.model.probe import Probe
 from engine.model.tolerance import rounding
 
 log = logging.getLogger(__name__)
