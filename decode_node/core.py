@@ -85,7 +85,7 @@ class DecodeCore(RoleCore):
                 case PartSent(name, serial, _, flight_s):
                     self._migrations.part_sent(peer_of(name), serial, flight_s, now)
                 case PartFailed(name, serial, part, reason):
-                    self._migrations.part_failed(peer_of(name), serial, part, reason)
+                    self._migrations.part_failed(peer_of(name), serial, part, reason, now)
                 case PeerDisconnected(name, reason):
                     self._migrations.peer_lost(peer_of(name), reason)
 

@@ -41,7 +41,8 @@ class Migrations(KvSenderCore[Migration]):
         self._reply_by = Deadlines[AttemptId]()
 
     def next_deadline(self) -> float | None:
-        return self._reply_by.next()
+        whens = self._reply_by.next(), super().next_deadline()
+        return min((when for when in whens if when is not None), default=None)
 
     def begin(self, migrate: Migrate, now: float) -> None:
         """Ask the target for room. A no-op for a repeat, and for a request that has ended."""
@@ -147,6 +148,7 @@ class Migrations(KvSenderCore[Migration]):
             self._stay(sending, error)
 
     def end_overdue(self, now: float) -> None:
+        super().end_overdue(now)
         for attempt_id in self._reply_by.due(now):
             migration = self._sendings[attempt_id]
             if not migration.accepted:

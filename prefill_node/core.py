@@ -54,7 +54,7 @@ class PrefillCore(RoleCore):
                 case PartSent(name, lease, _, flight_s):
                     self._outgoing.part_sent(peer_of(name), lease, flight_s, now)
                 case PartFailed(name, lease, part, reason):
-                    self._outgoing.part_failed(peer_of(name), lease, part, reason)
+                    self._outgoing.part_failed(peer_of(name), lease, part, reason, now)
                 case PeerDisconnected(name, reason):
                     self._outgoing.peer_lost(peer_of(name), reason)
 

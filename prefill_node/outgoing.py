@@ -141,6 +141,7 @@ class Outgoing(KvSenderCore[Handoff]):
             self._finish(handoff, End(error, handoff.times()))
 
     def end_overdue(self, now: float) -> None:
+        super().end_overdue(now)
         for attempt_id in self._deadlines.due(now):
             handoff = self._sendings[attempt_id]
             self._finish(handoff, End(DeadlineExceeded(f"not handed off within {handoff.message.deadline_s:g} s")))

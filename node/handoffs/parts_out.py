@@ -11,12 +11,14 @@ from engine.engine import Engine
 from engine.sequence import Sequence
 from kv_transfer.parts import PartPlanner, PlannedPart
 from kv_transfer.ranks import SenderRanks
+from node.handoffs.flights import Flights
 from node.handoffs.sending import Drain, KvSending
 
 
 class PartsOut:
     """A prompt's last chunk travels in `layer_groups` groups of layers if it has more than `whole_tokens` tokens.
-    `planners`: of the parts for each decode node whose stream is up, by its incarnation."""
+    `planners`: of the parts for each decode node whose stream is up, by its incarnation.
+    `flights`: the parts that have not left yet."""
 
     def __init__(self, engine: Engine, sender: SenderRanks, layer_groups: int, whole_tokens: int) -> None:
         self._engine = engine
@@ -24,6 +26,7 @@ class PartsOut:
         self._layer_groups = layer_groups
         self._whole_tokens = whole_tokens
         self.planners: dict[str, PartPlanner] = {}
+        self.flights = Flights()
 
     def open(self, incarnation: str, layout: KvLayout, part_blocks: int) -> None:
         """The decode node's stream is up; its layout is compatible."""
@@ -78,14 +81,16 @@ class PartsOut:
                 blocks.unpin_read(pinned)
                 if not sent:
                     return False
+                self.flights.begun(peer, now)
                 sending.part_leaves(now, shape)
         return True
 
-    def drain(self, peer: str, lease: int, drain: Drain) -> bool:
+    def drain(self, peer: str, lease: int, drain: Drain, now: float) -> bool:
         """Use up the credits of a dead lease. False: no slot is free here for the next part."""
         while drain.next_part < drain.credits:
             if not self._sender.drain(peer, lease, drain.next_part, self.planners[peer]):
                 return False
+            self.flights.begun(peer, now)
             drain.next_part += 1
         return True
 

@@ -19,6 +19,7 @@ from baton.messages import AttemptId
 from engine.engine import Engine
 from engine.sequence import Sequence
 from node.events import ClosePeer
+from node.handoffs.flights import STUCK_S
 from node.handoffs.parts_out import PartsOut
 from node.handoffs.sending import DecodePeer, Drain, KvSending
 from node.outbox import Outbox
@@ -57,8 +58,9 @@ class KvSenderCore(ABC, Generic[S]):
         return [*self._sendings]
 
     def next_deadline(self) -> float | None:
-        """When the next part may leave that is put off."""
-        return self._put_off.next()
+        """When the next part may leave that is put off, or a decode node has taken none for too long."""
+        whens = self._put_off.next(), self._parts.flights.next_deadline()
+        return min((when for when in whens if when is not None), default=None)
 
     def is_lost(self, incarnation: str) -> bool:
         """Whether the decode node's transport is gone and its stream is about to be closed."""
@@ -174,11 +176,13 @@ class KvSenderCore(ABC, Generic[S]):
     # ---- what the transport did ----
 
     def part_sent(self, peer: str, lease: int, flight_s: float, now: float) -> None:
+        self._parts.flights.ended(peer, now)
         if (known := self._peers.get(peer)) and (sending := known.leases.get(lease)):
             sending.part_sent(now, flight_s)
             self._touch(sending.attempt_id)
 
-    def part_failed(self, peer: str, lease: int, part: int, reason: str) -> None:
+    def part_failed(self, peer: str, lease: int, part: int, reason: str, now: float) -> None:
+        self._parts.flights.ended(peer, now)
         known = self._peers.get(peer)
         if known is None or not known.first_lease or lease < known.first_lease:
             return  # from a stream that is down: everything on it has failed already
@@ -194,6 +198,10 @@ class KvSenderCore(ABC, Generic[S]):
             self._peers[incarnation].lost = True
             self._end_peer(incarnation, reason)
         self._outbox.add(ClosePeer(incarnation, reason))
+
+    def end_overdue(self, now: float) -> None:
+        for incarnation in self._parts.flights.take_stuck(now):
+            self.peer_lost(incarnation, f"it has taken no KV for {STUCK_S:g} s")
 
     # ---- moving on ----
 
@@ -213,7 +221,7 @@ class KvSenderCore(ABC, Generic[S]):
                     self._put_off.set(attempt_id, sending.next_part_at)
                 self._advance(sending, now)
         if self._draining:
-            self._use_up_credits()
+            self._use_up_credits(now)
 
     def _touch(self, attempt_id: AttemptId) -> None:
         self._touched[attempt_id] = None
@@ -223,12 +231,12 @@ class KvSenderCore(ABC, Generic[S]):
         peer.drained.setdefault(drain.attempt_id, set()).add(lease)
         self._draining[peer.target.incarnation, lease] = None
 
-    def _use_up_credits(self) -> None:
+    def _use_up_credits(self, now: float) -> None:
         """Send empty parts for the credits of dead leases."""
         for incarnation, lease in list(self._draining):
             peer = self._peers.get(incarnation)
             if peer and (drain := peer.drains.get(lease)):
-                if not self._parts.drain(incarnation, lease, drain):
+                if not self._parts.drain(incarnation, lease, drain, now):
                     continue  # no slot of that part's rank is free; another rank's may be
                 if drain.over:
                     peer.forget_drain(lease)

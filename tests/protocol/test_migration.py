@@ -13,6 +13,7 @@ from baton.messages import Abort, AttemptId, End, HandedOff, SampleEnd, Stayed
 from baton.sampling import SamplingParams
 from decode_node.migrations import REPLY_S
 from node.events import FromPeer, FromRouter, PeerClosed, PeerOpened, SessionLost, TargetEvent
+from node.handoffs.flights import STUCK_S
 from tests.protocol.decoding import Decoding
 from tests.protocol.fake_model import VOCAB_SIZE
 from tests.protocol.leaving import LEASE, PROMPT, SAMPLING, WORK, Leaving
@@ -119,6 +120,16 @@ def test_full_blocks_leave_while_the_request_goes_on() -> None:
 
 
 # ---- what goes wrong ----
+
+
+def test_a_request_stays_if_its_parts_go_nowhere() -> None:
+    node = leaving("copying")
+    node.world.now += STUCK_S
+    node.turn()
+    (stayed,) = node.kinds(Stayed)
+    assert isinstance(stayed, Stayed)
+    assert isinstance(stayed.error, PeerLost)
+    goes_on(node)
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from baton.errors import RequestCancelled, TransferError
+from baton.errors import PeerLost, RequestCancelled, TransferError
 from baton.handoff_messages import Commit, CommitReply, Credit, Grant, PrefillToDecode, Refuse, Release, Reserve
 from baton.messages import Abort, AttemptId, DecodeTarget, End, HandedOff, Prefill, Sample
 from baton.sampling import SamplingParams
 from kv_transfer.parts import tag_of
 from kv_transfer.staging import SlotOwner
-from node.events import FromPeer, FromRouter, PeerClosed, PeerOpened, SessionOpened, ToDecode, ToRouter
+from node.events import ClosePeer, FromPeer, FromRouter, PeerClosed, PeerOpened, SessionOpened, ToDecode, ToRouter
+from node.handoffs.flights import STUCK_S
+from node.handoffs.sending import Drain
 from prefill_node.core import PrefillCore
 from tests.protocol.fake_model import NUM_LAYERS
 from tests.protocol.network import EPOCH
@@ -37,6 +39,7 @@ class Prefilling:
         self.said: list[PrefillToDecode] = []
         self.ends: list[End] = []
         self.handed_off: list[HandedOff] = []
+        self.closed: list[ClosePeer] = []
 
     def ask(self, attempt_id: AttemptId, prompt: tuple[int, ...], max_tokens: int, address: str = "address") -> None:
         target = DecodeTarget(address, self.peer)
@@ -60,6 +63,8 @@ class Prefilling:
                 self.ends.append(output.update.kind)
             elif isinstance(output, ToRouter) and isinstance(output.update.kind, HandedOff):
                 self.handed_off.append(output.update.kind)
+            elif isinstance(output, ClosePeer):
+                self.closed.append(output)
 
     def compute(self, num_layers: int) -> None:
         """The device computes so many layers of its one chunk."""
@@ -184,7 +189,7 @@ def test_a_lease_whose_rank_has_no_slot_holds_up_no_other(
 ) -> None:
     outgoing, unknown = prefilling.node.core._outgoing, AttemptId(EPOCH, "unknown", 1)
     drain = outgoing._parts.drain
-    monkeypatch.setattr(outgoing._parts, "drain", lambda peer, lease, of: lease > 1 and drain(peer, lease, of))
+    monkeypatch.setattr(outgoing._parts, "drain", lambda peer, lease, *of: lease > 1 and drain(peer, lease, *of))
     for lease in (1, 2):
         grant = Grant(unknown, lease, 0, GRANTED, GRANTED)
         prefilling.node.core.handle(FromPeer(prefilling.peer, grant), 1.5)
@@ -299,12 +304,45 @@ def test_errors_name_the_decode_nodes_address(prefilling: Prefilling) -> None:
     assert end.error.message == "decode node address: died"
 
 
+def test_a_decode_node_that_takes_no_part_is_lost_although_its_stream_is_up(prefilling: Prefilling) -> None:
+    prefilling.compute(NUM_LAYERS)
+    prefilling.grant(num_parts=1 + NUM_LAYERS)
+    core = prefilling.node.core
+    prefilling.world.now += STUCK_S - 1.0
+    prefilling.receive(0)
+    prefilling.turn()
+    prefilling.world.now += STUCK_S - 1.0
+    prefilling.turn()
+    assert not prefilling.closed, "it has taken a part meanwhile"
+    assert core.next_deadline() == prefilling.world.now + 1.0
+    prefilling.world.now += 1.0
+    prefilling.turn()
+    text = f"it has taken no KV for {STUCK_S:g} s"
+    assert prefilling.closed == [ClosePeer(prefilling.peer, text)]
+    (end,) = prefilling.ends
+    assert isinstance(end.error, PeerLost)
+    assert end.error.message == f"decode node address: {text}"
+    prefilling.node.transport.disconnect(prefilling.peer)
+    core.handle(PeerClosed(prefilling.peer, text), prefilling.world.now)
+    prefilling.turn()
+    assert core.next_deadline() is None
+    assert prefilling.node.pool_is_whole()
+
+
+def test_parts_of_dead_leases_are_missed_as_others(prefilling: Prefilling) -> None:
+    unknown = AttemptId(EPOCH, "unknown", 1)
+    prefilling.node.core.handle(FromPeer(prefilling.peer, Grant(unknown, 1, 0, 2, 2)), 1.5)
+    prefilling.turn()
+    prefilling.world.now += STUCK_S
+    prefilling.turn()
+    assert [closed.peer for closed in prefilling.closed] == [prefilling.peer]
+
+
 def test_a_prompt_whose_part_finds_no_slot_goes_on_when_one_is_free() -> None:
     one, other_lease = Prefilling(), 99
     core = one.node.core
     assert isinstance(core, PrefillCore)
-    planner = core.sender.planner(one.decode.model.layout, PART_BLOCKS)
-    assert all(core.sender.drain(one.peer, other_lease, part, planner) for part in range(8))
+    assert core._outgoing._parts.drain(one.peer, other_lease, Drain(WORK, 0, 8, 8), 1.0)
     one.ask(WORK, PROMPT, max_tokens=5)
     one.grant(num_parts=1 + NUM_LAYERS)
     for _ in range(2):  # chunks
