@@ -79,7 +79,7 @@ class RouterCore:
     def node_up(self, info: NodeInfo, now: float) -> None:
         """A node is subscribed: work may be placed there, beginning with requests that wait for a node. If it had been
         lost, its link or its silence was the cause, and no request that it ran."""
-        self.pool.add(info)
+        self.pool.add(info, now)
         self.prefix_index.add(info.incarnation, info.num_blocks)
         for state in self.requests:
             state.clear_blame(info.incarnation)
@@ -102,10 +102,11 @@ class RouterCore:
         what = f"{node.info.role.value} node {node.info.node_id}" if node else f"node {incarnation}"
         domain = failure_domain(incarnation)
         doomed = {info.incarnation for info in self.pool.infos() if failure_domain(info.incarnation) == domain}
-        self._recovery.node_lost(incarnation, reason, what, stopped, now, doomed)
+        loaded_at = node.loaded_at if node else now
+        self._recovery.node_lost(incarnation, reason, what, stopped, now, loaded_at, doomed)
 
     def node_load(self, incarnation: str, load: Load, now: float) -> None:
-        self.pool.update_load(incarnation, load)
+        self.pool.update_load(incarnation, load, now)
         if self._attempts.num_waiting:
             self._place_waiting(now)
         self._empty_if_leaving(incarnation, now)

@@ -44,14 +44,14 @@ class Pool:
         self._num_placed_on = dict[str, int]()  # on nodes of each version, by its id
         self._largest: dict[str, Node] = {}  # decode nodes that were ever here, by the name of their model
 
-    def add(self, info: NodeInfo) -> None:
+    def add(self, info: NodeInfo, now: float) -> None:
         """A node that is here already keeps its counts. One that is new counts as empty until its first load: all that
         waits, which is more than it can hold, would else be placed there at once."""
         if node := self._nodes.get(info.incarnation):
             node.info = info
         else:
             empty = Load(num_blocks_free=info.num_blocks, num_blocks_total=info.num_blocks)
-            self._nodes[info.incarnation] = Node(info, empty, prefill_time=PrefillTime(self._prefill_time))
+            self._nodes[info.incarnation] = Node(info, empty, now, prefill_time=PrefillTime(self._prefill_time))
         self._compatibility.add(info, self.infos())
 
     def remove(self, incarnation: str) -> Node | None:
@@ -313,10 +313,10 @@ class Pool:
             node.num_promised -= num_blocks
             node.num_settling += num_blocks
 
-    def update_load(self, incarnation: str, load: Load) -> None:
+    def update_load(self, incarnation: str, load: Load, now: float) -> None:
         """A node's load. What it counts beyond the prompts that it has of this router waits for others."""
         if node := self._nodes.get(incarnation):
-            node.load = load
+            node.load, node.loaded_at = load, now
             node.num_settling = 0
             node.waiting_of_others = max(0, load.num_waiting_tokens - node.to_prefill)
             if node.info.role is NodeRole.DECODE:

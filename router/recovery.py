@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 
 from baton.errors import BatonError, InternalError, InvalidRequest, NodeUnavailable, Overloaded, PeerLost
+from baton.streams import HEARTBEAT_S
 from router.attempts import Attempts
 from router.live_requests import LiveRequests
 from router.placement import Placement
@@ -14,6 +15,8 @@ from router.retry_budget import RetryBudget
 MAX_ATTEMPTS = 4
 MAX_LOST_NODES = 2
 """A request that lost this many nodes is more likely the cause than the victim."""
+_MISSED_S = 2 * HEARTBEAT_S
+"""A node that has told no load for so long has fallen silent already, before it was given what comes now."""
 
 
 class NodeLost(NodeUnavailable):
@@ -29,13 +32,23 @@ class Recovery:
         self._retries = retries
 
     def node_lost(
-        self, incarnation: str, reason: str, what: str, stopped: bool, now: float, doomed: Set[str] = frozenset()
+        self,
+        incarnation: str,
+        reason: str,
+        what: str,
+        stopped: bool,
+        now: float,
+        loaded_at: float,
+        doomed: Set[str] = frozenset(),
     ) -> None:
         """Attempts that depended on the node are lost. `what`: the node, for people; `stopped`: it had been told to
-        end, so that its loss is nobody's fault; `doomed`: nodes that end with it."""
+        end, so that its loss is nobody's fault, nor is it that of attempts that came long after it told its last load,
+        at `loaded_at`; `doomed`: nodes that end with it."""
         for state in self._requests:
             attempts = [attempt for attempt in state.attempts.values() if attempt.depends_on(incarnation)]
-            if not stopped and (attempts or incarnation in state.blamed):
+            placed = [state.deadline - attempt.deadline_s for attempt in attempts]
+            may_be_cause = any(placed_at <= loaded_at + _MISSED_S for placed_at in placed)
+            if not stopped and (may_be_cause or incarnation in state.blamed):
                 state.lost[incarnation] = f"{what}: {reason}"
             gone = NodeLost(f"{what} lost: {reason}")
             for attempt in attempts:

@@ -27,6 +27,8 @@ class Node:
 
     info: NodeInfo
     load: Load
+    loaded_at: float = 0.0
+    """When the load came, or the node did: another one follows with each heartbeat."""
     to_prefill: int = 0
     to_decode: int = 0
     num_prompts: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.errors import InternalError, Overloaded, PeerLost
-from baton.messages import Adopted, End, HandedOff, KvEvents, Started, Tokens
+from baton.messages import Adopted, End, HandedOff, KvEvents, Load, Started, Tokens
 from baton.node_info import NodeRole
 from tests.router.rig import RouterRig, info
 
@@ -97,6 +97,26 @@ def test_a_request_is_given_up_when_two_nodes_died_of_it_but_not_when_one_comes_
     else:
         assert isinstance(rig.end, InternalError)
         assert "decode node d1: silent; decode node d2: silent" in rig.end.message
+
+
+@pytest.mark.parametrize("silent_s", [1.0, 1.5])
+def test_a_node_that_was_silent_before_it_was_given_a_request_did_not_die_of_it(silent_s: float) -> None:
+    """A network that fails takes all nodes at once, and the router misses one after the other."""
+    rig = RouterRig("p1", "d1", "d2", "d3")
+    rig.submit()
+    for name in ("d1", "d2"):
+        rig.core.node_load(name, Load(), 10.0)
+    rig.core.node_lost("d1", "silent", 10.0 + silent_s)
+    rig.collect()
+    again = rig.prefills[-1][1]
+    assert again.decode
+    assert again.decode.incarnation == "d2"
+    rig.core.node_lost("d2", "silent", 13.0)
+    rig.collect()
+    if silent_s > 1.0:
+        assert len(rig.prefills) == 3
+    else:
+        assert isinstance(rig.end, InternalError)
 
 
 @pytest.mark.parametrize("speaker", ["router", "p1"])

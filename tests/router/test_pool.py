@@ -25,16 +25,16 @@ def test_a_node_that_says_something_else_of_itself_is_compared_again() -> None:
         info("d2", NodeRole.DECODE),
     )
     for node in (prefill, decode, other):
-        pool.add(node)
+        pool.add(node, 0.0)
     source = pool.get("d2")
     assert source is not None
     assert (pool.mismatched_pairs(), [node.info for node in pool.targets(source, 0.0)]) == ([], [decode])
-    pool.add(otherwise(decode))
+    pool.add(otherwise(decode), 0.0)
     assert [(p.node_id, d.node_id) for p, d, _ in pool.mismatched_pairs()] == [("p1", "d1")]
     assert pool.targets(source, 0.0) == []
-    pool.add(decode)
+    pool.add(decode, 0.0)
     assert (pool.mismatched_pairs(), [node.info for node in pool.targets(source, 0.0)]) == ([], [decode])
-    pool.add(otherwise(prefill))
+    pool.add(otherwise(prefill), 0.0)
     assert len(pool.mismatched_pairs()) == 2
     pool.remove("p1")
     assert pool.mismatched_pairs() == []
@@ -42,11 +42,11 @@ def test_a_node_that_says_something_else_of_itself_is_compared_again() -> None:
 
 def test_a_node_that_fits_no_other_has_no_partner() -> None:
     pool, prefill, decode = Pool(), info("p1", NodeRole.PREFILL), info("d1", NodeRole.DECODE)
-    pool.add(otherwise(prefill))
+    pool.add(otherwise(prefill), 0.0)
     assert pool.without_partner() == set(), "it waits for a decode node"
-    pool.add(decode)
+    pool.add(decode, 0.0)
     assert pool.without_partner() == {"p1", "d1"}, "no request is answered"
-    pool.add(info("p2", NodeRole.PREFILL))
+    pool.add(info("p2", NodeRole.PREFILL), 0.0)
     assert pool.without_partner() == {"p1"}
     pool.remove("p2")
     pool.remove("p1")
@@ -55,8 +55,8 @@ def test_a_node_that_fits_no_other_has_no_partner() -> None:
 
 def test_an_old_prefill_node_has_no_partner_once_all_decode_nodes_are_new() -> None:
     pool, prefill, decode = Pool(), info("p1", NodeRole.PREFILL), info("d1", NodeRole.DECODE)
-    pool.add(prefill)
-    pool.add(dataclasses.replace(decode, layout=dataclasses.replace(decode.layout, fingerprint="new")))
+    pool.add(prefill, 0.0)
+    pool.add(dataclasses.replace(decode, layout=dataclasses.replace(decode.layout, fingerprint="new")), 0.0)
     assert pool.without_partner() == {"p1"}, "a decode node without prefill nodes of its version works alone"
 
 
@@ -72,8 +72,8 @@ def test_each_pair_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compatibility, "mismatch", noted)
     pool = Pool()
     for number in range(4):
-        pool.add(info(f"p{number}", NodeRole.PREFILL))
-        pool.add(info(f"d{number}", NodeRole.DECODE))
+        pool.add(info(f"p{number}", NodeRole.PREFILL), 0.0)
+        pool.add(info(f"d{number}", NodeRole.DECODE), 0.0)
     assert len(compared) == len(set(compared)) == 16
     source = pool.get("d0")
     assert source is not None

@@ -176,9 +176,9 @@ def last(rig: RouterRig) -> tuple[str, Prefill]:
 def test_a_request_takes_two_nodes_with_it_and_no_third() -> None:
     rig = RouterRig("p1", "p2", "p3", "d1", "d2", "d3")
     rig.submit()
-    lose(rig, last(rig)[0])
+    lose(rig, last(rig)[0], now=1.0)
     assert len(rig.prefills) == 2
-    lose(rig, last(rig)[0])
+    lose(rig, last(rig)[0], now=1.0)
     assert len(rig.prefills) == 2
     assert isinstance(rig.end, InternalError)
     assert "prefill node p1: died; prefill node p2: died" in rig.end.message
