@@ -37,6 +37,7 @@ LAST_WORD_S = 0.5
 """How long a stream that can no longer be written to has to say why."""
 _ENOUGH_BYTES = 2**20
 """Of one write: with so many, what follows waits for the next."""
+_NO_ANSWER = "no answer"
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 2.0
 
@@ -251,9 +252,11 @@ async def _fetch_tokenizer(status: node_pb2_grpc.NodeStatusStub, info: NodeInfo)
 
 
 def _reason(error: BaseException) -> str:
+    if isinstance(error, TimeoutError):
+        return _NO_ANSWER
     if isinstance(error, grpc.aio.AioRpcError):
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:  # ours: no node says so
+            return _NO_ANSWER
         details = error.details() or error.code().name
         return details.rpartition(": ")[2] if "last error:" in details else details  # gRPC wraps the system's message
-    if isinstance(error, TimeoutError):
-        return "no answer"
     return str(error)

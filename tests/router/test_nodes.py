@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import socket
 import time
 from typing import Any
 
@@ -82,6 +83,17 @@ async def test_bytes_of_a_node_that_are_no_message_end_its_session(nodes):
     node = nodes.nodes[0]
     link = nodes_of_router.NodeLink(node.port.address, NodeRole.PREFILL, 1, unused, unused, unused, Trust(), 20.0)
     assert await link._listen(NoMessages(), node.info) == "its bytes are no message"  # type: ignore[arg-type]  # all it uses
+
+
+async def test_a_node_that_takes_connections_and_says_nothing_gives_no_answer(monkeypatch):
+    monkeypatch.setattr(nodes_of_router, "DESCRIBE_TIMEOUT_S", 0.1)
+    unused: Any = None
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = HostPort("127.0.0.1", silent.getsockname()[1])
+        link = nodes_of_router.NodeLink(address, NodeRole.PREFILL, 1, unused, unused, unused, Trust(), 20.0)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await link._connect_once()
+    assert nodes_of_router._reason(error.value) == "no answer"
 
 
 @pytest.mark.parametrize(("enough_bytes", "rest"), [(2**20, [["b", "c"]]), (1, [["b"], ["c"]])])
