@@ -46,7 +46,7 @@ class Recovery:
         at `loaded_at`; `doomed`: nodes that end with it."""
         for state in self._requests:
             attempts = [attempt for attempt in state.attempts.values() if attempt.depends_on(incarnation)]
-            placed = [state.deadline - attempt.deadline_s for attempt in attempts]
+            placed = [state.deadline - attempt.deadline_s for attempt in attempts]  # when they were
             may_be_cause = any(placed_at <= loaded_at + _MISSED_S for placed_at in placed)
             if not stopped and (may_be_cause or incarnation in state.blamed):
                 state.lost[incarnation] = f"{what}: {reason}"
