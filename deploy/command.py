@@ -17,6 +17,7 @@ from pathlib import Path
 import baton
 from baton.setting_names import closest
 from baton.settings import EXIT_USAGE
+from baton.standard_files import open_standard_files
 
 EXIT_INTERRUPTED = 130
 EXIT_READER_LEFT = 141
@@ -69,6 +70,7 @@ SUBCOMMANDS = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a subcommand. Exits with 2, naming the nearest one, if there is no such subcommand, with 130 on a Ctrl-C
     that the subcommand leaves to us, and with 141 if it cannot print because its reader has left, as `head` does."""
+    open_standard_files()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments:
         sys.stderr.write(usage())

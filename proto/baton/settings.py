@@ -30,6 +30,7 @@ import baton
 from baton.address import HostPort
 from baton.log_levels import LogLevels, parse_log_levels
 from baton.setting_names import ALL_NAMES, closest, of_kubernetes
+from baton.standard_files import open_standard_files
 from baton.unique_keys import UniqueKeys
 from baton.vllm_flags import VLLM_FLAGS
 
@@ -128,6 +129,7 @@ def parse(cls: type[S], argv: Sequence[str] | None = None) -> S:
 
     On an error, writes one line to stderr and exits with code 2; `--help` and `--version` exit with 0.
     """
+    open_standard_files()
     parser = _Parser(prog=cls.prog, usage="%(prog)s [--flag value ...]", description=cls.__doc__, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"%(prog)s {baton.__version__}")
     for name, field in cls.model_fields.items():
