@@ -20,6 +20,7 @@ from typing import Any
 
 from baton.errors import InvalidRequest
 from baton.structured_output import CHECK_STACK_BYTES, StructuredBackend, StructuredKind, StructuredOutput
+from router.memory_limit import limit_memory
 
 ALARM_S = 3
 """The router gives up sooner; this ends the process."""
@@ -41,8 +42,7 @@ def _answer_all() -> None:
     if not first:
         return
     why_invalid = _checker(*json.loads(first))
-    limit = _virtual_bytes() + _MAX_MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    limit_memory(_virtual_bytes() + _MAX_MEMORY_BYTES)
     _write(None)
     for line in sys.stdin:
         kind, text = json.loads(line)

@@ -8,7 +8,6 @@ It writes a line once it is ready. Then it answers each line of JSON, `source`, 
 from __future__ import annotations
 
 import json
-import resource
 import signal
 import sys
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from baton.errors import InvalidRequest
 from router.chat import ChatTemplate
 from router.limits import MAX_RENDERED_CHARS
+from router.memory_limit import limit_memory
 
 ALARM_S = 3
 """The router gives up sooner; this ends the process."""
@@ -23,7 +23,7 @@ _MAX_MEMORY_BYTES = 2**30
 
 
 def main() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
+    limit_memory(_MAX_MEMORY_BYTES)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the router ends it by closing stdin
     _write({})
