@@ -12,6 +12,7 @@ from baton.listening import listen_socket
 from baton.node_info import MAX_MODEL_CHARS
 from baton.open_files import max_open_files, why_too_few
 from baton.telemetry.admin import read_key
+from baton.threads import why_too_few_threads
 from baton.wire.limits import MAX_NAME_CHARS
 from engine.checkpoint import local_folder, why_no_checkpoint, why_no_tokenizer, why_no_weights
 from engine.simulated.profile import load_profile
@@ -27,7 +28,7 @@ KV_EVENTS_PACKAGES = ("zmq", "msgspec")
 
 def check(settings: NodeSettings) -> None:
     """Raise StartupError with one line that names the flag."""
-    if too_few := why_too_few(max_open_files()):
+    if too_few := why_too_few(max_open_files()) or why_too_few_threads():
         raise StartupError(too_few)
     if settings.node_rank == 0:
         _check_kv_events(settings)

@@ -11,6 +11,7 @@ import grpc
 from baton.node_info import NodeRole
 from baton.open_files import max_open_files, why_too_few
 from baton.telemetry.otlp import NoOpenTelemetry, SpanSender
+from baton.threads import why_too_few_threads
 from router.answer_reader import Parsers
 from router.api_keys import ApiKeys, UnusableKeys
 from router.console.page import paths as console_paths
@@ -55,6 +56,8 @@ class Edge:
 
 def make_edge(settings: RouterSettings) -> Edge:
     """Reads the files that the settings name. Raises StartError."""
+    if too_few := why_too_few_threads():
+        raise StartError(too_few)
     try:
         keys = _keys(settings)
     except UnusableKeys as error:

@@ -68,6 +68,11 @@ def test_too_few_open_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert told(folder).startswith("open files: a limit of 127 is too low, 128 are needed")
 
 
+def test_too_few_threads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "why_too_few_threads", lambda: "threads: no more than 3 can be started")
+    assert told(folder) == "threads: no more than 3 can be started"
+
+
 @pytest.mark.parametrize("name", ["/nope", "./nope", "../nope", "~/nope-there", "~nobody-there/x", "a/b/c", "."])
 def test_a_path_is_a_folder(name: str) -> None:
     assert local_folder(name) is not None

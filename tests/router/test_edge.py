@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from router import edge
 from router.edge import StartError, _max_connections
 from router.settings import RouterSettings
 
@@ -34,3 +35,9 @@ def test_connections_are_what_open_files_allow(settings, open_files, connections
 def test_with_too_few_open_files_it_does_not_start():
     with pytest.raises(StartError, match=r"^open files: a limit of 127 is too low, 128 are needed"):
         _max_connections(RouterSettings(**NODES), 127)
+
+
+def test_with_too_few_threads_it_does_not_start(monkeypatch):
+    monkeypatch.setattr(edge, "why_too_few_threads", lambda: "threads: no more than 3 can be started")
+    with pytest.raises(StartError, match=r"^threads: no more than 3 can be started"):
+        edge.make_edge(RouterSettings(**NODES))
