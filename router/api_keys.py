@@ -106,7 +106,7 @@ class ApiKeys:
     def _read(self, path: Path) -> None:
         try:
             self._stamp = _stamp(path)
-            lines = [line.strip() for line in path.read_text().splitlines()]
+            lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
             self._in_file = [_digest(check_key(line)) for line in lines if line and not line.startswith("#")]
         except (OSError, UnicodeDecodeError) as error:
             raise UnusableKeys(f"cannot read {path}: {getattr(error, 'strerror', None) or 'it is not text'}") from None

@@ -60,7 +60,7 @@ def secret(flag: str, path: Path, is_cluster_secret: bool) -> Finding:
 
 def certificate(flag: str, path: Path, now: datetime) -> Finding:
     try:
-        found = validities(path.read_text())
+        found = validities(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ValueError) as error:
         return failure(flag, f"{path}: {error}.", "Give it a PEM file with a certificate.")
     begin, end = max(v.begin for v in found), min(v.end for v in found)

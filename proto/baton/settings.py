@@ -248,9 +248,9 @@ class _Values(UniqueKeys, yaml.SafeLoader):
 def _read_file(cls: type[Settings], path: Path) -> dict[str, Any]:
     """The file's settings by field name, without those of other commands. Raises SettingsError."""
     try:
-        content = yaml.load(path.read_text(), _Values) or {}
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"--config: cannot read {path}: {error}") from None
+        content = yaml.load(path.read_bytes(), _Values) or {}  # of bytes YAML knows the encoding, whatever the locale
+    except OSError as error:
+        raise SettingsError(f"--config: cannot read {path}: {error.strerror}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # also a date that cannot be
         raise SettingsError(f"--config: {path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):

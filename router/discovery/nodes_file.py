@@ -74,10 +74,10 @@ def _read(path: Path) -> tuple[tuple[int, ...], frozenset[Member]]:
         stamp = _stamp(path)
         if stamp[1] > MAX_BYTES:
             raise BadNodesFile(f"{_FLAG}: {path} has {stamp[1]} bytes, more than {MAX_BYTES}")
-        stated = yaml.load(path.read_text(), _Texts)
+        stated = yaml.load(path.read_bytes(), _Texts)
     except OSError as error:
         raise BadNodesFile(_unreadable(path, error)) from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise BadNodesFile(f"{_FLAG}: {path} is neither YAML nor JSON: {' '.join(str(error).split())}") from None
     try:
         return stamp, parse(stated)
