@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+from pathlib import Path
 
 from baton import xgrammar_compiler
 from baton.address import HostPort
@@ -30,6 +31,7 @@ def check(settings: NodeSettings) -> None:
     """Raise StartupError with one line that names the flag."""
     if too_few := why_too_few(max_open_files()) or why_too_few_threads():
         raise StartupError(too_few)
+    _check_working_directory()
     if settings.node_rank == 0:
         _check_kv_events(settings)
         require_free("--listen", settings.listen)
@@ -68,6 +70,14 @@ def require_free(flag: str, listen: HostPort) -> None:
         listen_socket(listen).close()
     except OSError as error:
         raise StartupError(f"{flag}: cannot listen on {listen}: {error.strerror}") from None
+
+
+def _check_working_directory() -> None:
+    """Without one oneMKL ends the process, saying that it cannot load torch."""
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise StartupError(f"the working directory is gone: {error.strerror}") from None
 
 
 def _check_kv_events(settings: NodeSettings) -> None:

@@ -68,6 +68,14 @@ def test_too_few_open_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert told(folder).startswith("open files: a limit of 127 is too low, 128 are needed")
 
 
+def test_a_working_directory_that_was_removed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert told(folder) == "the working directory is gone: No such file or directory"
+
+
 def test_too_few_threads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "why_too_few_threads", lambda: "threads: no more than 3 can be started")
     assert told(folder) == "threads: no more than 3 can be started"
