@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -40,9 +41,14 @@ def main() -> None:
 
 
 async def _run(settings: RouterSettings, shared: WorkerContext, up_fd: int) -> None:
-    stop = asyncio.Event()
+    stop, orphaned = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
-    loop.add_reader(sys.stdin.fileno(), stop.set)  # nothing is ever written there
+
+    def end_with_parent() -> None:
+        orphaned.set()
+        stop.set()
+
+    loop.add_reader(sys.stdin.fileno(), end_with_parent)  # nothing is ever written there
     os.set_blocking(up_fd, False)
 
     def beat() -> None:
@@ -51,6 +57,8 @@ async def _run(settings: RouterSettings, shared: WorkerContext, up_fd: int) -> N
         loop.call_later(HEARTBEAT_S, beat)
 
     await serve(settings, stop, asyncio.Event(), shared, beat)
+    if orphaned.is_set():  # nobody else is left to remove the sockets
+        shutil.rmtree(shared.place.directory, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -234,7 +234,9 @@ def test_a_worker_keeps_saying_that_it_serves_and_ends_with_its_parent_even_if_i
     http, grpc = (SharedPort(HostPort("127.0.0.1", 0)) for _ in range(2))
     addresses = str(http.address), str(grpc.address)
     flags = "--decode=127.0.0.1:9", "--workers=2", f"--http={addresses[0]}", f"--grpc={addresses[1]}"
-    own = "0", str(writing), str(tmp_path), *addresses
+    folder = tmp_path / "sockets"
+    folder.mkdir()
+    own = "0", str(writing), str(folder), *addresses
     parent = subprocess.Popen(
         [sys.executable, "-c", STARTS_A_WORKER, *own, *flags], env=ENV, stdout=subprocess.PIPE, pass_fds=(writing,)
     )
@@ -248,6 +250,7 @@ def test_a_worker_keeps_saying_that_it_serves_and_ends_with_its_parent_even_if_i
         parent.wait()
         while os.read(reading, 64):
             pass
+        assert not folder.exists()
     finally:
         parent.kill()
         with contextlib.suppress(ProcessLookupError):
