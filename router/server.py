@@ -162,7 +162,7 @@ class RouterServer:
         """Open both ports, then connect to the nodes in the background. Raises StartError."""
         for warning in self._settings.warnings(listen=None):
             log.warning(warning)
-        listener = _listen(self._http_wanted, self._shared is not None)
+        listener = _listen("http", self._http_wanted, self._shared is not None)
         self.http_address = HostPort(self._http_wanted.host, listener.getsockname()[1])
         try:
             self.grpc_address = await self._start_grpc()
@@ -253,6 +253,7 @@ class RouterServer:
         service = GenerationService(self._service, edge.keys, settings.write_timeout, traces)
         self._grpc = GrpcServer(service, limits, edge.keys)
         address = self._grpc_wanted
+        _listen("grpc", address, self._shared is not None).close()  # gRPC does not tell why it cannot
         try:
             return await self._grpc.start(address, edge.credentials)
         except RuntimeError as error:
@@ -280,8 +281,8 @@ def _make_core(settings: RouterSettings, epoch: int) -> RouterCore:
     )
 
 
-def _listen(address: HostPort, shared: bool) -> socket.socket:
+def _listen(name: str, address: HostPort, shared: bool) -> socket.socket:
     try:
         return listen_socket(address, backlog=2048, reuse_port=shared)
     except OSError as error:
-        raise StartError(f"{flag_name('http')}: {address} cannot be had: {error.strerror or error}") from error
+        raise StartError(f"{flag_name(name)}: {address} cannot be had: {error.strerror or error}") from error

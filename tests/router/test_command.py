@@ -69,7 +69,7 @@ def test_a_busy_port_is_named(flag):
         other = "--grpc" if flag == "--http" else "--http"
         result = run(*NODES, flag, address, other, "127.0.0.1:0")
     assert result.returncode == 1
-    assert f"baton-router: {flag}: {address} cannot be had" in result.stderr
+    assert result.stderr == f"baton-router: {flag}: {address} cannot be had: Address already in use\n"
 
 
 def test_it_serves_until_a_signal_and_nodes_that_start_later_are_nothing_to_warn_of():
