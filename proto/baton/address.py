@@ -32,6 +32,10 @@ class HostPort:
         host = host[1:-1] if bracketed else host
         if not colon or not host or any(c.isspace() or c in "/[]" for c in host):
             raise ValueError(f"must be HOST:PORT, not {text!r}")
+        try:
+            host.encode("idna")  # as each lookup of it does
+        except UnicodeError:
+            raise ValueError(f"{host!r} cannot be the name of a host") from None
         if ":" in host and not bracketed:
             raise ValueError(f"an IPv6 address needs brackets, as in [::1]:8000, not {text!r}")
         if not port.isdecimal() or not port.isascii() or int(port) > 65535:

@@ -48,9 +48,8 @@ class DnsName:
         try:
             async with asyncio.timeout(LOOKUP_TIMEOUT_S):
                 addresses = await self._resolve(host)
-        except (OSError, UnicodeError) as error:  # UnicodeError: not a name at all
-            reason = getattr(error, "strerror", None) or str(error)
-            self._set_problem(f"{self.label}: {reason or f'no answer within {LOOKUP_TIMEOUT_S:g} s'}")
+        except OSError as error:
+            self._set_problem(f"{self.label}: {error.strerror or f'no answer within {LOOKUP_TIMEOUT_S:g} s'}")
             return
         self._members = frozenset(Member(self._role, HostPort(address, port), host) for address in addresses)
         self._set_problem(None)

@@ -18,6 +18,21 @@ def test_ports_that_there_are_not(port: str) -> None:
         HostPort.parse(f"host:{port}")
 
 
+@pytest.mark.parametrize("host", ["a..b", ".a", "a" * 64])
+def test_names_that_no_host_can_have(host: str) -> None:
+    with pytest.raises(ValueError, match="cannot be the name of a host"):
+        HostPort.parse(f"{host}:1")
+
+
+@pytest.mark.parametrize("host", ["a" * 63 + ".b", "a.", "bücher.example", "_a.b", "10.0.0.1"])
+def test_names_that_a_host_can_have(host: str) -> None:
+    assert HostPort.parse(f"{host}:1").host == host
+
+
+def test_an_address_with_a_scope() -> None:
+    assert HostPort.parse("[fe80::1%eth0]:1").host == "fe80::1%eth0"
+
+
 def test_port_0_is_for_listening_alone() -> None:
     assert HostPort.parse("host:0", allow_port_0=True).port == 0
     with pytest.raises(ValueError, match="port 0"):
