@@ -180,8 +180,7 @@ class RouterServer:
         )
         self._http_task = asyncio.create_task(self._http.serve(sockets=[listener]), name="http")
         await self._http_up()
-        if self._siblings is not None:
-            await self._siblings.start()
+        await self._start_siblings()
         log.info(
             "listening %s=%s grpc=%s max_connections=%d",
             self._scheme,
@@ -239,6 +238,14 @@ class RouterServer:
         if not up.done():
             up.cancel()
             await self._http_task
+
+    async def _start_siblings(self) -> None:
+        if self._siblings is None:
+            return
+        try:
+            await self._siblings.start()
+        except OSError as error:  # no room in the folder for temporary files, for one
+            raise StartError(f"--workers: no socket for what they tell each other: {error.strerror}") from error
 
     async def _start_grpc(self) -> HostPort:
         settings, edge = self._settings, self._edge

@@ -259,3 +259,19 @@ def test_a_worker_keeps_saying_that_it_serves_and_ends_with_its_parent_even_if_i
         os.close(reading)
         http.close()
         grpc.close()
+
+
+def test_a_worker_that_can_have_no_socket_ends_with_one_line(tmp_path: Path) -> None:
+    ports = [SharedPort(HostPort("127.0.0.1", 0)) for _ in range(2)]
+    try:
+        with Path(os.devnull).open("wb") as up:
+            fd = up.fileno()
+            own = "0", str(fd), str(tmp_path / "none"), *(str(port.address) for port in ports)
+            command = [sys.executable, "-m", "router.workers.worker", *own, "--decode=127.0.0.1:9", "--workers=2"]
+            options: Any = {"capture_output": True, "text": True, "timeout": PATIENCE_S}
+            ran = subprocess.run(command, env=ENV, input="", pass_fds=(fd,), check=False, **options)
+    finally:
+        for port in ports:
+            port.close()
+    assert ran.returncode == 1
+    assert ran.stderr == "baton-router: --workers: no socket for what they tell each other: No such file or directory\n"
