@@ -260,7 +260,8 @@ class RouterServer:
         service = GenerationService(self._service, edge.keys, settings.write_timeout, traces)
         self._grpc = GrpcServer(service, limits, edge.keys)
         address = self._grpc_wanted
-        _listen("grpc", address, self._shared is not None).close()  # gRPC does not tell why it cannot
+        if self._shared is None:  # else it would take connections from other workers for a moment
+            _listen("grpc", address, shared=False).close()  # gRPC does not tell why it cannot
         try:
             return await self._grpc.start(address, edge.credentials)
         except RuntimeError as error:
