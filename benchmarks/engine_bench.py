@@ -64,11 +64,6 @@ class Bench:
         found: torch.dtype = self.built.runner.model.dtype
         return found
 
-    @property
-    def token_bytes(self) -> float:
-        """Bytes of a token's KV on one GPU."""
-        return self.built.layout.num_bytes(self.built.layout.ranks[0]) / self.built.layout.block_size
-
     def prompt(self, length: int) -> tuple[int, ...]:
         """Random tokens, the same in every run."""
         vocab_size = self.engine.config.vocab_size
@@ -131,6 +126,7 @@ def open_bench(settings: EngineBenchSettings, ranks: Ranks | None = None) -> tup
                 settings.quantization,
                 settings.kv_cache_dtype,
                 settings.num_ranks,
+                [layer.sliding_window for layer in built.layout.layers],
             ),
             ceilings=bounds,
             numbers=count(),

@@ -23,7 +23,7 @@ from benchmarks import vllm_weights
 from benchmarks.engine_bench import Bench, EngineBenchSettings, drain, note, step
 from benchmarks.engine_experts import counting
 from benchmarks.engine_report import main
-from benchmarks.engine_shape import Cell
+from benchmarks.engine_shape import Cell, kv_bytes
 from benchmarks.engine_tables import decode_table
 from benchmarks.engine_trace import TraceSummary, summarize
 from engine.engine import Engine
@@ -220,7 +220,7 @@ def _judged(bench: Bench, measured: Measured) -> dict[str, Any]:
 
 def _floor_ms(bench: Bench, batch: int, mean_context: float, experts: float | None = None) -> float:
     """experts: of each layer that a step reads; None: as many as are likely."""
-    read = bench.shape.step_bytes(batch, mean_context, bench.token_bytes, experts)
+    read = bench.shape.step_bytes(batch, kv_bytes(bench.built.layout, mean_context), experts)
     return read / bench.ceilings.read_bytes_per_s * 1e3
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from baton.layout import KvLayout
 from engine.model.fast import packed_bytes
 from engine.model.load.checkpoint import Checkpoint
 
@@ -125,10 +127,10 @@ class ExpertsShape:
 class ModelShape:
     """A decoder. `read_params`: the weights that every step reads completely, so without experts, and without the
     embedding table unless it is also the output layer; `read_bytes`: of them, as they are stored. `token_params`: those
-    that every token of a prompt is multiplied with, its experts included."""
+    that every token of a prompt is multiplied with, its experts included. `windows`: how far back each layer looks."""
 
     dims: tuple[int, ...]
-    num_layers: int
+    windows: tuple[int | None, ...]
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -139,19 +141,36 @@ class ModelShape:
     vllm: VllmFigures | None = field(default=None)
     experts: ExpertsShape | None = None
 
-    def step_bytes(self, batch: int, mean_context: float, token_bytes: float, chosen: float | None = None) -> float:
+    def step_bytes(self, batch: int, sequence_bytes: float, chosen: float | None = None) -> float:
         """Bytes that a decode step must read: the weights once, of experts those that are chosen, and the KV of every
-        sequence, of `token_bytes` each. chosen: experts of each layer; None: as many as are likely."""
+        sequence, of `sequence_bytes` each. chosen: experts of each layer; None: as many as are likely."""
         experts = 0.0
         if self.experts is not None:
             experts = self.experts.read_bytes(self.experts.likely(batch) if chosen is None else chosen)
-        return self.read_bytes + experts + batch * mean_context * token_bytes
+        return self.read_bytes + experts + batch * sequence_bytes
 
     def prompt_flops(self, num_tokens: int) -> float:
         """Multiplications and additions of a prompt, with causal attention and only its last token's logits."""
-        pairs = num_tokens * (num_tokens + 1) / 2
-        attention = 4 * self.num_layers * self.num_heads * self.head_dim * pairs
+        pairs = sum(_num_pairs(num_tokens, window) for window in self.windows)
+        attention = 4 * self.num_heads * self.head_dim * pairs
         return 2 * self.token_params * num_tokens + attention + 2 * self.output_params
+
+
+def _num_pairs(num_tokens: int, window: int | None) -> int:
+    """How many keys all of a prompt's tokens attend to together."""
+    reach = min(num_tokens, window or num_tokens)
+    return reach * (reach + 1) // 2 + (num_tokens - reach) * reach
+
+
+def kv_bytes(layout: KvLayout, context: float) -> float:
+    """Bytes of KV that the first rank reads for a sequence of that length: of layers with a window, no more than it."""
+    held = layout.ranks[0]
+    return sum(
+        (min(held.head_end, layer.num_kv_heads) - min(held.head_start, layer.num_kv_heads))
+        * layer.head_bytes(1)
+        * min(context, layer.sliding_window or context)
+        for layer in layout.layers[held.layer_start : held.layer_end]
+    )
 
 
 def shape_of(
@@ -161,9 +180,11 @@ def shape_of(
     quantization: str | None = None,
     kv_cache_dtype: str = "auto",
     num_ranks: int = 1,
+    windows: Sequence[int | None] = (),
 ) -> ModelShape:
     """The shape of the checkpoint's model, built on the meta device; of several ranks, what each has of it. `dtype`: of
-    activations; vLLM's figures are for bfloat16. served: the model as it is served, if it is quantized or divided."""
+    activations; vLLM's figures are for bfloat16. served: the model as it is served, if it is quantized or divided.
+    windows: of its layers; empty: none has one."""
     config = copy.deepcopy(checkpoint.config)  # transformers writes to it
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -189,7 +210,7 @@ def shape_of(
     read_params = total - untied_table - num_experts_params
     return ModelShape(
         dims=dims,
-        num_layers=layers,
+        windows=tuple(windows) or (None,) * layers,
         num_heads=heads // num_ranks,
         num_kv_heads=max(1, kv_heads // num_ranks),
         head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),

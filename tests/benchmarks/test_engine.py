@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
 
+from baton.kv_groups import group_layers
+from baton.layout import KvLayout, KvSlice, LayerKv
 from baton.messages import TokenLogprobs
 from baton.settings import parse
 from benchmarks import engine_all, engine_decode, engine_prefill, engine_sampling, engine_structured
@@ -19,7 +22,7 @@ from benchmarks.checks import WrongAnswers
 from benchmarks.engine_bench import Bench, open_bench
 from benchmarks.engine_check import LIMITS, Answer, check, compare, judge, reference_of
 from benchmarks.engine_report import main
-from benchmarks.engine_shape import shape_of
+from benchmarks.engine_shape import kv_bytes, shape_of
 from benchmarks.engine_trace import summarize
 from benchmarks.performance_page import NOTHING, PARTS, plots, write_page
 from engine.model.experts import expert_modules
@@ -222,7 +225,7 @@ def test_what_a_step_reads_and_a_prompt_computes(folder: Path) -> None:
     shape = shape_of(Checkpoint.open(folder), torch.float32)
     layer = 32 * (4 + 2 + 2) * 8 + 4 * 8 * 32 + 3 * 32 * 48 + 2 * 32
     assert shape.read_params == 2 * layer + 32 + 300 * 32
-    assert shape.step_bytes(5, 10, 2 * 2 * 2 * 8 * 4) == shape.read_params * 4 + 5 * 10 * (2 * 2 * 2 * 8 * 4)
+    assert shape.step_bytes(5, 100) == shape.read_params * 4 + 5 * 100
     assert shape.prompt_flops(3) == 2 * 3 * (2 * layer + 32) + 2 * 300 * 32 + 4 * 2 * 4 * 8 * (1 + 2 + 3)
     assert shape.vllm is None
 
@@ -237,11 +240,28 @@ def test_of_experts_only_those_that_are_chosen_count() -> None:
     assert shape.experts.num_params == 48 * 128 * expert
     assert shape.read_params + shape.experts.num_params + table == pytest.approx(30.5e9, rel=2e-3)
     assert shape.token_params + 2 * table == pytest.approx(3.35e9, rel=5e-3)
-    assert shape.step_bytes(1, 0, 0) == 2 * (shape.read_params + 48 * 8 * expert)
+    assert shape.step_bytes(1, 0) == 2 * (shape.read_params + 48 * 8 * expert)
     of_two = 48 * 128 * expert * (1 - (1 - 8 / 128) ** 2)
-    assert shape.step_bytes(2, 0, 0) == pytest.approx(2 * (shape.read_params + of_two))
+    assert shape.step_bytes(2, 0) == pytest.approx(2 * (shape.read_params + of_two))
     oss = shape_of(Checkpoint.open(models / "gpt-oss-20b"), torch.bfloat16)
     assert oss.token_params + 2 * 201088 * 2880 == pytest.approx(4.2e9, rel=2e-2)  # its card counts one table: 3.6
+
+
+def test_layers_with_a_window_read_and_compute_no_more_than_it() -> None:
+    """gpt-oss-20b: half of its layers look back 128 tokens. A block has the layers of one half only."""
+    layers = tuple(LayerKv(8, 64, 64, "bfloat16", 128 if index % 2 == 0 else None) for index in range(24))
+    layout = KvLayout(layers, 16, "", groups=group_layers(layers))
+    token = 2 * 8 * 64 * 2
+    assert len(layout.groups) == 2
+    assert kv_bytes(layout, 100) == 24 * 100 * token
+    assert kv_bytes(layout, 1000) == (12 * 1000 + 12 * 128) * token
+    halves = tuple(KvSlice(0, 24, start, start + 4) for start in (0, 4))
+    assert kv_bytes(dataclasses.replace(layout, ranks=halves), 1000) == kv_bytes(layout, 1000) / 2
+    oss = Checkpoint.open(Path(__file__).parents[2] / "benchmarks" / "models" / "gpt-oss-20b")
+    windows = [layer.sliding_window for layer in layers]
+    full, own = (shape_of(oss, torch.bfloat16, windows=of) for of in ((), windows))
+    out_of_reach = sum(max(0, token - 128) for token in range(1, 1001))
+    assert full.prompt_flops(1000) - own.prompt_flops(1000) == 12 * 4 * 64 * 64 * out_of_reach
 
 
 def test_vllm_is_compared_with_its_own_shape() -> None:
