@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -15,12 +16,14 @@ LATENCIES = {"ttft_ms": "TTFT", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2e_ms": "E
 def figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Counts, rates, and mean, p50, p90 and p99 of each latency in milliseconds, over the requests that were answered.
 
-    Rates are over the time from the start of the run to its last end. NaN where there is nothing to summarise.
+    Rates are over the time from the start of the run to its last end, but `offered_per_s`: over that in which requests
+    were due. NaN where there is nothing to summarise.
     `cached_tokens` is None where the server says nothing of its prefix cache.
     """
     answered = [outcome for outcome in outcomes if not outcome.error]
     duration_s = max(outcome.ended for outcome in outcomes)
     errors = Counter(outcome.error for outcome in outcomes if outcome.error)
+    last_due_s = max(outcome.due for outcome in outcomes)
     output_tokens = sum(outcome.output_tokens for outcome in answered)
     input_tokens = sum(outcome.input_tokens for outcome in answered)
     cached = [outcome.cached_tokens for outcome in answered if outcome.cached_tokens is not None]
@@ -29,6 +32,7 @@ def figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "failed": len(outcomes) - len(answered),
         "errors": dict(sorted(errors.items())),
         "duration_s": duration_s,
+        "offered_per_s": (len(outcomes) - 1) / last_due_s if last_due_s else math.nan,
         "requests_per_s": len(answered) / duration_s,
         "input_tokens": input_tokens,
         "cached_tokens": sum(cached) if cached else None,

@@ -140,19 +140,24 @@ class Bench:
         limits = Limits(settings.goodput_ttft or math.inf, settings.goodput_itl or math.inf)
         low, high = settings.goodput_min_rate, settings.goodput_max_rate
         tried: dict[str, list[dict[str, float]]] = {}
-        found = []
+        found, offered = list[float](), list[float]()
         for seed in settings.seeds:
             trials = tried[f"seed {seed}"] = list[dict[str, float]]()
 
             async def attains(rate: float, seed: int = seed, trials: list[dict[str, float]] = trials) -> bool:
                 name = f"seed {seed}, trial {len(trials) + 1} at {rate:.3f}/s"  # of its own, however close rates are
                 share = limits.share(await self._measure(name, seed, rate))
-                trials.append({"rate": rate, "share": share})
+                offered_per_s = self.results.runs[name]["offered_per_s"]
+                trials.append({"rate": rate, "offered_per_s": offered_per_s, "share": share})
                 return share >= settings.goodput_share
 
             found.append(await highest_rate(attains, low, high, settings.goodput_steps))
+            offered_at = {trial["rate"]: trial["offered_per_s"] for trial in trials}
+            offered.append(offered_at[found[-1] or low])
         bounds = {"min_rate": low, "max_rate": high}
-        return {"requests_per_s": statistics.median(found), "per_seed": found, **bounds, "trials": tried}
+        median = statistics.median_low(found)  # one that was tried: a mean with a bound would be neither
+        rates = {"requests_per_s": median, "per_seed": found, "offered_per_s": offered}
+        return {**rates, **bounds, "trials": tried}
 
 
 def _write(settings: BenchSettings, results: Results, text: str) -> None:

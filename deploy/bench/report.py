@@ -21,7 +21,10 @@ def report(runs: Mapping[str, Mapping[str, Any]], goodput: Mapping[str, Any] | N
     parts += [f"failure, for example: {detail}" for detail in details.values()]
     if goodput:
         found = ", ".join(_rate(rate, goodput) for rate in goodput["per_seed"])
-        parts.append(f"goodput: {_rate(goodput['requests_per_s'], goodput)} requests/s (median of {found})")
+        offered = ", ".join(f"{rate:.3f}" for rate in goodput["offered_per_s"])
+        parts.append(
+            f"goodput: {_rate(goodput['requests_per_s'], goodput)} requests/s (median of {found}; offered: {offered})"
+        )
     return "\n\n".join(parts)
 
 
@@ -37,7 +40,8 @@ def _run(name: str, run: Mapping[str, Any]) -> str:
     lines = [
         f"{name}: {run['completed']} answered, {run['failed']} failed{f' ({errors})' if errors else ''}, "
         f"{run['duration_s']:.2f} s",
-        f"{run['requests_per_s']:.2f} requests/s, {run['output_tokens_per_s']:.1f} output tokens/s, "
+        f"{run['requests_per_s']:.2f} requests/s of {run['offered_per_s']:.2f} offered, "
+        f"{run['output_tokens_per_s']:.1f} output tokens/s, "
         f"{run['total_tokens_per_s']:.1f} tokens/s; sent at most {run['sent_late_ms']:.1f} ms late",
     ]
     if run["cached_tokens"] is not None and run["input_tokens"]:
