@@ -113,7 +113,6 @@ class Round:
     tokens_per_chunk: float
     first_token_p50_ms: float
     first_token_p99_ms: float
-    kb_per_stream: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +141,9 @@ class Measurement:
 
     async def round(self) -> Round:
         wanted, router = self._settings, self._router
-        start_rss, start_cpu = router.rss_bytes(), router.cpu_s()
+        start_cpu = router.cpu_s()
         clients = await self._open(wanted.num_streams, wanted.interval_ms)
-        open_rss, open_cpu, began = router.rss_bytes(), router.cpu_s(), time.perf_counter()
+        open_cpu, began = router.cpu_s(), time.perf_counter()
         answers = await self._finish(clients)
         streamed_cpu, took_s = router.cpu_s(), time.perf_counter() - began - 1.0
         num_tokens = wanted.num_streams * (wanted.output_len - 1)
@@ -157,7 +156,6 @@ class Measurement:
             tokens_per_chunk=num_tokens / sum(answer.num_chunks - 1 for answer in answers),
             first_token_p50_ms=percentile(first_tokens_ms, 50),
             first_token_p99_ms=percentile(first_tokens_ms, 99),
-            kb_per_stream=(open_rss - start_rss) / wanted.num_streams / 1e3,
         )
 
     async def _per_request_ms(self) -> float:
