@@ -25,7 +25,8 @@ class RequestFailed(Exception):
 
 @dataclass(slots=True)
 class Streamed:
-    """One answer. Times are in seconds of `time.perf_counter`; `arrivals[i]`: when token i arrived."""
+    """One answer. Times are in seconds of `time.perf_counter`; `arrivals[i]`: when token i arrived. `due`: when to send
+    it; None: at any time."""
 
     sent: float
     arrivals: list[float] = field(default_factory=list)
@@ -34,6 +35,12 @@ class Streamed:
     usage: dict[str, Any] = field(default_factory=dict)
     timings: dict[str, Any] = field(default_factory=dict)
     margins: list[float] = field(default_factory=list)
+    due: float | None = None
+
+    @property
+    def late_s(self) -> float:
+        """How much later it was sent than it was due: no latency has this in it."""
+        return 0.0 if self.due is None else self.sent - self.due
 
     @property
     def first_token_s(self) -> float:

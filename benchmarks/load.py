@@ -86,7 +86,7 @@ class Load:
         async def one(index: int, at: float, stack: contextlib.AsyncExitStack) -> None:
             await asyncio.sleep(began + at - time.perf_counter())
             connection = idle.pop() if idle else await stack.enter_async_context(Connection(self.address))
-            answers[index] = await _whole(connection, "/v1/completions", bodies[index])
+            answers[index] = await _whole(connection, "/v1/completions", bodies[index], Streamed(0.0, due=began + at))
             idle.append(connection)
 
         async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as requests:
@@ -111,9 +111,11 @@ class Load:
         return [answers[index] for index in range(len(bodies))]
 
 
-async def _whole(connection: Connection, path: str, body: Mapping[str, Any]) -> Streamed:
+async def _whole(
+    connection: Connection, path: str, body: Mapping[str, Any], answer: Streamed | None = None
+) -> Streamed:
     """An answer of as many tokens as were asked for: a shorter one would look fast. Raises RequestFailed."""
-    answer = await connection.stream(path, body)
+    answer = await connection.stream(path, body, answer)
     if body.get("ignore_eos") and len(answer.tokens) != body["max_tokens"]:
         raise RequestFailed(f"an answer ended with {len(answer.tokens)} of {body['max_tokens']} tokens")
     return answer

@@ -172,14 +172,17 @@ def _report(
     bounds = {f"{name}, alone": summary([s * 1e3 for s in values]) for name, values in _latencies(alone).items()}
     bounds["HTTP round trip"] = summary([s * 1e3 for s in ping_s])
     tokens = sum(len(answer.tokens) for answer in answers)
+    late_ms = max(answer.late_s for answer in answers) * 1e3
     rates = {"output tokens/s": tokens / seconds, "requests/s": len(answers) / seconds}
     print(table({**rows, **bounds}, "milliseconds"))
     print(
-        f"{tokens} tokens in {seconds:.1f} s: {tokens / seconds:.1f} tokens/s, {len(answers) / seconds:.2f} requests/s"
+        f"{tokens} tokens in {seconds:.1f} s: {tokens / seconds:.1f} tokens/s, "
+        f"{len(answers) / seconds:.2f} requests/s, sent at most {late_ms:.1f} ms late"
     )
     return {
         "duration_s": round(seconds, 3),
         **{name.replace(" ", "_").replace("/", "_per_"): round(rate, 2) for name, rate in rates.items()},
+        "sent_late_ms": round(late_ms, 3),
         **_flat(_latencies(answers), ""),
         **_flat(_latencies(alone), "alone_"),
         "http_round_trip_ms_p50": round(percentile(ping_s, 50) * 1e3, 3),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -40,3 +41,13 @@ async def test_an_answer_that_ends_early_fails(address: HostPort) -> None:
         (error,) = failed.value.exceptions
         assert isinstance(error, RequestFailed)
         assert str(error) == "an answer ended with 2 of 4 tokens"
+
+
+async def test_a_client_that_falls_behind_says_by_how_much(address: HostPort) -> None:
+    """Latencies count from when a request is sent; a client that is busy sends it late."""
+    load, busy_s = Load(address, Prompts([7, 8, 9], seed=0), 3, 2), 0.1
+    sending = asyncio.create_task(load.arriving(3, 1e3, 0))
+    asyncio.get_running_loop().call_soon(time.sleep, busy_s)
+    answers = await sending
+    assert max(answer.late_s for answer in answers) > busy_s / 2
+    assert (await load.one()).late_s == 0

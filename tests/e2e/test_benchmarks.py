@@ -51,7 +51,10 @@ async def test_serve_as_requests_come(house: House, capsys: pytest.CaptureFixtur
     parts = sum(line[f"{part}_ms_mean"] for part in ("commit", "transfer", "step_wait"))
     assert line["handoff_ms_mean"] == pytest.approx(parts, abs=0.01)
     assert 0 <= line["wire_ms_p50"] < line["e2e_ms_p99"]
-    assert "100.0% of the requests keep" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "requests/s, sent at most" in out
+    assert line["sent_late_ms"] < 1e3 * line["duration_s"]
+    assert "100.0% of the requests keep" in out
     house.wait_whole()
 
 
