@@ -92,7 +92,7 @@ _COLUMNS = ("TTFT p50", "p90", "p99", "ITL p50", "p99", "longest gap", "hit rate
 
 
 def markdown(rows: dict[str, Report]) -> str:
-    """A table with a row for each policy."""
+    """A table with a row for each policy, and how many requests have no times in it."""
     lines = [f"| policy | {' | '.join(_COLUMNS)} |", f"| --- |{' ---: |' * len(_COLUMNS)}"]
     for name, row in rows.items():
         times = (row.ttft_p50, row.ttft_p90, row.ttft_p99, row.itl_p50, row.itl_p99, row.longest_gap_p50)
@@ -100,4 +100,7 @@ def markdown(rows: dict[str, Report]) -> str:
         cells += [f"{row.hit_rate:.0%}", f"{row.good_share:.1%}", f"{row.goodput:.1f}"]
         cells.append(f"{row.prefill_balance:.2f}, {row.decode_balance:.2f}")
         lines.append(f"| {name} | {' | '.join(cells)} |")
+    some = {name: row for name, row in rows.items() if row.num_refused}
+    refused = [f"{name}: {row.num_refused} of {row.num_requests} refused" for name, row in some.items()]
+    lines += ["", *refused] if refused else []
     return "\n".join(lines)

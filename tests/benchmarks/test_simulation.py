@@ -15,7 +15,7 @@ from benchmarks import simulate, simulation_check
 from benchmarks.simulation.clock import VirtualClock
 from benchmarks.simulation.fleet import Answer, Fleet
 from benchmarks.simulation.policies import make_router
-from benchmarks.simulation.report import Limits, report
+from benchmarks.simulation.report import Limits, markdown, report
 from deploy.bench.trace import BLOCK_TOKENS, Entry, TraceTokens, read_trace, write_trace
 from deploy.bench.workloads import WORKLOADS, Shape, multi_turn, shared_prefix, uncorrelated
 from engine.pace import StepSize
@@ -191,6 +191,7 @@ def test_the_report_counts_what_clients_saw() -> None:
     assert told.goodput == pytest.approx(0.5)
     assert told.prefill_balance == pytest.approx(100 / 75)
     assert told.decode_balance == 2.0
+    assert markdown({"cost": told}).endswith(" |\n\ncost: 1 of 3 refused")
 
 
 def test_the_command_prints_a_row_for_each_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
