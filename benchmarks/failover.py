@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import secrets
 import sys
 import time
 from collections.abc import Sequence
@@ -107,7 +108,9 @@ def _bodies(settings: FailoverSettings, count: int) -> list[dict[str, Any]]:
 async def _stream_all(
     connections: Sequence[Connection], bodies: Sequence[dict[str, Any]], answers: Sequence[Streamed]
 ) -> list[Streamed]:
-    pairs = zip(connections, bodies, answers, strict=True)
+    """Each with a salt of its own: the other decode node must not have an answer's KV from the undisturbed run."""
+    salted = [{**body, "cache_salt": secrets.token_hex(8)} for body in bodies]
+    pairs = zip(connections, salted, answers, strict=True)
     return await asyncio.gather(*(conn.stream("/v1/completions", body, answer) for conn, body, answer in pairs))
 
 
