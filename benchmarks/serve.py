@@ -169,7 +169,8 @@ def _report(
 ) -> dict[str, Any]:
     """Print the table; returns its content for the JSON line."""
     rows = {name: summary([s * 1e3 for s in values]) for name, values in _latencies(answers).items()}
-    bounds = {f"{name}, alone": summary([s * 1e3 for s in values]) for name, values in _latencies(alone).items()}
+    lone = {f"{name}, alone, of {len(alone)}": values for name, values in _latencies(alone).items()}
+    bounds = {name: summary([s * 1e3 for s in values]) for name, values in lone.items()}
     bounds["HTTP round trip"] = summary([s * 1e3 for s in ping_s])
     tokens = sum(len(answer.tokens) for answer in answers)
     late_ms = max(answer.late_s for answer in answers) * 1e3
