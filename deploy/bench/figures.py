@@ -18,7 +18,8 @@ def figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
     Rates are over the time from the start of the run to its last end, but `offered_per_s`: over that in which requests
     were due. NaN where there is nothing to summarise.
-    `cached_tokens` is None where the server says nothing of its prefix cache.
+    `cached_tokens` is None where the server says nothing of its prefix cache. `without_usage`: answers whose tokens the
+    server did not count; their events count as output tokens, and nothing as input tokens.
     """
     answered = [outcome for outcome in outcomes if not outcome.error]
     duration_s = max(outcome.ended for outcome in outcomes)
@@ -35,6 +36,7 @@ def figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "offered_per_s": (len(outcomes) - 1) / last_due_s if last_due_s else math.nan,
         "requests_per_s": len(answered) / duration_s,
         "input_tokens": input_tokens,
+        "without_usage": sum(not outcome.input_tokens for outcome in answered),
         "cached_tokens": sum(cached) if cached else None,
         "output_tokens": output_tokens,
         "output_tokens_per_s": output_tokens / duration_s,

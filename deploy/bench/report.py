@@ -47,6 +47,8 @@ def _run(name: str, run: Mapping[str, Any]) -> str:
     if run["cached_tokens"] is not None and run["input_tokens"]:
         share = run["cached_tokens"] / run["input_tokens"]
         lines.append(f"{share:.0%} of the prompt tokens were in the server's prefix cache")
+    if run["without_usage"]:
+        lines.append(f"{run['without_usage']} answers came without usage: their events count as tokens")
     if run["completed"]:
         lines.append(table({label: run[key] for key, label in LATENCIES.items()}, "ms"))
     return "\n".join(lines)

@@ -129,6 +129,15 @@ async def test_figures_are_those_of_the_stub(endpoint):
     assert run["e2e_ms"]["p50"] > (FIRST_S + (TOKENS - 1) * GAP_S) * 1e3 - 1
 
 
+def test_tokens_that_no_server_counted_are_told():
+    uncounted = Outcome(0, 0, 1, (0.1, 0.2), output_tokens=2)
+    counted = Outcome(1, 1, 2, (1.1, 1.2), input_tokens=7, output_tokens=5)
+    told = figures([uncounted, counted, Outcome(1, 1, 2, error="timeout")])
+    assert (told["without_usage"], told["input_tokens"], told["output_tokens"]) == (1, 7, 7)
+    assert "1 answers came without usage" in report({"seed 1": told}, None, {})
+    assert "without usage" not in report({"seed 1": figures([counted])}, None, {})
+
+
 async def test_as_many_warm_ups_are_sent_as_asked_for():
     async with Stub() as stub:
         await results_of(stub, "--seeds=1", "--num-prompts=1", "--num-warmups=3")
