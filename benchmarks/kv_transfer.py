@@ -97,7 +97,7 @@ def _one_transport(settings: TransferSettings, transport: str) -> list[Measured]
     gpus = sender.gpus.split(",")
     other = ",".join([*gpus[1:], gpus[0]])
     with two_ends(sender, dataclasses.replace(sender, role=RECEIVER, gpus=other)) as ends:
-        _check(ends, num_blocks[-1])
+        _check(ends, num_blocks)
         return [_measure(settings, sender, ends, *size) for size in zip(sizes, num_blocks, strict=True)]
 
 
@@ -126,10 +126,13 @@ def _two_gpus() -> str:
     return ",".join(visible.split(",")[:2])
 
 
-def _check(ends: tuple[End, End], num_blocks: int) -> None:
-    _transfer(ends, num_blocks)
-    if wrong := ends[1].call("check", num_blocks):
-        raise TransferFailed(wrong)
+def _check(ends: tuple[End, End], sizes: Sequence[int]) -> None:
+    """A transfer of each size, since each is cut into parts of its own."""
+    for num_blocks in sizes:
+        ends[1].call("clear")
+        _transfer(ends, num_blocks)
+        if wrong := ends[1].call("check", num_blocks):
+            raise TransferFailed(wrong)
 
 
 def _transfer(ends: tuple[End, End], num_blocks: int) -> float:

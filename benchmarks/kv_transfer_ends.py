@@ -132,8 +132,6 @@ class Server:
         kind = KvSender if options.role == SENDER else KvReceiver
         self.mover: Any = kind(self.transport, staging, self.pool, self.layout, verify=options.verify)
         self.mover.warm_up()
-        if options.role == RECEIVER:
-            self.pool.zero_()
         self._planner = PartPlanner(self.layout, self.layout, (options.part_blocks, options.part_blocks))
         self._link = link
         self._credits = 0
@@ -207,6 +205,11 @@ class Server:
             if time.monotonic() > deadline:
                 raise TransferFailed(f"slots are not free within {WAIT_S:g} s")
         return time.monotonic()
+
+    def clear(self) -> None:
+        self.pool.zero_()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def check(self, num_blocks: int) -> str | None:
         """Verify one transfer into a zeroed pool. Returns the error, or None if every byte is correct."""

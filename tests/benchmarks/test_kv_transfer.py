@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 
 import pytest
 
@@ -35,6 +36,22 @@ def test_wrong_bytes_are_told() -> None:
         assert server.check(3) == "a block was written that was not sent"
     finally:
         server.close()
+
+
+def test_each_size_is_compared_in_a_pool_without_the_one_before() -> None:
+    asked: list[tuple[object, ...]] = []
+
+    class Asked:
+        def start(self, *what: object) -> Callable[[], float]:
+            return lambda: 0.0
+
+        def call(self, *what: object) -> str | None:
+            asked.append(what)
+            return "no" if what == ("check", 3) else None
+
+    with pytest.raises(kv_transfer_ends.TransferFailed, match="no"):
+        kv_transfer._check((Asked(), Asked()), [7, 3, 1])  # type: ignore[arg-type]
+    assert asked == [("clear",), ("check", 7), ("clear",), ("check", 3)]
 
 
 def test_an_unknown_transport_is_named(capsys: pytest.CaptureFixture[str]) -> None:
