@@ -2,10 +2,10 @@
 
 In a turn of its loop (`node.core`) it takes what arrived, grants Reserves that fit, adopts requests whose KV is here,
 and launches a step if there is room for one and it is due (`engine.pace`). Adoption puts a request into the very next
-step, so the running batch has no gap; the router gets Adopted when that step begins. How much of this a turn does, so
-that long prompts delay neither launches nor tokens, is said by `turn_budget`. A Prefill sent here directly runs on the
-same engine, without a lease. `reservations` keeps requests that wait for KV, `running` those that generate, and
-`migrations` those of them that move to another decode node.
+step, so the running batch has no gap; the router gets Adopted when that step begins. `turn_budget` says how much of
+this a turn does, so that long prompts delay neither launches nor tokens. A Prefill sent here directly runs on the same
+engine, without a lease. `reservations` keeps requests that wait for KV, `running` those that generate, and `migrations`
+those of them that move to another decode node.
 """
 
 from __future__ import annotations

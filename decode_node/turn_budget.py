@@ -2,9 +2,8 @@
 
 A long prompt takes the engine's thread milliseconds to grant and to adopt. The first half of a turn, which ends with a
 launch, leaves it to the second, when tokens are out, and there it has to fit before the next launch. While there are
-long prompts, steps are launched early. Then no launch is late, and it is the next tokens that must not be: a long
-prompt is granted or adopted when a step has just begun, since then the end of one is furthest away, and only one with
-each step.
+long prompts, steps are launched early. Then no launch is late, but the next tokens might be. So only one long prompt is
+granted or adopted with each step, when the step has just begun: its end is furthest away then.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the router's state machine has to say, in order, until its shell takes it."""
+"""The actions of the router's state machine, kept in order until its shell takes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts an answer's text into reasoning, content and tool calls, with the parsers that the router was started with."""
+"""Splits an answer's text into reasoning, content and tool calls, with the parsers that the router was started with."""
 
 from __future__ import annotations
 

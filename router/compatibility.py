@@ -1,4 +1,4 @@
-"""Which nodes can exchange KV blocks, of those that the router uses."""
+"""Which of the nodes that the router uses can exchange KV blocks."""
 
 from __future__ import annotations
 
