@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -174,7 +175,8 @@ class Cluster:
 
     def _open(self, member: Member) -> None:
         link = self._connect(member, self._changed)
-        task = asyncio.create_task(link.run(), name=f"node {link.address}")
+        no_request = contextvars.Context()  # what the link logs is not of the one that added the node
+        task = asyncio.create_task(link.run(), name=f"node {link.address}", context=no_request)
         self._running[member.address] = running = _Running(link, task)
         task.add_done_callback(lambda _: self._ended(running))
 

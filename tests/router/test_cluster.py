@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from baton.address import HostPort
 from baton.node_info import NodeRole
-from baton.telemetry import ROUTER, RouterMetrics, new_registry
+from baton.telemetry import ROUTER, RouterMetrics, new_registry, request_scope
 from baton.trust import Trust
 from router.cluster import NUM_TOLD, Cluster
 from router.core import RouterCore
@@ -45,6 +46,7 @@ class FakeLink(NodeLink):
         self.finished.set()
 
     async def run(self) -> None:
+        self.context = contextvars.copy_context()
         try:
             while not self.draining:
                 await self.finished.wait()
@@ -239,6 +241,17 @@ async def test_an_address_that_has_another_name_is_connected_to_by_that() -> Non
     (link,) = nodes.live
     nodes.found(frozenset({Member(NodeRole.DECODE, ADDRESSES[0], "decode.local")}))
     assert (nodes.live, link.name) == ([link], "decode.local")
+    await nodes.cluster.close()
+
+
+async def test_a_link_logs_nothing_as_the_request_that_added_its_node() -> None:
+    nodes = Nodes()
+    nodes.cluster.start()
+    await turn()
+    with request_scope("an operator's"):
+        nodes.cluster.membership.add(Member(NodeRole.DECODE, ADDRESSES[0]))
+    await turn()
+    assert not [*nodes.live[0].context]
     await nodes.cluster.close()
 
 
