@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from baton.audit import KvSlot
+from baton.deadlines import earliest
 from baton.errors import BatonError, NodeUnavailable, RequestCancelled
 from baton.handoff_messages import Commit, Refuse, Release, Reserve
 from baton.messages import Abort, AttemptId, Migrate, Prefill
@@ -155,8 +156,7 @@ class DecodeCore(RoleCore):
 
     def next_deadline(self) -> float | None:
         work = self._running, self._reservations, self._migrations
-        times = (*(part.next_deadline() for part in work), self._launch_at)
-        return min((when for when in times if when is not None), default=None)
+        return earliest(*(part.next_deadline() for part in work), self._launch_at)
 
     # ---- other nodes ----
 

@@ -9,7 +9,7 @@ the request ends with an error, and the router's next attempt follows: no token 
 
 from __future__ import annotations
 
-from baton.deadlines import Deadlines
+from baton.deadlines import Deadlines, earliest
 from baton.errors import (
     BatonError,
     InvalidRequest,
@@ -41,8 +41,7 @@ class Migrations(KvSenderCore[Migration]):
         self._reply_by = Deadlines[AttemptId]()
 
     def next_deadline(self) -> float | None:
-        whens = self._reply_by.next(), super().next_deadline()
-        return min((when for when in whens if when is not None), default=None)
+        return earliest(self._reply_by.next(), super().next_deadline())
 
     def begin(self, migrate: Migrate, now: float) -> None:
         """Ask the target for room. A no-op for a repeat, and for a request that has ended."""

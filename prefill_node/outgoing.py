@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from baton.deadlines import Deadlines
+from baton.deadlines import Deadlines, earliest
 from baton.errors import BatonError, DeadlineExceeded, PeerLost
 from baton.handoff_messages import Reserve
 from baton.messages import AttemptId, End, HandedOff, Prefill, Started
@@ -49,8 +49,7 @@ class Outgoing(KvSenderCore[Handoff]):
         self._deadlines.set(prefill.attempt_id, deadline)
 
     def next_deadline(self) -> float | None:
-        whens = self._deadlines.next(), super().next_deadline()
-        return min((when for when in whens if when is not None), default=None)
+        return earliest(self._deadlines.next(), super().next_deadline())
 
     def holdings(self) -> list[Holding]:
         """The engine's holdings, each with its lease on the decode node, if there is one."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
-from baton.deadlines import Deadlines
+from baton.deadlines import Deadlines, earliest
 from baton.errors import BatonError, PeerLost, TransferError
 from baton.handoff_messages import CommitReply, Credit, Grant, Landed, Refuse, Release, Reserve
 from baton.layout import KvLayout
@@ -59,8 +59,7 @@ class KvSenderCore(ABC, Generic[S]):
 
     def next_deadline(self) -> float | None:
         """When the next part may leave that is put off, or a decode node has taken none for too long."""
-        whens = self._put_off.next(), self._parts.flights.next_deadline()
-        return min((when for when in whens if when is not None), default=None)
+        return earliest(self._put_off.next(), self._parts.flights.next_deadline())
 
     def is_lost(self, incarnation: str) -> bool:
         """Whether the decode node's transport is gone and its stream is about to be closed."""

@@ -13,6 +13,11 @@ _MIN_COMPACTED = 64
 """A shorter heap is not worth rebuilding."""
 
 
+def earliest(*whens: float | None) -> float | None:
+    """The first of these times. None: no time."""
+    return min((when for when in whens if when is not None), default=None)
+
+
 class Deadlines(Generic[K]):
     """One deadline for each key, in seconds of the caller's clock. Every call costs O(log n) amortized, `next` O(1).
 
