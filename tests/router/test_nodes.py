@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import json
 import socket
 import time
 from typing import Any
@@ -21,7 +20,6 @@ from baton.trust import Trust
 from baton.v1 import generation_pb2, generation_pb2_grpc, node_pb2
 from router import nodes as nodes_of_router
 from router.discovery.source import Member
-from router.offload import INLINE_SIZE
 from tests.router.conftest import Router, says
 from tests.router.fake_node import LAYOUT, PATIENCE_S, Answer, FakeCluster
 from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer
@@ -394,59 +392,3 @@ async def test_the_shortest_context_counts(empty):
     response = await answer(router, max_tokens=100)
     assert "context length is 64 tokens" in response.json()["error"]["message"]
     await router.stop()
-
-
-async def test_draining_lets_requests_end(nodes):
-    hold = asyncio.Event()
-    nodes.script = says("hello world", hold=hold)
-    router = Router(nodes, drain_timeout=20)
-    await router.start()
-    await router.ready()
-    request = asyncio.create_task(answer(router))
-    await nodes.until(lambda: nodes.prefills)
-    stop = asyncio.create_task(router.server.stop(asyncio.Event()))
-    await router.ready(False)
-    assert "shutting down" in router.server.cluster.readiness().status
-    hold.set()
-    assert text_of(await request) == "hello world"
-    async with asyncio.timeout(10):
-        await stop
-
-
-@pytest.mark.parametrize(("hurries", "status"), [(False, 200), (True, 503)])
-async def test_a_request_whose_body_still_comes_is_answered_by_a_router_that_stops(nodes, hurries, status):
-    """Its prompt is long enough to be rendered and tokenized on threads, and nothing else runs."""
-    router = Router(nodes, drain_timeout=20)
-    await router.start()
-    await router.ready()
-    chat = {"messages": [{"role": "user", "content": "hi " * INLINE_SIZE}], "truncate_prompt_tokens": 8}
-    body, address, hurry = json.dumps(chat).encode(), router.server.http_address, asyncio.Event()
-    reader, writer = await asyncio.open_connection(address.host, address.port)
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: r\r\nContent-Length: {len(body)}\r\n"
-    writer.write(f"{head}Expect: 100-continue\r\n\r\n".encode())
-    async with asyncio.timeout(PATIENCE_S):
-        assert b" 100 " in await reader.readuntil(b"\r\n\r\n")
-        stop = asyncio.create_task(router.server.stop(hurry))
-        await router.ready(False)
-        if hurries:
-            hurry.set()
-            await router.until(lambda: router.server.dispatcher.is_closed)
-        writer.write(body)
-        answered = await reader.read()
-        await stop
-    assert answered.startswith(f"HTTP/1.1 {status} ".encode()), answered
-    writer.close()
-
-
-async def test_a_drain_in_a_hurry_cancels_what_runs(nodes):
-    nodes.script = says("hello world", hold=asyncio.Event())
-    router = Router(nodes, drain_timeout=20)
-    await router.start()
-    await router.ready()
-    request = asyncio.create_task(answer(router))
-    await nodes.until(lambda: nodes.prefills)
-    async with asyncio.timeout(10):
-        await router.stop()
-    response = await request
-    assert response.status_code == 503
-    assert "the server was stopped" in response.json()["error"]["message"]
