@@ -8,8 +8,8 @@ from typing import Any, Protocol
 from baton.node_info import GenerationDefaults
 from baton_llm.prompts import Encoded, Input
 from baton_llm.sampling_params import SamplingParams
-from router.answer import Delta
-from router.generation_request import GenerationRequest
+from router.text.answer import Delta
+from router.text.generation_request import GenerationRequest
 
 CLOSED = "the LLM is closed"
 """The error of requests that `LLM.close` ends."""

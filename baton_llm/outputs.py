@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from baton.messages import TokenLogprobs
 from baton_llm.prompts import Encoded
-from router.answer import Delta
-from router.prompt_logprobs import ScoredPrompt
+from router.text.answer import Delta
+from router.text.prompt_logprobs import ScoredPrompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,10 +36,10 @@ from baton.v1 import generation_pb2_grpc
 from baton_llm.backend import CLOSED
 from baton_llm.prompts import Chat, Encoded, Input
 from baton_llm.sampling_params import SamplingParams
-from router.answer import Delta
 from router.api_keys import check_key
-from router.generation_request import SEED_SPACE, GenerationRequest
-from router.prompt_logprobs import ScoredPrompt
+from router.text.answer import Delta
+from router.text.generation_request import SEED_SPACE, GenerationRequest
+from router.text.prompt_logprobs import ScoredPrompt
 
 _MAX_IN_FLIGHT = 256
 _CONNECT_S = 10.0

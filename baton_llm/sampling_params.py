@@ -14,8 +14,8 @@ from baton.errors import InvalidRequest
 from baton.logits_processors import LogitsProcessor
 from baton.node_info import GenerationDefaults
 from baton.sampling import MAX_LOGPROBS, NAMES
-from router.generation_request import SEED_SPACE, GenerationRequest
-from router.structured_output import structured_output_of
+from router.text.generation_request import SEED_SPACE, GenerationRequest
+from router.text.structured_output import structured_output_of
 
 _NUMBERS = (
     "temperature",

@@ -28,7 +28,7 @@ from baton.v1 import node_pb2
 from baton.wire.limits import MAX_KV_EVENTS
 from benchmarks.tables import Table
 from engine.block_manager import BlockManager
-from router.prefix_index import PrefixIndex
+from router.placement.prefix_index import PrefixIndex
 
 PROMPT_BLOCKS = 512
 BLOCK_SIZE = 16

@@ -37,7 +37,7 @@ from benchmarks.tables import Table
 from router.http.server import HttpServer
 from router.server import RouterServer
 from router.settings import RouterSettings
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 
 MAX_TURNS = 1000
 """Of the event loop for one request."""

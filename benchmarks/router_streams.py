@@ -40,7 +40,7 @@ from benchmarks.tables import Table
 from deploy.bench.stats import percentile
 from deploy.ports import HeldPort
 from deploy.ready import wait_until_serving
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 
 PROMPT = "Please tell me everything that you know about routers, and do not leave anything out. " * 6
 WARM_UP_REQUESTS = 100

@@ -43,7 +43,7 @@ from baton.node_info import GenerationDefaults, NodeInfo, NodeRole
 from baton.sampling import FinishReason
 from baton.v1 import node_pb2, node_pb2_grpc
 from baton.wire.sessions import write_update
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 
 CHECKPOINT = Path(next(iter(engine.__path__))) / "checkpoints" / "baton-tiny"
 ANSWER = 'The answer is "42", said the naïve café owner: 你好, 世界 🙂.\nThen he counted: 1 2 3 4 5 6 7 8 9 and so on; '

@@ -24,7 +24,7 @@ from benchmarks.simulation.report import Limits, Report, markdown, median, repor
 from deploy.bench.trace import Entry, read_trace, write_trace
 from deploy.bench.workloads import WORKLOADS, Shape
 from router.policies import POLICIES
-from router.request_state import FirstToken
+from router.requests.request_state import FirstToken
 
 
 class SimulateSettings(Settings):

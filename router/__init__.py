@@ -1,9 +1,15 @@
 """The router: takes requests over HTTP and gRPC, places each on a prefill and a decode node, and follows it to its end.
 
-It needs no torch: it learns tokenizer, chat template and limits from its nodes. `core` is the protocol's state machine
-(with `request_state`, the state of one request, `attempts`, which parts of it are on which nodes, and `placement`), and
-`dispatcher` runs it. `discovery` says where nodes are, `cluster` has a link (`nodes`) to each, and `models` is what
-they say about their models and `versions`. `service` turns client requests into token ids, `generation` turns tokens
-into text. `http` and `grpc_service` are the two front ends, and `server` puts everything together. May import `baton`
+It needs no torch: it learns tokenizer, chat template and limits from its nodes. A request passes these rooms:
+
+    http, grpc      front ends: a client's request, and the answer as it reads it
+    service         a prompt as token ids, with what would block the event loop in `offload`
+    generation      one request while it runs: its tokens become text
+    nodes           links to nodes, over which it is sent, and `dispatcher`, which runs the state machine
+    requests        the state machine: attempts at a request, and what follows when one fails
+    placement       which nodes for an attempt, by `policies`
+    text            tokens to text and back: tokenizer, chat template, stop strings, tool calls
+
+`discovery` says where nodes are. `server` puts everything together; `workers` runs several of it. May import `baton`
 only.
 """

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from baton.errors import InvalidRequest
-from router.generation_request import GenerationRequest
+from router.text.generation_request import GenerationRequest
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from baton.node_info import NodeRole
 from baton.open_files import max_open_files, why_too_few
 from baton.telemetry.otlp import NoOpenTelemetry, SpanSender
 from baton.threads import why_too_few_threads
-from router.answer_reader import Parsers
 from router.api_keys import ApiKeys, UnusableKeys
 from router.console.page import paths as console_paths
 from router.discovery.dns import DnsName
@@ -25,6 +24,7 @@ from router.plugins import UnknownPlugin
 from router.policies import Policy, find_policy
 from router.reasoning_parsers import ReasoningParser, find_reasoning_parser
 from router.settings import RouterSettings
+from router.text.answer_reader import Parsers
 from router.tls import TlsError, TlsFiles
 from router.tool_parsers import ToolParser, find_tool_parser
 

@@ -14,13 +14,13 @@ from baton.messages import Tokens
 from baton.prompt_logprobs import PromptLogprobs
 from baton.telemetry.timeline import Timeline
 from baton.telemetry.timeline_json import log_fields
-from router.admission import Admitted
-from router.answer import Answer, Delta, NoAnswer, join
 from router.deliveries import Deliveries
-from router.dispatcher import Dispatcher
-from router.offload import Pauses
-from router.prompt_logprobs import ScoredPrompt
-from router.request_state import RequestEnd, RequestEvent, RequestTimings, RoutedRequest, SampleOut
+from router.nodes.dispatcher import Dispatcher
+from router.offload.threads import Pauses
+from router.requests.admission import Admitted
+from router.requests.request_state import RequestEnd, RequestEvent, RequestTimings, RoutedRequest, SampleOut
+from router.text.answer import Answer, Delta, NoAnswer, join
+from router.text.prompt_logprobs import ScoredPrompt
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from baton.messages import Tokens
 from baton.telemetry import RouterMetrics
 from baton.telemetry.timeline import Timeline
 from baton.telemetry.timeline_ring import TimelineRing
-from router.request_state import RequestEnd, RequestEvent, RoutedRequest, SampleOut
+from router.requests.request_state import RequestEnd, RequestEvent, RoutedRequest, SampleOut
 
 
 class _ModelMetrics:

@@ -17,12 +17,8 @@ from baton.listening import listen_socket
 from baton.settings import flag_name
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
 from baton.telemetry.timeline_ring import TimelineRing
-from router.admission import Admission
-from router.cluster import Cluster, Readiness
 from router.console.snapshot import Snapshot
-from router.core import RouterCore
 from router.discovery.source import Member
-from router.dispatcher import Dispatcher
 from router.edge import (
     StartError,
     make_admin_keys,
@@ -32,8 +28,8 @@ from router.edge import (
     make_policy,
     make_span_sender,
 )
-from router.grpc_server import GrpcLimits, GrpcServer
-from router.grpc_service import GenerationService
+from router.grpc.server import GrpcLimits, GrpcServer
+from router.grpc.service import GenerationService
 from router.http.admin import AdminRoutes
 from router.http.anthropic.routes import MessagesRoutes
 from router.http.app import create_app
@@ -50,11 +46,15 @@ from router.http.responses_api.websocket import ResponsesWebSocket
 from router.http.server import HttpServer
 from router.http.status import StatusRoutes
 from router.http.tokenizer_info import TokenizerInfoRoutes
-from router.models import Models
-from router.nodes import NodeLink
+from router.nodes.cluster import Cluster, Readiness
+from router.nodes.dispatcher import Dispatcher
+from router.nodes.links import NodeLink
 from router.request_metrics import RequestMetrics
+from router.requests.admission import Admission
+from router.requests.core import RouterCore
 from router.service import Service
 from router.settings import RouterSettings
+from router.text.models import Models
 from router.workers.siblings import WorkerContext
 
 log = logging.getLogger(__name__)

@@ -12,21 +12,21 @@ from baton.block_hash import BlockHash, chain
 from baton.errors import InvalidRequest, NodeUnavailable
 from baton.sampling import SamplingParams
 from baton.telemetry.trace_context import current_trace
-from router.admission import Admission, Admitted
-from router.answer import Answer, NoAnswer
-from router.bad_words import bad_words_token_ids
 from router.deliveries import Deliveries
-from router.dispatcher import Dispatcher
 from router.generation import Generation, Part
-from router.generation_request import GenerationRequest, num_kept_tokens, prompt_tokens, sampling_params
-from router.grammars import GrammarChecker
-from router.models import Models, ServedModel
-from router.offload import Offload, Pauses
-from router.prompt_logprobs import check_prompt_logprobs
-from router.request_record import Preparation
-from router.request_state import RoutedRequest
-from router.request_templates import RequestTemplates, question_of
-from router.stops import NO_STOPS, StopScanner, StopStrings
+from router.nodes.dispatcher import Dispatcher
+from router.offload.grammars import GrammarChecker
+from router.offload.request_templates import RequestTemplates, question_of
+from router.offload.threads import Offload, Pauses
+from router.requests.admission import Admission, Admitted
+from router.requests.request_record import Preparation
+from router.requests.request_state import RoutedRequest
+from router.text.answer import Answer, NoAnswer
+from router.text.bad_words import bad_words_token_ids
+from router.text.generation_request import GenerationRequest, num_kept_tokens, prompt_tokens, sampling_params
+from router.text.models import Models, ServedModel
+from router.text.prompt_logprobs import check_prompt_logprobs
+from router.text.stops import NO_STOPS, StopScanner, StopStrings
 
 log = logging.getLogger(__name__)
 

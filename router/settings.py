@@ -12,7 +12,7 @@ from baton.settings import LONGEST_S, ConnectAddresses, ListenAddress
 from baton.trust import ClusterSettings
 from router.discovery_settings import DiscoverySettings
 from router.edge_settings import EdgeSettings
-from router.request_state import FirstToken
+from router.requests.request_state import FirstToken
 
 
 class RouterSettings(EdgeSettings, DiscoverySettings, ClusterSettings):

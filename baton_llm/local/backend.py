@@ -24,17 +24,17 @@ from baton_llm.sampling_params import SamplingParams, request_of
 from decode_node.node import make_parts as make_decode_parts
 from node.loop import Turn
 from prefill_node.node import make_parts as make_prefill_parts
-from router.admission import Admission
-from router.answer import Delta
-from router.core import RouterCore
-from router.dispatcher import Dispatcher
-from router.generation_request import GenerationRequest, sampling_params
 from router.http.chat_prompt import chat_prompt, read_chat
 from router.http.schemas import size_of_prompt
 from router.limits import MAX_N
-from router.models import Models, ServedModel
+from router.nodes.dispatcher import Dispatcher
 from router.request_metrics import RequestMetrics
+from router.requests.admission import Admission
+from router.requests.core import RouterCore
 from router.service import Service
+from router.text.answer import Delta
+from router.text.generation_request import GenerationRequest, sampling_params
+from router.text.models import Models, ServedModel
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from node.events import (
 )
 from node.kv_events.feed import KvFeed
 from node.loop import Turn
-from router.dispatcher import Dispatcher
+from router.nodes.dispatcher import Dispatcher
 
 log = logging.getLogger(__name__)
 

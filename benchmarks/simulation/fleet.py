@@ -32,9 +32,9 @@ from node.events import (
     ToRouter,
 )
 from node.kv_events.feed import KV_PERIOD_S
-from router.actions import Emit, ToNode
-from router.core import RouterCore
-from router.request_state import RequestEnd, RequestTimings, RoutedRequest
+from router.requests.actions import Emit, ToNode
+from router.requests.core import RouterCore
+from router.requests.request_state import RequestEnd, RequestTimings, RoutedRequest
 
 DEADLINE_S = 3600.0
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from random import Random
 
-from router.core import RouterCore
 from router.policies import POLICIES as ALL
-from router.request_state import FirstToken
+from router.requests.core import RouterCore
+from router.requests.request_state import FirstToken
 
 EPOCH = 1
 

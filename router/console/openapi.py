@@ -7,8 +7,8 @@ from typing import Any
 
 from baton.telemetry.pools import BOTTLENECKS
 from router.http.node_openapi import NODE, NODES
-from router.kv_flows import KvFlow
-from router.request_state import AttemptState
+from router.requests.kv_flows import KvFlow
+from router.requests.request_state import AttemptState
 
 _COUNT = {"type": "integer", "minimum": 0}
 _TEXT = {"type": "string"}

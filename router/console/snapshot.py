@@ -15,12 +15,12 @@ import baton
 from baton.errors import NodeUnavailable
 from baton.telemetry import RouterMetrics
 from baton.telemetry.pools import bottleneck
-from router.cluster import Cluster
 from router.console.work import add_up, work_of
-from router.dispatcher import Dispatcher
 from router.http.debug_requests import Ask
-from router.models import Models
-from router.node_report import report_nodes
+from router.nodes.cluster import Cluster
+from router.nodes.dispatcher import Dispatcher
+from router.nodes.report import report_nodes
+from router.text.models import Models
 
 PATH = "/debug/console"
 QUESTION = "work"

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from prometheus_client import Metric
 
 from baton.telemetry import RouterMetrics
-from router.dispatcher import Dispatcher
+from router.nodes.dispatcher import Dispatcher
 
 
 class Collector(Protocol):

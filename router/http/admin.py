@@ -14,13 +14,13 @@ from baton.address import HostPort
 from baton.errors import InvalidRequest
 from baton.node_info import NodeRole
 from router.api_keys import ApiKeys
-from router.cluster import Cluster
 from router.discovery.source import Member
-from router.dispatcher import Dispatcher
 from router.http.access import authorization_of
 from router.http.body import BodyReader
-from router.node_report import report_node
-from router.nodes import NodeLink
+from router.nodes.cluster import Cluster
+from router.nodes.dispatcher import Dispatcher
+from router.nodes.links import NodeLink
+from router.nodes.report import report_node
 
 log = logging.getLogger(__name__)
 

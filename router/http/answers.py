@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi.responses import JSONResponse, Response
 
-from router.offload import INLINE_SIZE, Offload
+from router.offload.threads import INLINE_SIZE, Offload
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from router.answer import Delta
 from router.generation import Generation
 from router.http.responses import WholeShape
+from router.text.answer import Delta
 
 
 def likeliest(answers: Sequence[Delta], num_drawn: int, num_kept: int) -> list[Delta]:

@@ -14,7 +14,7 @@ from router.http.access import header_of
 from router.http.errors import describe_validation
 from router.http.limits import Bodies
 from router.http.parse import parse_json
-from router.offload import Offload
+from router.offload.threads import Offload
 
 B = TypeVar("B", bound=BaseModel)
 

@@ -6,8 +6,8 @@ from baton.errors import InvalidRequest
 from router.http.body import validate
 from router.http.schemas import Chat, ChatRequest, TokenizeRequest
 from router.http.tools import plain_tools
-from router.models import ServedModel
 from router.service import Service
+from router.text.models import ServedModel
 
 
 def read_chat(text: str) -> Chat:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pydantic_core
 
-from router.answer import Delta
 from router.generation import Generation
 from router.http.schemas import StreamOptions
 from router.http.shapes import Shape, timings_of, usage_of
+from router.text.answer import Delta
 
 _DONE = b"data: [DONE]\n\n"
 _MARK = "\x00the delta's text\x00"

@@ -15,12 +15,12 @@ from starlette.routing import BaseRoute, Match
 
 from baton.errors import BatonError, InternalError, InvalidRequest
 from baton.v1 import common_pb2
-from router.admission import retry_after_s
 from router.api_keys import InvalidApiKey
-from router.generation_request import ContextTooLong
 from router.http.anthropic.errors import in_messages_api, messages_error
 from router.http.responses_api.errors import PreviousResponseNotFound
-from router.models import UnknownModel
+from router.requests.admission import retry_after_s
+from router.text.generation_request import ContextTooLong
+from router.text.models import UnknownModel
 
 _METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 _RETRYABLE = (429, 503)

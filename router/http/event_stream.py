@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from router.answer import Delta
 from router.generation import Generation
 from router.http.body_writer import BodyWriter
+from router.text.answer import Delta
 
 
 class EventShape(Protocol):

@@ -10,12 +10,8 @@ from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import State
 
 from baton.errors import InvalidRequest
-from router.answer_reader import AnswerReading, Parsers
 from router.api_keys import salted
-from router.call_plan import NO_CALLS
-from router.constraints import constrained, naming_constraint
 from router.generation import Generation
-from router.generation_request import GenerationRequest, check_answer, encode, num_kept_tokens, prompt_tokens
 from router.http.answers import dump_json, raw_json_response
 from router.http.best_of import BestOfShape
 from router.http.body import BodyReader
@@ -36,8 +32,12 @@ from router.http.scope import request_id_of
 from router.http.shapes import ChatShape, CompletionShape, Shape, prompt_ids
 from router.http.tools import call_plan
 from router.limits import MAX_COUNTED_CHARS, MAX_ECHO_CHARS
-from router.models import ServedModel
 from router.service import Service
+from router.text.answer_reader import AnswerReading, Parsers
+from router.text.call_plan import NO_CALLS
+from router.text.constraints import constrained, naming_constraint
+from router.text.generation_request import GenerationRequest, check_answer, encode, num_kept_tokens, prompt_tokens
+from router.text.models import ServedModel
 
 
 class GenerateRoutes:

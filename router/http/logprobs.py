@@ -8,9 +8,9 @@ from typing import Any
 
 from baton.messages import TokenLogprobs
 from baton.prompt_logprobs import PromptTokenLogprob
-from router.answer import Delta
-from router.prompt_logprobs import ScoredPrompt
-from router.tokenizer import Tokenizer
+from router.text.answer import Delta
+from router.text.prompt_logprobs import ScoredPrompt
+from router.text.tokenizer import Tokenizer
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 LEAST = -9999.0

@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any
 
 from baton.node_info import NodeRole
-from router.node_report import IncompatiblePair, NodeLoad, NodeReport
-from router.nodes import LinkState
+from router.nodes.links import LinkState
+from router.nodes.report import IncompatiblePair, NodeLoad, NodeReport
 
 _LOAD_OF_NODE = {name: {"type": "integer"} for name in (field.name for field in dataclasses.fields(NodeLoad))}
 _NODE_KINDS: dict[str, dict[str, Any]] = {

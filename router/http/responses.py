@@ -10,13 +10,13 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from baton.errors import BatonError
-from router.answer import Delta, join
 from router.generation import Generation
 from router.http.answers import json_response
 from router.http.body_writer import body_writer_of
 from router.http.errors import body_of, response_to
 from router.http.event_stream import EventShape, EventStream
-from router.offload import Offload
+from router.offload.threads import Offload
+from router.text.answer import Delta, join
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

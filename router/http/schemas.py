@@ -18,7 +18,6 @@ from baton.sampling import (
     NAMES,
     RANGES,
 )
-from router.generation_request import GenerationRequest
 from router.http.fields import (
     CONFIG,
     Biases,
@@ -39,7 +38,8 @@ from router.http.unsupported import refuse_unsupported
 from router.limits import MAX_MESSAGES, MAX_N, MAX_PROMPT_LOGPROBS, MAX_STREAMED_PROMPT_LOGPROBS
 from router.scope import REQUEST_ID
 from router.service import MESSAGE_SIZE
-from router.structured_output import GUIDED, structured_output_of
+from router.text.generation_request import GenerationRequest
+from router.text.structured_output import GUIDED, structured_output_of
 
 
 class ChatMessage(BaseModel):

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from baton.sampling import FinishReason
-from router.answer import Delta
-from router.answer_reader import AnswerReader, AnswerReading
 from router.generation import Generation, Usage
 from router.http.chat_message import delta_of, has_calls, message_of
 from router.http.logprobs import ChatLogprobs, CompletionLogprobs, PromptShape
-from router.models import ServedModel
-from router.request_state import RequestTimings
+from router.requests.request_state import RequestTimings
+from router.text.answer import Delta
+from router.text.answer_reader import AnswerReader, AnswerReading
+from router.text.models import ServedModel
 from router.tool_parsers import Part, Thought
 
 

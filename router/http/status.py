@@ -13,13 +13,13 @@ from prometheus_client import CollectorRegistry
 import baton
 from baton.errors import NodeUnavailable
 from baton.telemetry import RouterMetrics, metrics_page
-from router.admission import Admission
-from router.cluster import Cluster
 from router.console.snapshot import Snapshot
-from router.dispatcher import Dispatcher
 from router.http.debug_requests import DebugRequests
 from router.http.errors import response_to
-from router.node_report import report_nodes
+from router.nodes.cluster import Cluster
+from router.nodes.dispatcher import Dispatcher
+from router.nodes.report import report_nodes
+from router.requests.admission import Admission
 from router.workers.pages import AllWorkersMetrics, plain_metrics
 from router.workers.siblings import Siblings, WorkerPlace
 

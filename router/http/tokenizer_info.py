@@ -9,8 +9,8 @@ from fastapi.responses import Response
 
 from baton.errors import InvalidRequest
 from router.http.answers import json_response
-from router.models import ServedModel
 from router.service import Service
+from router.text.models import ServedModel
 
 PATH = "/tokenizer_info"
 _TOKEN_SIZE = 128

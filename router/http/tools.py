@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, Field, WithJsonSchema
 
 from baton.errors import InvalidRequest
-from router.answer_reader import Parsers
-from router.call_plan import NO_CALLS, CallMode, CallPlan, OfferedTool, plan_calls
 from router.http.fields import CONFIG, Name, ValueLimits, bound_values, num_chars
 from router.http.parse import is_quick, parse_begun, parse_json
 from router.limits import MAX_TOOL_CALLS, MAX_TOOL_CHARS, MAX_TOOL_DEPTH, MAX_TOOL_VALUES, MAX_TOOLS
+from router.text.answer_reader import Parsers
+from router.text.call_plan import NO_CALLS, CallMode, CallPlan, OfferedTool, plan_calls
 
 _NAME = r"^[a-zA-Z0-9_-]{1,128}$"
 _LIMITS = ValueLimits(MAX_TOOL_VALUES, MAX_TOOL_CHARS, MAX_TOOL_DEPTH)

@@ -17,12 +17,12 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from baton.errors import BatonError, InvalidRequest, Overloaded, RequestCancelled
 from baton.telemetry import request_scope
-from router.answer import Delta
 from router.generation import Generation
 from router.http.errors import body_of
 from router.http.event_stream import EventShape
 from router.http.limits import Bodies, HttpLimits
 from router.scope import draw_request_id
+from router.text.answer import Delta
 
 log = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from node.events import (
     ToRouter,
 )
 from node.loop import Turn
-from router.prefix_index import PrefixIndex
+from router.placement.prefix_index import PrefixIndex
 from tests.router.rig import info
 
 ATTEMPT = AttemptId(7, "r", 0)

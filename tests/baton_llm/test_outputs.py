@@ -6,7 +6,7 @@ from baton.messages import TokenLogprobs
 from baton.sampling import FinishReason
 from baton_llm.outputs import Collector, Logprob, news
 from baton_llm.prompts import Encoded
-from router.answer import Delta
+from router.text.answer import Delta
 
 
 def test_an_output_stays_as_it_was_given_away():

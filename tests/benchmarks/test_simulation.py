@@ -20,7 +20,7 @@ from deploy.bench.trace import BLOCK_TOKENS, Entry, TraceTokens, read_trace, wri
 from deploy.bench.workloads import WORKLOADS, Shape, multi_turn, shared_prefix, uncorrelated
 from engine.pace import StepSize
 from engine.simulated.profile import load_profile
-from router.request_state import RequestTimings
+from router.requests.request_state import RequestTimings
 
 SHAPE = Shape(num_requests=20, per_s=30.0, input_len=300, output_len=6, prefix_len=1024, num_prefixes=3)
 LIMITS = Limits(ttft_s=1.0, gap_s=1.0)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from router.generation import Generation
-from router.request_state import RequestState
+from router.requests.request_state import RequestState
 from tests.fuzz.served import CASE_S, serving
 from tests.router.conftest import Router, says
 

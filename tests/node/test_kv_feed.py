@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from node.kv_events.feed import KvFeed
-from router.prefix_index import PrefixIndex
+from router.placement.prefix_index import PrefixIndex
 
 BLOCKS = [bytes([number]) * 32 for number in range(24)]
 changes = st.dictionaries(st.sampled_from(BLOCKS), st.booleans(), max_size=8)

@@ -42,7 +42,7 @@ from node.events import (
 from node.loop import Turn
 from node.sessions import Sessions
 from prefill_node.server import PREFILL_SIDE
-from router.prefix_index import PrefixIndex
+from router.placement.prefix_index import PrefixIndex
 from tests.node.scripted import RouterStream, prefill, running, session
 
 WORK = AttemptId(1, "r", 0)

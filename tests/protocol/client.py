@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from baton.messages import AttemptId, Tokens
 from baton.prompt_logprobs import PromptLogprobs
-from router.request_state import (
+from router.requests.request_state import (
     AttemptState,
     RequestEnd,
     RequestEvent,

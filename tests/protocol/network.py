@@ -14,7 +14,7 @@ from functools import partial
 from baton.handoff_messages import DecodeToPrefill, PrefillToDecode
 from baton.messages import Abort, KvEvents, Load, Migrate, Prefill, Update
 from node.events import FromPeer, FromRouter, PeerClosed, PeerOpened, SessionLost, SessionOpened, TargetEvent
-from router.core import RouterCore
+from router.requests.core import RouterCore
 from tests.protocol.node import PART_BLOCKS, Node, outward
 
 EPOCH = 7

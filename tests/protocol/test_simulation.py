@@ -14,7 +14,7 @@ import decode_node.leases
 from baton.layout import KvSlice
 from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
-from router.request_state import FirstToken
+from router.requests.request_state import FirstToken
 from tests.machines import machine
 from tests.protocol.fake_model import VOCAB_SIZE
 from tests.protocol.network import ROUTER

@@ -21,9 +21,9 @@ from baton.sampling import SamplingParams
 from kv_transfer.parts import PartHeader
 from kv_transfer.transports.memory import MemoryHub, Transfer
 from node.events import BlocksChanged, BlocksHeld, BlocksWanted, ClosePeer, Output, ToDecode, ToPrefill, ToRouter
-from router.actions import Emit, ToNode
-from router.core import RouterCore
-from router.request_state import FirstToken, RoutedRequest
+from router.requests.actions import Emit, ToNode
+from router.requests.core import RouterCore
+from router.requests.request_state import FirstToken, RoutedRequest
 from tests.protocol.client import Client
 from tests.protocol.fake_model import FakeModel, expected_output
 from tests.protocol.network import EPOCH, ROUTER, Links, Sessions, Streams

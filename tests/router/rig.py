@@ -9,10 +9,10 @@ from baton.layout import KvLayout, LayerKv
 from baton.messages import Abort, Load, Prefill, Tokens, Update
 from baton.node_info import GenerationDefaults, NodeInfo, NodeRole
 from baton.sampling import SamplingParams
-from router.actions import Emit, ToNode
-from router.core import RouterCore
 from router.policies import find_policy
-from router.request_state import FirstToken, RequestEnd, RoutedRequest
+from router.requests.actions import Emit, ToNode
+from router.requests.core import RouterCore
+from router.requests.request_state import FirstToken, RequestEnd, RoutedRequest
 
 LAYOUT = KvLayout((LayerKv(1, 8, 8, "float32"),) * 1, 16, "f")
 

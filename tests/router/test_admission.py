@@ -9,7 +9,7 @@ from baton import wire
 from baton.errors import BatonError, InvalidRequest, Overloaded
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
-from router.admission import LONGEST_RETRY_AFTER_S, Admission, Full
+from router.requests.admission import LONGEST_RETRY_AFTER_S, Admission, Full
 from tests.router.conftest import Router, says
 from tests.router.fake_node import Answer
 from tests.router.http_shapes import CHAT, error_of

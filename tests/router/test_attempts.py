@@ -20,8 +20,8 @@ from baton.errors import (
 from baton.messages import Abort, Adopted, End, HandedOff, Prefill, SampleEnd, TokenLogprobs, Tokens
 from baton.node_info import NodeRole
 from baton.sampling import FinishReason, SamplingParams
-from router.actions import ToNode
-from router.request_state import AttemptState, RoutedRequest
+from router.requests.actions import ToNode
+from router.requests.request_state import AttemptState, RoutedRequest
 from tests.router.rig import RouterRig, info
 
 ADOPTED = Adopted(0.1, 0, 9)

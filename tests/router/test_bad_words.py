@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
-from router.bad_words import bad_words_token_ids
-from router.tokenizer import Tokenizer
+from router.text.bad_words import bad_words_token_ids
+from router.text.tokenizer import Tokenizer
 from tests.router.tiny_tokenizer import tiny_tokenizer, vocab_size
 
 

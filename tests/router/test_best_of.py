@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from baton.messages import TokenLogprobs
-from router.answer import Delta
 from router.http.best_of import likeliest
+from router.text.answer import Delta
 
 
 def answer(index: int, *logprobs: float) -> Delta:

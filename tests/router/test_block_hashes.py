@@ -12,11 +12,11 @@ from baton.errors import NodeUnavailable
 from baton.messages import AttemptId, Prefill, Sample
 from baton.node_info import NodeRole
 from node.intake import make_sequence
-from router.admission import Admission
-from router.generation_request import GenerationRequest
-from router.models import Models, ServedModel
-from router.request_state import RoutedRequest
+from router.requests.admission import Admission
+from router.requests.request_state import RoutedRequest
 from router.service import Service
+from router.text.generation_request import GenerationRequest
+from router.text.models import Models, ServedModel
 from tests.router.fake_node import node_info
 from tests.router.tiny_tokenizer import tiny_tokenizer
 

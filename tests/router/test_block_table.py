@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from router.block_table import BlockTable, keys_of
+from router.placement.block_table import BlockTable, keys_of
 
 
 def block(number: int) -> bytes:

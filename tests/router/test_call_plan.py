@@ -9,11 +9,11 @@ import pytest
 
 from baton.errors import InvalidRequest
 from baton.structured_output import StructuredKind, StructuredOutput
-from router.answer_reader import AnswerReading, Parsers
-from router.call_plan import CallMode, CallPlan, OfferedTool, plan_calls
-from router.constraints import constrained, format_of
-from router.generation_request import GenerationRequest
 from router.reasoning_parsers import REASONING_PARSERS
+from router.text.answer_reader import AnswerReading, Parsers
+from router.text.call_plan import CallMode, CallPlan, OfferedTool, plan_calls
+from router.text.constraints import constrained, format_of
+from router.text.generation_request import GenerationRequest
 from router.tool_parsers import TOOL_PARSERS, CallStart
 from tests.router.matching import matches
 from tests.router.test_tool_parsers import joined

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from baton.errors import InvalidRequest
-from router.chat import ChatTemplate
+from router.text.chat import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "a <b> 'c'"}]
 

@@ -11,9 +11,9 @@ import pytest
 
 from baton.errors import BatonError, InvalidRequest, Overloaded
 from baton.node_info import NodeRole
-from router import request_templates
-from router.request_templates import RequestTemplates, question_of
-from router.template_worker import render
+from router.offload import request_templates
+from router.offload.request_templates import RequestTemplates, question_of
+from router.offload.template_worker import render
 from tests.router.conftest import on_shared_loop, says
 from tests.router.fake_node import FakeCluster
 from tests.router.http_shapes import CHAT, error_of

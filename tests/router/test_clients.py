@@ -106,7 +106,7 @@ async def test_a_client_that_leaves_cancels_its_request(router, nodes, stream, h
 
 
 async def test_a_grpc_client_that_leaves_cancels_its_request(router, nodes, stub, caplog):
-    caplog.set_level("INFO", logger="router.grpc_service")
+    caplog.set_level("INFO", logger="router.grpc.service")
     nodes.script = says("hello world, hello there", hold=asyncio.Event(), hold_at=2)
     call = stub.Generate(pb.GenerateRequest(prompt="x"))
     assert (await call.read()).WhichOneof("event") == "started"

@@ -16,14 +16,14 @@ from baton.address import HostPort
 from baton.node_info import NodeRole
 from baton.telemetry import ROUTER, RouterMetrics, new_registry, request_scope
 from baton.trust import Trust
-from router.cluster import NUM_TOLD, Cluster
-from router.core import RouterCore
 from router.discovery.membership import Membership
 from router.discovery.source import Found, Member
-from router.dispatcher import Dispatcher
-from router.models import Models
-from router.nodes import NodeLink
+from router.nodes.cluster import NUM_TOLD, Cluster
+from router.nodes.dispatcher import Dispatcher
+from router.nodes.links import NodeLink
 from router.request_metrics import RequestMetrics
+from router.requests.core import RouterCore
+from router.text.models import Models
 from tests.router.rig import info
 
 ADDRESSES = [HostPort("node", port) for port in (1, 2, 3)]

@@ -16,7 +16,7 @@ from baton.telemetry import RouterMetrics
 from router.console.page import files
 from router.console.snapshot import Snapshot, _order
 from router.console.work import add_up, histogram_of, sums_of
-from router.kv_flows import KvFlow, KvFlows
+from router.requests.kv_flows import KvFlow, KvFlows
 from router.workers.siblings import Siblings, WorkerPlace
 from tests.router.conftest import Router, on_shared_loop, says
 from tests.router.fake_node import FakeCluster

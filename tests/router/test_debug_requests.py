@@ -16,11 +16,11 @@ from baton.settings import SettingsError, load
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
 from baton.telemetry.timeline_ring import TimelineRing
 from baton.v1 import generation_pb2, generation_pb2_grpc
-from router.core import RouterCore
-from router.dispatcher import Dispatcher
 from router.edge import StartError, make_span_sender
 from router.http.debug_requests import DebugRequests
+from router.nodes.dispatcher import Dispatcher
 from router.request_metrics import RequestMetrics
+from router.requests.core import RouterCore
 from router.settings import RouterSettings
 from router.workers.siblings import Siblings, WorkerPlace
 from tests.baton.test_timeline import named

@@ -16,18 +16,18 @@ from baton.messages import Adopted, End, HandedOff, Load, Prefill, SampleEnd, St
 from baton.node_info import NodeRole
 from baton.sampling import FinishReason, SamplingParams
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
-from router.admission import Admission
-from router.answer import Answer, Delta
-from router.core import RouterCore
 from router.deliveries import SLICE_S, Deliveries
-from router.dispatcher import Dispatcher
 from router.generation import Generation, Part
 from router.http.chunks import ChunkEvents
 from router.http.event_stream import EventStream
 from router.http.shapes import ChatShape
+from router.nodes.dispatcher import Dispatcher
 from router.request_metrics import RequestMetrics
-from router.request_state import RoutedRequest
-from router.stops import StopScanner, StopStrings
+from router.requests.admission import Admission
+from router.requests.core import RouterCore
+from router.requests.request_state import RoutedRequest
+from router.text.answer import Answer, Delta
+from router.text.stops import StopScanner, StopStrings
 from tests.router.rig import info
 from tests.router.tiny_tokenizer import tiny_tokenizer
 

@@ -10,10 +10,10 @@ from baton.messages import Abort, AttemptId, End, Migrate, Prefill, Update
 from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
-from router.core import RouterCore
-from router.dispatcher import Dispatcher
+from router.nodes.dispatcher import Dispatcher
 from router.request_metrics import RequestMetrics
-from router.request_state import RequestEnd, RequestEvent, RoutedRequest
+from router.requests.core import RouterCore
+from router.requests.request_state import RequestEnd, RequestEvent, RoutedRequest
 from tests.router.rig import info
 
 

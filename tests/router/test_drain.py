@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from router.offload import INLINE_SIZE
+from router.offload.threads import INLINE_SIZE
 from tests.router.conftest import Router, says
 from tests.router.fake_node import PATIENCE_S
 from tests.router.test_nodes import answer, text_of

@@ -11,10 +11,10 @@ from baton.messages import Abort, Adopted, End, HandedOff, Migrate, Prefill, Sam
 from baton.node_info import NodeRole
 from baton.sampling import FinishReason, SamplingParams
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
-from router.core import RouterCore
-from router.dispatcher import Dispatcher
+from router.nodes.dispatcher import Dispatcher
 from router.request_metrics import RequestMetrics
-from router.request_state import FirstToken, RequestEnd, RequestEvent, RoutedRequest, SampleOut
+from router.requests.core import RouterCore
+from router.requests.request_state import FirstToken, RequestEnd, RequestEvent, RoutedRequest, SampleOut
 from tests.router.rig import RouterRig, info
 
 ADOPTED = Adopted(0.1, 0, 9)

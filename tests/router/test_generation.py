@@ -8,13 +8,13 @@ import pytest
 from baton.errors import BatonError, NodeUnavailable, RequestCancelled
 from baton.messages import Tokens
 from baton.sampling import FinishReason, SamplingParams
-from router.admission import Admission
-from router.answer import Answer
 from router.deliveries import Deliveries
-from router.dispatcher import Sink
 from router.generation import Generation, Part
-from router.request_state import RequestEnd, RequestTimings, RoutedRequest, SampleOut
-from router.stops import StopScanner, StopStrings
+from router.nodes.dispatcher import Sink
+from router.requests.admission import Admission
+from router.requests.request_state import RequestEnd, RequestTimings, RoutedRequest, SampleOut
+from router.text.answer import Answer
+from router.text.stops import StopScanner, StopStrings
 from tests.router.tiny_tokenizer import tiny_tokenizer
 
 

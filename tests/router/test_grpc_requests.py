@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from baton.errors import InvalidRequest
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
-from router.grpc_requests import parse_request
+from router.grpc.requests import parse_request
 
 CHAT = pb.GenerateRequest(
     chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")]),

@@ -7,9 +7,9 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.answer_reader import AnswerReader
 from router.http.responses_api.output import Output
 from router.reasoning_parsers import REASONING_PARSERS
+from router.text.answer_reader import AnswerReader
 from router.tool_parsers import TOOL_PARSERS, CallArguments, CallStart, Content, Part, Thought, merge
 
 TEXTS = st.sampled_from(["Hm.", "1 < 2", "to=f <|", 'a "b"\n{}', "", " é "])

@@ -12,8 +12,8 @@ TEMPLATE = {"source": "{{ messages[0].content }}", "special_tokens": {}, "messag
 @pytest.mark.parametrize(
     ("module", "asked", "answers"),
     [
-        ("router.template_worker", [TEMPLATE], [{}, {"prompt": "a"}]),
-        ("router.grammar_worker", [["guidance"], ["regex", "[0-9]+"]], [None, None]),
+        ("router.offload.template_worker", [TEMPLATE], [{}, {"prompt": "a"}]),
+        ("router.offload.grammar_worker", [["guidance"], ["regex", "[0-9]+"]], [None, None]),
     ],
 )
 def test_less_memory_than_they_may_have_is_enough(module, asked, answers):

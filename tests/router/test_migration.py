@@ -20,11 +20,11 @@ from baton.messages import (
 )
 from baton.node_info import NodeRole
 from baton.sampling import FinishReason, SamplingParams
-from router.circuit_breakers import MAX_FAILURES
-from router.migrations import ASK_AGAIN_S
-from router.pool import Pool
-from router.request_state import RoutedRequest
-from router.routed_node import Node
+from router.placement.circuit_breakers import MAX_FAILURES
+from router.placement.pool import Pool
+from router.placement.routed_node import Node
+from router.requests.migrations import ASK_AGAIN_S
+from router.requests.request_state import RoutedRequest
 from tests.router.rig import RouterRig, info
 
 ADOPTED = Adopted(0.1, 0, 9)

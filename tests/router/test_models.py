@@ -13,8 +13,8 @@ from baton import xgrammar_compiler
 from baton.errors import InvalidRequest, NodeUnavailable
 from baton.node_info import NodeInfo, NodeRole
 from baton.structured_output import StructuredBackend
-from router.models import Models, ServedModel, UnknownModel
-from router.tokenizer import Tokenizer
+from router.text.models import Models, ServedModel, UnknownModel
+from router.text.tokenizer import Tokenizer
 from router.versions import version_of
 from tests.router.rig import info
 

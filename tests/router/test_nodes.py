@@ -18,8 +18,8 @@ from baton.messages import Abort, AttemptId, Load
 from baton.node_info import NodeRole, TransportEndpoint
 from baton.trust import Trust
 from baton.v1 import generation_pb2, generation_pb2_grpc, node_pb2
-from router import nodes as nodes_of_router
 from router.discovery.source import Member
+from router.nodes import links as nodes_of_router
 from tests.router.conftest import Router, says
 from tests.router.fake_node import LAYOUT, PATIENCE_S, Answer, FakeCluster
 from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer

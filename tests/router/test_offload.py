@@ -10,7 +10,7 @@ import pytest
 from baton.errors import Overloaded
 from router.http.answers import dump_json
 from router.http.parse import parse_json
-from router.offload import INLINE_SIZE, Offload, Pauses
+from router.offload.threads import INLINE_SIZE, Offload, Pauses
 from tests.router.tiny_tokenizer import tiny_tokenizer
 
 BIG = "the quick brown fox 1 + 2 = 3 " * 10_000
@@ -89,7 +89,7 @@ async def test_long_work_leaves_threads_for_the_rest():
 
 
 async def test_long_work_waits_for_other_only_so_long(monkeypatch):
-    monkeypatch.setattr("router.offload._MAX_WAIT_S", 0.01)
+    monkeypatch.setattr("router.offload.threads._MAX_WAIT_S", 0.01)
     counted = []
     offload, hold = Offload(max_size=10**9, on_refused=counted.append), threading.Event()
     long = [asyncio.create_task(offload.run(hold.wait, 10**6)) for _ in range(2)]

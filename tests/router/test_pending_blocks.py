@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.pending_blocks import PendingBlocks
+from router.placement.pending_blocks import PendingBlocks
 
 PROMPTS = st.lists(
     st.tuples(st.sampled_from("pqd"), st.lists(st.sampled_from([b"a", b"b", b"c", b"d"]), max_size=5, unique=True)),

@@ -10,8 +10,8 @@ from baton.errors import Overloaded
 from baton.messages import Adopted, End, HandedOff, KvEvents, Load, Prefill, SampleEnd, Started, Tokens
 from baton.node_info import NodeRole, TransportEndpoint
 from baton.sampling import FinishReason, SamplingParams
-from router.rates import PRIOR_S_PER_TOKEN
-from router.request_state import RoutedRequest
+from router.placement.rates import PRIOR_S_PER_TOKEN
+from router.requests.request_state import RoutedRequest
 from router.versions import version_of
 from tests.router.rig import RouterRig, info
 
@@ -251,7 +251,7 @@ def test_a_decode_node_computes_prompts_only_if_it_bounds_its_gaps(target_itl_s:
 
 def test_decisions_are_counted_told_and_compared_with_what_came(caplog: pytest.LogCaptureFixture) -> None:
     rig = RouterRig("p1", "d1", policy="cost")
-    with caplog.at_level("DEBUG", "router.attempts"):
+    with caplog.at_level("DEBUG", "router.requests.attempts"):
         assert place(rig, "a", 100) == "p1"
     (line,) = [record.getMessage() for record in caplog.records]
     nodes = "placed attempt=0 prefill=p1 decode=d1"

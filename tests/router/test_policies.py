@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from baton.messages import Prefill
 from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
-from router.actions import ToNode
-from router.core import RouterCore
 from router.plugins import UnknownPlugin
 from router.policies import POLICIES, Candidate, Option, Options, Policy, find_policy
 from router.policies.cost import NEAR, Prices
-from router.request_state import RoutedRequest
+from router.requests.actions import ToNode
+from router.requests.core import RouterCore
+from router.requests.request_state import RoutedRequest
 from tests.router.rig import info
 
 SECONDS = st.floats(0.0, 10.0).map(lambda value: round(value, 3))

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from baton.node_info import NodeInfo, NodeRole
-from router import compatibility
-from router.pool import Pool
+from router.placement import compatibility
+from router.placement.pool import Pool
 from tests.router.rig import info
 
 

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from baton.errors import InvalidRequest
 from baton.messages import KvEvents
-from router.prefix_index import PrefixIndex
+from router.placement.prefix_index import PrefixIndex
 from tests.machines import machine
 
 NODES = ("p1", "p2", "d1")

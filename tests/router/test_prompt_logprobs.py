@@ -9,10 +9,10 @@ from baton.errors import NodeUnavailable
 from baton.messages import End, HandedOff, SampleEnd, TokenLogprobs, Tokens
 from baton.prompt_logprobs import PromptLogprobs
 from baton.sampling import FinishReason, SamplingParams
-from router.actions import Emit
-from router.answer import Delta
 from router.http.logprobs import LEAST, ChatLogprobs, CompletionLogprobs, token_text
-from router.request_state import RoutedRequest
+from router.requests.actions import Emit
+from router.requests.request_state import RoutedRequest
+from router.text.answer import Delta
 from tests.router.fake_node import prompt_pieces
 from tests.router.http_shapes import CHAT, error_of
 from tests.router.rig import RouterRig

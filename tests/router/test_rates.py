@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.rates import FADING_S, PRIOR_S_PER_TOKEN, FadingMean, Mean, PrefillTime
+from router.placement.rates import FADING_S, PRIOR_S_PER_TOKEN, FadingMean, Mean, PrefillTime
 
 
 @given(st.floats(1e-6, 1e-4), st.lists(st.integers(200, 10_000), min_size=1, max_size=50))

@@ -8,9 +8,9 @@ from baton.errors import CacheExhausted, Overloaded
 from baton.messages import End, HandedOff, Load, Migrate, Prefill, Stayed, Tokens
 from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
-from router.migrations import ASK_AGAIN_S
-from router.rebalancing import PAUSE_S
-from router.request_state import RoutedRequest
+from router.requests.migrations import ASK_AGAIN_S
+from router.requests.rebalancing import PAUSE_S
+from router.requests.request_state import RoutedRequest
 from tests.router.rig import RouterRig, info
 
 NUM_BLOCKS = 9  # of 16 tokens

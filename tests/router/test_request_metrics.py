@@ -13,7 +13,7 @@ from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
 from router.request_metrics import RequestMetrics
-from router.request_state import RequestEnd, RequestTimings, RoutedRequest
+from router.requests.request_state import RequestEnd, RequestTimings, RoutedRequest
 from router.settings import RouterSettings
 from tools.metrics_page import node_registry, router_registry
 

@@ -16,9 +16,9 @@ from baton.messages import Adopted, End, HandedOff, Load, Started, Tokens
 from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
 from baton.table_shape import TableShape
-from router.admission import LONGEST_RETRY_AFTER_S, Full
-from router.request_state import AttemptState, RoutedRequest
-from router.routed_node import Node, least_blocks, num_blocks
+from router.placement.routed_node import Node, least_blocks, num_blocks
+from router.requests.admission import LONGEST_RETRY_AFTER_S, Full
+from router.requests.request_state import AttemptState, RoutedRequest
 from router.versions import version_of
 from tests.router.rig import RouterRig, info
 

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.sampling import FinishReason
-from router.answer import Delta
 from router.http.chunks import ChunkEvents
 from router.http.logprobs import CompletionLogprobs
 from router.http.schemas import StreamOptions
 from router.http.shapes import ChatShape, CompletionShape, Shape
+from router.text.answer import Delta
 from tests.router.tiny_tokenizer import tiny_tokenizer
 
 TEXTS = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=20), min_size=1, max_size=6)

@@ -13,12 +13,12 @@ import pytest
 from baton.errors import BatonError, InvalidRequest, Overloaded
 from baton.node_info import GenerationDefaults
 from baton.structured_output import MAX_STRUCTURED_CHARS, StructuredBackend, StructuredKind, StructuredOutput
-from router import grammars
-from router.grammars import GrammarChecker
-from router.models import ServedModel
-from router.structured_output import structured_output_of
-from router.tokenizer import Tokenizer
-from router.worker_process import WorkerProcess
+from router.offload import grammars
+from router.offload.grammars import GrammarChecker
+from router.offload.worker_process import WorkerProcess
+from router.text.models import ServedModel
+from router.text.structured_output import structured_output_of
+from router.text.tokenizer import Tokenizer
 
 CHECKPOINT = Path(__file__).parents[2] / "engine" / "checkpoints" / "baton-tiny"
 

@@ -10,9 +10,9 @@ from baton.errors import InternalError, TransferTimeout
 from baton.messages import Adopted, End, HandedOff, Prefill, Tokens
 from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
-from router.circuit_breakers import FIRST_OUT_S, LAST_OUT_S, MAX_FAILURES, TRIAL_S, WINDOW_S, CircuitBreakers
-from router.request_state import RoutedRequest
-from router.retry_budget import MEMORY_S, MIN_PER_S, SHARE, RetryBudget
+from router.placement.circuit_breakers import FIRST_OUT_S, LAST_OUT_S, MAX_FAILURES, TRIAL_S, WINDOW_S, CircuitBreakers
+from router.requests.request_state import RoutedRequest
+from router.requests.retry_budget import MEMORY_S, MIN_PER_S, SHARE, RetryBudget
 from tests.router.rig import RouterRig, info
 
 FLOOR = int(MIN_PER_S * MEMORY_S)

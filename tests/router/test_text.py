@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from baton.sampling import FinishReason
-from router.answer import Answer, join
 from router.limits import MAX_STOP_CHARS, MAX_STOP_STRINGS
-from router.stops import StopScanner, StopStrings
-from router.tokenizer import Tokenizer
+from router.text.answer import Answer, join
+from router.text.stops import StopScanner, StopStrings
+from router.text.tokenizer import Tokenizer
 from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer, tokenizer_json, vocab_size
 
 RUNS = settings(max_examples=200, deadline=None, derandomize=True)

@@ -7,8 +7,8 @@ from baton.node_info import NodeRole
 from baton.node_times import DecodeTimes, PromptTimes
 from baton.sampling import FinishReason, SamplingParams
 from baton.telemetry.timeline import Estimate, Timeline, first_token_stages
-from router.request_record import MAX_ATTEMPTS, Preparation, RequestRecord
-from router.request_state import RoutedRequest
+from router.requests.request_record import MAX_ATTEMPTS, Preparation, RequestRecord
+from router.requests.request_state import RoutedRequest
 from tests.router.rig import RouterRig, info
 
 ENDED = (SampleEnd(0, FinishReason.LENGTH), End(None, None, DecodeTimes(2, 0.5)))

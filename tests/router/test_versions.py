@@ -10,8 +10,8 @@ from baton.errors import NodeUnavailable
 from baton.messages import Adopted, HandedOff, Load, Prefill, Started, Tokens
 from baton.node_info import GenerationDefaults, NodeInfo, NodeRole
 from baton.sampling import SamplingParams
-from router.admission import Full
-from router.request_state import RoutedRequest
+from router.requests.admission import Full
+from router.requests.request_state import RoutedRequest
 from router.versions import ModelVersion, VersionGone, difference, shares, version_of
 from tests.router.rig import RouterRig, info
 

@@ -11,11 +11,11 @@ from baton.errors import DeadlineExceeded, InternalError, NodeUnavailable, PeerL
 from baton.messages import Adopted, End, HandedOff, Load, Prefill, Tokens
 from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
-from router.circuit_breakers import MAX_FAILURES
-from router.placement import Placement
-from router.pool import Pool
-from router.recovery import MAX_ATTEMPTS
-from router.request_state import AttemptState, RequestEnd, RoutedRequest
+from router.placement.circuit_breakers import MAX_FAILURES
+from router.placement.placement import Placement
+from router.placement.pool import Pool
+from router.requests.recovery import MAX_ATTEMPTS
+from router.requests.request_state import AttemptState, RequestEnd, RoutedRequest
 from tests.router.rig import RouterRig, info
 
 

@@ -5,7 +5,7 @@ import functools
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 
 SPECIAL = ("<|pad|>", "<|bos|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>")
 BOS, IM_START, IM_END, EOT = 1, 2, 3, 4

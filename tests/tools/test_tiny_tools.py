@@ -9,7 +9,7 @@ import pytest
 from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer
 
-from router.chat import ChatTemplate
+from router.text.chat import ChatTemplate
 from router.tool_parsers import TOOL_PARSERS, CallArguments, CallStart, Content
 from tools import tiny_tasks
 from tools.tiny.tasks.sample import Sample, calls_in

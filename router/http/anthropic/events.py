@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from router.answer import Delta
 from router.generation import Generation
 from router.http.anthropic.shape import SIGNATURE, TEXT, THINKING, MessageShape, tool_use, usage_of
 from router.http.shapes import timings_of
+from router.text.answer import Delta
 from router.tool_parsers import CallArguments, CallStart, Content, Part, Thought
 
 

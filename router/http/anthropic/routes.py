@@ -5,10 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from router.answer_reader import Parsers
 from router.api_keys import salted
-from router.constraints import constrained, naming_constraint
-from router.generation_request import encode
 from router.http.answers import dump_json, raw_json_response
 from router.http.anthropic.errors import PATH
 from router.http.anthropic.events import MessageEvents
@@ -19,8 +16,11 @@ from router.http.limits import HttpLimits
 from router.http.responses import EventResponse, WholeResponse
 from router.http.tools import call_plan, plain_tools
 from router.limits import MAX_COUNTED_CHARS
-from router.models import ServedModel
 from router.service import Service
+from router.text.answer_reader import Parsers
+from router.text.constraints import constrained, naming_constraint
+from router.text.generation_request import encode
+from router.text.models import ServedModel
 
 
 class MessagesRoutes:

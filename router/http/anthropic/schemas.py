@@ -9,7 +9,6 @@ from pydantic import BaseModel, Field
 
 from baton.errors import InvalidRequest
 from baton.sampling import MAX_CACHE_SALT_CHARS, RANGES
-from router.generation_request import GenerationRequest
 from router.http.anthropic.content import (
     Block,
     Content,
@@ -29,6 +28,7 @@ from router.http.tools import check_tools
 from router.http.unsupported import refuse_unsupported
 from router.limits import MAX_MESSAGES, MAX_STOP_CHARS
 from router.service import MESSAGE_SIZE
+from router.text.generation_request import GenerationRequest
 
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed")
 _ROLES: dict[type[Block], str] = {Thinking: "assistant", ToolUse: "assistant", ToolResult: "user"}

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from baton.sampling import FinishReason
-from router.answer import Delta
-from router.answer_reader import AnswerReading
 from router.generation import Generation, Usage
 from router.http.chat_message import has_calls
 from router.http.parse import parse_begun
 from router.http.shapes import timings_of
-from router.models import ServedModel
+from router.text.answer import Delta
+from router.text.answer_reader import AnswerReading
+from router.text.models import ServedModel
 from router.tool_parsers import CallArguments, CallStart, Content, Part, Thought
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from router.answer import Delta
 from router.http.responses_api.output import Event
 from router.http.responses_api.shape import ResponseShape
 from router.http.responses_api.store import ResponseSaver
+from router.text.answer import Delta
 
 _CODES = {"rate_limit_error": "rate_limit_exceeded", "invalid_request_error": "invalid_prompt"}
 """Of a response that failed, by the type of its error; otherwise it is `server_error`."""

@@ -12,7 +12,6 @@ from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import State
 
 from baton.errors import InvalidRequest
-from router.answer import Delta
 from router.generation import Generation
 from router.http.answers import raw_json_response
 from router.http.body import BodyReader
@@ -26,8 +25,9 @@ from router.http.responses_api.schemas import ResponsesRequest
 from router.http.responses_api.shape import ResponseShape
 from router.http.responses_api.store import ResponseSaver, ResponseStore, dump_items
 from router.http.scope import request_id_of
-from router.offload import Offload
+from router.offload.threads import Offload
 from router.service import Service
+from router.text.answer import Delta
 
 PATH = "/v1/responses"
 

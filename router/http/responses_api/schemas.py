@@ -17,7 +17,7 @@ from router.http.schemas import ChatRequest, GenerationFields
 from router.http.tools import Function, FunctionName, Schema, Tool
 from router.http.unsupported import refuse_unsupported
 from router.limits import MAX_MESSAGES, MAX_TOOL_CHARS, MAX_TOOLS
-from router.structured_output import GUIDED
+from router.text.structured_output import GUIDED
 
 LOGPROBS = "message.output_text.logprobs"
 _ENCRYPTED = "reasoning.encrypted_content"

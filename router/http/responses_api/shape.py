@@ -8,14 +8,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from baton.sampling import FinishReason
-from router.answer import Delta
-from router.answer_reader import AnswerReading
 from router.generation import Generation, Usage
 from router.http.logprobs import ChatLogprobs
 from router.http.responses_api.output import Event, Output
 from router.http.responses_api.schemas import Format, ResponsesRequest
 from router.http.shapes import timings_of
-from router.models import ServedModel
+from router.text.answer import Delta
+from router.text.answer_reader import AnswerReading
+from router.text.models import ServedModel
 from router.tool_parsers import Content, Part
 
 _ECHOED = (

@@ -7,7 +7,7 @@ from typing import Any
 
 from baton.sampling import NAMES
 from router.http.unsupported import Harmless
-from router.structured_output import GUIDED
+from router.text.structured_output import GUIDED
 
 
 def _is_empty(value: Any) -> bool:

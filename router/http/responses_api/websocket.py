@@ -18,7 +18,7 @@ from router.http.responses_api.routes import PATH, ResponsesRoutes
 from router.http.responses_api.schemas import ResponsesRequest
 from router.http.responses_api.store import ResponseStore
 from router.http.websocket import Session, streamed
-from router.offload import Offload
+from router.offload.threads import Offload
 
 _CREATE = "response.create"
 

@@ -1,0 +1,56 @@
+"""Renders the chat templates that requests bring, in a process of its own: a template may loop for hours, or fill all
+memory: `python -m router.offload.template_worker`
+
+It writes a line once it is ready. Then it answers each line of JSON, `source`, `special_tokens` and the arguments of
+`ChatTemplate.render`, by a line of JSON: `prompt`, or `refused` with the reason. An alarm ends it if one takes long.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from typing import Any
+
+from baton.errors import InvalidRequest
+from router.limits import MAX_RENDERED_CHARS
+from router.offload.memory_limit import limit_memory
+from router.text.chat import ChatTemplate
+
+ALARM_S = 3
+"""The router gives up sooner; this ends the process."""
+_MAX_MEMORY_BYTES = 2**30
+
+
+def main() -> None:
+    limit_memory(_MAX_MEMORY_BYTES)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the router ends it by closing stdin
+    _write({})
+    for line in sys.stdin:
+        signal.alarm(ALARM_S)
+        answer = render(**json.loads(line))
+        signal.alarm(0)
+        _write(answer)
+
+
+def render(source: str, special_tokens: dict[str, str], **chat: Any) -> dict[str, str]:
+    """`prompt`, or `refused`. Never raises."""
+    try:
+        prompt = ChatTemplate(source, special_tokens).render(**chat)
+    except InvalidRequest as error:
+        return {"refused": error.message}
+    except Exception as error:  # noqa: BLE001  (a request's boundary: whatever a template makes Python do)
+        return {"refused": f"the chat template fails: {type(error).__name__}"}
+    if len(prompt) > MAX_RENDERED_CHARS:
+        return {"refused": f"the chat template writes {len(prompt)} characters, of at most {MAX_RENDERED_CHARS}"}
+    return {"prompt": prompt}
+
+
+def _write(answer: dict[str, str]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""What follows when an attempt is lost: a Prefill of prompt and output so far, or the end of the request."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from baton.errors import BatonError, InternalError, InvalidRequest, NodeUnavailable, Overloaded, PeerLost
+from baton.streams import HEARTBEAT_S
+from router.placement.placement import Placement
+from router.requests.attempts import Attempts
+from router.requests.live_requests import LiveRequests
+from router.requests.request_state import Attempt, AttemptState, RequestState, SampleState, Unplaced
+from router.requests.retry_budget import RetryBudget
+
+MAX_ATTEMPTS = 4
+MAX_LOST_NODES = 2
+"""A request that lost this many nodes is more likely the cause than the victim."""
+_MISSED_S = 2 * HEARTBEAT_S
+"""A node that has told no load for so long has fallen silent already, before it was given what comes now."""
+
+
+class NodeLost(NodeUnavailable):
+    """The router has lost a node that ran it."""
+
+
+class Recovery:
+    """Limits the attempts at a request, and by `retries` those at all requests together."""
+
+    def __init__(self, attempts: Attempts, requests: LiveRequests, retries: RetryBudget) -> None:
+        self._attempts = attempts
+        self._requests = requests
+        self._retries = retries
+
+    def node_lost(
+        self,
+        incarnation: str,
+        reason: str,
+        what: str,
+        stopped: bool,
+        now: float,
+        loaded_at: float,
+        doomed: Set[str] = frozenset(),
+    ) -> None:
+        """Attempts that depended on the node are lost. `what`: the node, for people; `stopped`: it had been told to
+        end, so that its loss is nobody's fault, nor is it that of attempts that came long after it told its last load,
+        at `loaded_at`; `doomed`: nodes that end with it."""
+        for state in self._requests:
+            attempts = [attempt for attempt in state.attempts.values() if attempt.depends_on(incarnation)]
+            placed = [state.deadline - attempt.deadline_s for attempt in attempts]  # when they were
+            may_be_cause = any(placed_at <= loaded_at + _MISSED_S for placed_at in placed)
+            if not stopped and (may_be_cause or incarnation in state.blamed):
+                state.lost[incarnation] = f"{what}: {reason}"
+            gone = NodeLost(f"{what} lost: {reason}")
+            for attempt in attempts:
+                if attempt.id in state.attempts:  # one failure can end all the request's work
+                    self.fail(state, attempt, gone, now, {incarnation, *doomed})
+
+    def fail(
+        self,
+        state: RequestState,
+        attempt: Attempt,
+        error: BatonError,
+        now: float,
+        suspects: set[str] | None = None,
+        retry: bool = False,
+    ) -> None:
+        """The attempt is lost: fence it, and place what is unfinished again, or end the request with `error`. The loss
+        of a node needs no share of the retry budget."""
+        attempt.record.has_failed(error)
+        self._attempts.abort(attempt)
+        self._attempts.retire(state, attempt, now)
+        unfinished = attempt.unfinished
+        for sample in attempt.samples:
+            sample.early.clear()
+        if not unfinished:
+            self._requests.end_if_done(state, now)
+            return
+        state.avoid |= suspects or set()
+        if state.is_poisonous(MAX_LOST_NODES):
+            error, retry = InternalError(f"given up, since nodes were lost that ran it: {state.losses}"), False
+        if not (retry or error.retryable) or attempt.id.attempt + 1 >= MAX_ATTEMPTS:
+            self._requests.end(state, error, now)
+            return
+        if not (isinstance(error, NodeLost | PeerLost) or self._retries.take(now)):
+            self._requests.end(
+                state, type(error)(f"{error.message}; not tried again, since too many requests are"), now
+            )
+            return
+        try:
+            for group in state.groups(unfinished):
+                self._place_again(state, attempt, group, error, now)
+        except (NodeUnavailable, Overloaded) as refused:
+            end = error if refused is error else type(refused)(f"{error.message}; {refused.message}")
+            self._requests.end(state, end, now)
+        except InvalidRequest as refused:  # by the nodes that are left: the one that is gone could hold it
+            self._requests.end(state, NodeUnavailable(f"{error.message}; {refused.message}"), now)
+
+    def _place_again(
+        self, state: RequestState, lost: Attempt, group: list[SampleState], error: BatonError, now: float
+    ) -> None:
+        """Raises NodeUnavailable. Raises `error` itself if it is Overloaded and no other node can be asked, so that the
+        client retries later."""
+        placement = self._attempts.choose(state, group, now)
+        if isinstance(error, Overloaded) and (placement is None or _is_full(state, lost, placement)):
+            raise error
+        cause = "node_lost" if isinstance(error, NodeLost) else "node_error"
+        whole = len(group) == len(lost.samples)
+        key = lost.id.request_id if whole else f"{lost.id.request_id}/{group[0].index}"
+        self._attempts.place_or_wait(Unplaced(state, group, key, lost.id.attempt + 1, error, cause), placement, now)
+
+
+def _is_full(state: RequestState, lost: Attempt, placement: Placement) -> bool:
+    """Whether the placement is on nodes that have refused the request for lack of room. A prefill node asks its decode
+    node only once it has begun: before that, it has refused the request itself, and another one may have room."""
+    asked = [placement.last] if lost.state is not AttemptState.QUEUED else [placement.prefill, placement.last]
+    return all(node.info.incarnation in state.avoid for node in asked)

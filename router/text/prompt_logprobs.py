@@ -1,0 +1,50 @@
+"""A prompt and the logprobs of its tokens, as clients get them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from baton.errors import InvalidRequest
+from baton.prompt_logprobs import PromptLogprobs, PromptTokenLogprob
+from baton.sampling import MAX_LOGPROBS
+from router.text.generation_request import GenerationRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredPrompt:
+    """`pieces`: logprobs of all tokens but the first."""
+
+    token_ids: tuple[int, ...]
+    pieces: tuple[PromptLogprobs, ...]
+
+    def scores(self) -> Iterator[tuple[int, PromptTokenLogprob | None]]:
+        """Each token with its logprobs; the first has none."""
+        yield self.token_ids[0], None
+        logprobs = (entry for piece in self.pieces for entry in piece)
+        yield from zip(self.token_ids[1:], logprobs, strict=True)
+
+    @property
+    def size(self) -> int:
+        """How many logprobs it has."""
+        return sum(piece.num_tokens * (1 + piece.num_top) for piece in self.pieces)
+
+
+def check_num_prompt_logprobs(count: int) -> int:
+    """Raises InvalidRequest if it is out of range."""
+    if not 0 <= count <= MAX_LOGPROBS:
+        raise InvalidRequest(f"prompt_logprobs must be in [0, {MAX_LOGPROBS}], not {count}", "prompt_logprobs")
+    return count
+
+
+def check_prompt_logprobs(prompts: Sequence[tuple[int, ...]], wanted: GenerationRequest) -> None:
+    """Raises InvalidRequest if the answers would repeat too many logprobs of the prompts."""
+    num_top = wanted.sampling.get("num_prompt_logprobs")
+    if num_top is None:
+        return
+    count, most = wanted.n * (1 + num_top) * sum(map(len, prompts)), wanted.max_prompt_logprobs
+    if count > most:
+        raise InvalidRequest(
+            f"prompt_logprobs may give at most {most} logprobs of all answers' prompts here, not {count}",
+            "prompt_logprobs",
+        )
