@@ -17,7 +17,6 @@ import grpc.aio
 
 from baton import wire
 from baton.address import HostPort
-from baton.channels import CHANNEL_OPTIONS
 from baton.errors import (
     PARAM_KEY,
     BatonError,
@@ -31,6 +30,7 @@ from baton.errors import (
 )
 from baton.node_info import GenerationDefaults
 from baton.prompt_logprobs import PromptLogprobs
+from baton.rpc.channels import CHANNEL_OPTIONS
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
 from baton_llm.backend import CLOSED

@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import Field
 
 from baton.settings import Sizes
-from baton.structured_output import StructuredKind, StructuredOutput
+from baton.structured_output.constraint import StructuredKind, StructuredOutput
 from benchmarks.big_vocabulary import big_vocabulary
 from benchmarks.engine_bench import Bench, EngineBenchSettings, note, step
 from benchmarks.engine_decode import GREEDY, SAMPLINGS, WARM_STEPS, end, fill_pool

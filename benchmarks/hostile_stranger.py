@@ -14,7 +14,7 @@ import grpc.aio
 import kv_transfer
 from baton import PROTOCOL_VERSION
 from baton.address import HostPort
-from baton.channels import CHANNEL_OPTIONS
+from baton.rpc.channels import CHANNEL_OPTIONS
 from baton.v1 import common_pb2, node_pb2, node_pb2_grpc
 from benchmarks.hostile_case import Attack
 

@@ -31,7 +31,7 @@ import uvloop
 from pydantic import Field
 
 from baton.address import HostPort
-from baton.open_files import raise_open_files
+from baton.process.open_files import raise_open_files
 from baton.settings import Settings, parse
 from benchmarks.cluster import LOCAL
 from benchmarks.scripted_nodes import CHECKPOINT, answer_tokens

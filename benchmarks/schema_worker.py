@@ -19,7 +19,7 @@ import numpy as np
 from llguidance import LLTokenizer
 
 from baton.errors import InvalidRequest
-from baton.structured_output import StructuredKind, StructuredOutput
+from baton.structured_output.constraint import StructuredKind, StructuredOutput
 from node.structured_output.grammar_state import Backend, GrammarState
 
 START_S = 120.0
@@ -199,8 +199,8 @@ def _xgrammar(tokenizer: str, vocab_size: int, eos: list[int]) -> Backend:
 
 
 def _unchecked(tokenizer: str, vocab_size: int, eos: list[int]) -> Backend:
-    """XGrammar without the refusals of `baton.xgrammar_schema`, as other servers use it."""
-    mock.patch("baton.xgrammar_compiler.why_unsupported", return_value=None).start()
+    """XGrammar without the refusals of `baton.structured_output.xgrammar_schema`, as other servers use it."""
+    mock.patch("baton.structured_output.xgrammar_compiler.why_unsupported", return_value=None).start()
     return _xgrammar(tokenizer, vocab_size, eos)
 
 

@@ -20,8 +20,6 @@ import uvloop
 
 import engine
 from baton import wire
-from baton.channels import SERVER_OPTIONS, bind
-from baton.cluster_secret import SESSION, admit
 from baton.layout import KvLayout, LayerKv
 from baton.messages import (
     Abort,
@@ -40,6 +38,8 @@ from baton.messages import (
     Update,
 )
 from baton.node_info import GenerationDefaults, NodeInfo, NodeRole
+from baton.rpc.channels import SERVER_OPTIONS, bind
+from baton.rpc.cluster_secret import SESSION, admit
 from baton.sampling import FinishReason
 from baton.v1 import node_pb2, node_pb2_grpc
 from baton.wire.sessions import write_update

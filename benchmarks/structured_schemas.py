@@ -20,8 +20,8 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from baton import xgrammar_compiler
 from baton.settings import Settings, parse
+from baton.structured_output import xgrammar_compiler
 from benchmarks.big_vocabulary import big_vocabulary
 from benchmarks.checks import WrongAnswers
 from benchmarks.schema_worker import BACKENDS, Asked, Compiled, SchemaWorker, Walked

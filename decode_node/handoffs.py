@@ -11,11 +11,11 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from baton import wire
-from baton.cluster_secret import HANDOFF, NotTrusted, admit
 from baton.errors import BatonError, InvalidRequest, NodeUnavailable
 from baton.handoff_messages import Hello
 from baton.messages import Auth
-from baton.streams import ENDED, EOF, HELLO_S, STOPPED
+from baton.rpc.cluster_secret import HANDOFF, NotTrusted, admit
+from baton.rpc.streams import ENDED, EOF, HELLO_S, STOPPED
 from node.events import ClosePeer, PeerClosed, PeerOpened, ToPrefill
 from node.handoffs.stream import (
     CONNECT_S,

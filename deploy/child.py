@@ -10,7 +10,7 @@ from __future__ import annotations
 import runpy
 import sys
 
-from baton.parent import die_with
+from baton.process.parent import die_with
 
 
 def main() -> None:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import baton
+from baton.process.standard_files import open_standard_files
 from baton.setting_names import closest
 from baton.settings import EXIT_USAGE
-from baton.standard_files import open_standard_files
 
 EXIT_INTERRUPTED = 130
 EXIT_READER_LEFT = 141

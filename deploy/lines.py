@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import TextIO
 
-from baton.patient_writer import PatientWriter
+from baton.process.patient_writer import PatientWriter
 
 COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)  # ANSI codes, without red
 RESET = "\x1b[0m"

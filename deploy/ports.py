@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Self
 
 from baton.address import HostPort
-from baton.listening import bind_socket
+from baton.process.listening import bind_socket
 
 
 class PortTaken(Exception):

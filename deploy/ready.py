@@ -10,7 +10,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.address import HostPort
-from baton.channels import CLUSTER_CHANNEL_OPTIONS
+from baton.rpc.channels import CLUSTER_CHANNEL_OPTIONS
 
 RECONNECT_MS = 100
 WHOLE_CLUSTER = "baton.v1.Cluster"

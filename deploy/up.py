@@ -11,8 +11,8 @@ import grpc
 import grpc.aio
 
 from baton.address import HostPort
+from baton.process.signals import stop_signals
 from baton.settings import flag_name, parse
-from baton.signals import stop_signals
 from deploy.lines import NamedLines
 from deploy.plan import Machine, NodePorts, node_names, placement, plan, this_machine
 from deploy.ports import HeldPort, PortTaken

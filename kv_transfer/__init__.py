@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from baton.cluster_secret import ClusterSecret
+from baton.rpc.cluster_secret import ClusterSecret
 from kv_transfer.transport import Transport
 from kv_transfer.transports.host import LOOPBACK
 

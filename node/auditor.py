@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from baton.audit import KvAudit
 from baton.errors import DeadlineExceeded, NodeUnavailable
-from baton.streams import STOPPED
+from baton.rpc.streams import STOPPED
 
 R = TypeVar("R")
 Formatter = Callable[[KvAudit], Iterator[R]]

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import baton
 from baton.layout import KvLayout
 from baton.node_info import GenerationDefaults, NodeInfo, NodeRole, TransportEndpoint
-from baton.structured_output import StructuredBackend
+from baton.structured_output.constraint import StructuredBackend
 from baton.telemetry import ExpertReadings
 from engine.engine import Engine
 from node.loop import Counts

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from baton.trust import ClusterSettings
+from baton.rpc.trust import ClusterSettings
 
 
 class ModelSettings(ClusterSettings):

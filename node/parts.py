@@ -130,7 +130,7 @@ def _make_torch_base(
     settings: NodeSettings, wake: Callable[[], None], processors: LogitsProcessors, ranks: Ranks | None
 ) -> Base:
     # torch and numpy, which a simulated node does without
-    from baton.structured_output import StructuredBackend
+    from baton.structured_output.constraint import StructuredBackend
     from node.build import build
     from node.ranks.pool_links import make_link
     from node.structured_output.grammars import Grammars

@@ -7,13 +7,13 @@ import importlib.util
 import os
 from pathlib import Path
 
-from baton import xgrammar_compiler
 from baton.address import HostPort
-from baton.listening import listen_socket
 from baton.node_info import MAX_MODEL_CHARS
-from baton.open_files import max_open_files, why_too_few
+from baton.process.listening import listen_socket
+from baton.process.open_files import max_open_files, why_too_few
+from baton.process.threads import why_too_few_threads
+from baton.structured_output import xgrammar_compiler
 from baton.telemetry.admin import read_key
-from baton.threads import why_too_few_threads
 from baton.wire.limits import MAX_NAME_CHARS
 from engine.checkpoint import local_folder, why_no_checkpoint, why_no_tokenizer, why_no_weights
 from engine.simulated.profile import load_profile

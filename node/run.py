@@ -26,8 +26,8 @@ import uvloop
 
 from baton.errors import BatonError
 from baton.node_info import NodeRole
-from baton.open_files import raise_open_files
-from baton.signals import stop_signals
+from baton.process.open_files import raise_open_files
+from baton.process.signals import stop_signals
 from baton.telemetry import configure_logging
 from node import preflight
 from node.errors import StartupError

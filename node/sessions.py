@@ -1,7 +1,7 @@
 """Routers' sessions: the only way to place work on a node, and the way its updates go back.
 
 router                      node
-  | <- Auth, both ways ------> |   where there is a cluster secret (`baton.cluster_secret`)
+  | <- Auth, both ways ------> |   where there is a cluster secret (`baton.rpc.cluster_secret`)
   | -- Subscribe ------------> |   version and incarnation are checked
   | <------------ Subscribed - |   the role gets SessionOpened before any work
   | -- Prefill, Abort -------> |
@@ -24,7 +24,6 @@ from google.protobuf.message import DecodeError
 
 from baton import PROTOCOL_VERSION, wire
 from baton.audit import epoch_name
-from baton.cluster_secret import SESSION, NotTrusted, admit
 from baton.errors import InvalidRequest
 from baton.messages import (
     Abort,
@@ -43,9 +42,10 @@ from baton.messages import (
     Update,
 )
 from baton.prompt_logprobs import PromptLogprobs
-from baton.streams import ENDED, EOF, HEARTBEAT_S, HELLO_S, STOPPED, Stream, first_end, read_all
+from baton.rpc.cluster_secret import SESSION, NotTrusted, admit
+from baton.rpc.streams import ENDED, EOF, HEARTBEAT_S, HELLO_S, STOPPED, Stream, first_end, read_all
+from baton.rpc.trust import Trust
 from baton.telemetry import NodeMetrics
-from baton.trust import Trust
 from baton.v1 import node_pb2
 from node.events import (
     BlocksChanged,

@@ -16,13 +16,13 @@ from prometheus_client import CollectorRegistry
 from baton import PROTOCOL_VERSION
 from baton.address import HostPort
 from baton.audit import KvAudit
-from baton.channels import SERVER_OPTIONS, bind
 from baton.handoff_messages import Hello
-from baton.malformed import RefuseMalformed
 from baton.node_info import NodeInfo, TransportEndpoint
-from baton.streams import HEARTBEAT_S
+from baton.rpc.channels import SERVER_OPTIONS, bind
+from baton.rpc.malformed import RefuseMalformed
+from baton.rpc.streams import HEARTBEAT_S
+from baton.rpc.trust import Trust
 from baton.telemetry import AdminGate, ExpertReadings, MetricsServer, NodeMetrics, new_registry
-from baton.trust import Trust
 from baton.v1 import node_pb2_grpc
 from baton.wire import Limits
 from node.audit import verdict

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import grpc
 
 from baton.node_info import NodeRole
-from baton.open_files import max_open_files, why_too_few
+from baton.process.open_files import max_open_files, why_too_few
+from baton.process.threads import why_too_few_threads
 from baton.telemetry.otlp import NoOpenTelemetry, SpanSender
-from baton.threads import why_too_few_threads
 from router.api_keys import ApiKeys, UnusableKeys
 from router.console.page import paths as console_paths
 from router.discovery.dns import DnsName

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 import uvloop
 
 from baton.address import HostPort
-from baton.open_files import raise_open_files
+from baton.process.open_files import raise_open_files
+from baton.process.signals import stop_signals
 from baton.settings import flag_name, parse
-from baton.signals import stop_signals
 from baton.telemetry import configure_logging
 from router.edge import StartError
 from router.server import RouterServer

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from baton.address import HostPort
 from baton.errors import NodeUnavailable
-from baton.listening import listen_socket
+from baton.process.listening import listen_socket
 from baton.settings import flag_name
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
 from baton.telemetry.timeline_ring import TimelineRing

@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from baton.address import HostPort
+from baton.rpc.trust import ClusterSettings
 from baton.settings import LONGEST_S, ConnectAddresses, ListenAddress
-from baton.trust import ClusterSettings
 from router.discovery_settings import DiscoverySettings
 from router.edge_settings import EdgeSettings
 from router.requests.request_state import FirstToken

@@ -30,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from baton.parent import die_with
+from baton.process.parent import die_with
 from deploy import child
 
 PRELOADED = (

@@ -9,8 +9,8 @@ from functools import partial
 from baton.block_hash import chain
 from baton.messages import Tokens, Update
 from baton.node_info import NodeRole
+from baton.rpc.streams import HEARTBEAT_S
 from baton.sampling import SamplingParams
-from baton.streams import HEARTBEAT_S
 from benchmarks.simulation.clock import VirtualClock
 from benchmarks.simulation.node import FleetNode, settings_of
 from benchmarks.simulation.policies import EPOCH

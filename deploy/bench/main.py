@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import uvloop
 from tqdm import tqdm
 
-from baton.open_files import raise_open_files
+from baton.process.open_files import raise_open_files
 from baton.settings import EXIT_USAGE, flag_name, parse
 from deploy.bench.client import Client, RequestFailed, Target
 from deploy.bench.figures import figures

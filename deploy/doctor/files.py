@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from baton.address import HostPort
-from baton.cluster_secret import read_secret
+from baton.rpc.cluster_secret import read_secret
 from baton.settings import flag_name
 from baton.telemetry.admin import read_key
 from deploy.doctor.certificates import validities

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 
 from baton.address import HostPort
-from baton.cluster_secret import read_secret
+from baton.rpc.cluster_secret import read_secret
 from baton.settings import EXIT_USAGE, parse
 from deploy.doctor import clocks, files, gpus, limits, report, transports, versions
 from deploy.doctor.finding import Finding, failure, has_failed, skipped

@@ -10,12 +10,12 @@ from typing import Any
 import grpc
 
 from baton import wire
-from baton.channels import open_channel
-from baton.cluster_secret import HANDOFF, prove
 from baton.errors import BatonError, InvalidRequest, NodeUnavailable
 from baton.handoff_messages import Hello, PrefillToDecode, Reserve
 from baton.messages import Auth, DecodeTarget
-from baton.streams import EOF, HELLO_S, STOPPED, require_message, rpc_reason
+from baton.rpc.channels import open_channel
+from baton.rpc.cluster_secret import HANDOFF, prove
+from baton.rpc.streams import EOF, HELLO_S, STOPPED, require_message, rpc_reason
 from baton.v1 import node_pb2_grpc
 from node.events import ClosePeer, PeerClosed, PeerOpened, ToDecode
 from node.handoffs.stream import (

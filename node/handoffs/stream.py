@@ -1,7 +1,7 @@
 """The common part of both ends of a handoff stream: the Hello exchange, messages, detection of silence.
 
 prefill node                decode node
-  | <- Auth, both ways ----> |  where there is a cluster secret (`baton.cluster_secret`)
+  | <- Auth, both ways ----> |  where there is a cluster secret (`baton.rpc.cluster_secret`)
   | -- Hello ---------------> |  checks version, incarnation and layout, connects the transport
   | <---------------- Hello - |  with an error if it refuses the peer
   |   connects the transport  |
@@ -23,8 +23,8 @@ from baton.errors import BatonError, InvalidRequest, NodeUnavailable, TransferEr
 from baton.handoff_messages import CommitReply, Heartbeat, Hello, Refuse, Release, Reserve
 from baton.messages import AttemptId, Auth
 from baton.node_info import Route
-from baton.streams import HEARTBEAT_S, Stream, first_end, read_all
-from baton.trust import Trust
+from baton.rpc.streams import HEARTBEAT_S, Stream, first_end, read_all
+from baton.rpc.trust import Trust
 from node.events import Event, FromPeer
 
 log = logging.getLogger(__name__)

@@ -182,7 +182,7 @@ class PeerNodes:
             self._lost(f"data parallel rank {rank} {_HAS_ENDED}")
 
     def _beat(self) -> None:
-        """Silence is counted in time slices in which this node listened, as in `baton.silence`."""
+        """Silence is counted in time slices in which this node listened, as in `baton.rpc.silence`."""
         self._broadcast(beat=True)
         limit_s = self._limits.silence if len(self._ready) == self._size else self._limits.loading_silence
         for rank, link in self._links.items():

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from baton.parent import die_with
-from baton.signals import stop_signals
+from baton.process.parent import die_with
+from baton.process.signals import stop_signals
 from node.limits import Limits
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class RankPipe(NamedTuple):
 @dataclass(slots=True)
 class RankFork:
     """A forked rank, as seen by the process that forked it. of_pool: see RankPipe. num_silent: slices of BEAT_S in
-    which this process listened and the rank's counter did not change (see `baton.silence`)."""
+    which this process listened and the rank's counter did not change (see `baton.rpc.silence`)."""
 
     number: int
     pid: int

@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from baton.signals import stop_signals
+from baton.process.signals import stop_signals
 from node import preflight
 from node.limits import Limits
 from node.peers.links import PeerLink

@@ -201,7 +201,7 @@ class OtherHosts:
                 return
 
     def _beat(self, number: int, link: PeerLink) -> None:
-        """Silence is counted in time slices in which this process listened, as in `baton.silence`."""
+        """Silence is counted in time slices in which this process listened, as in `baton.rpc.silence`."""
         link.send(beat=True)
         link.num_silent += 1
         limit_s = self._limits.silence if self.ready else self._limits.loading_silence

@@ -136,7 +136,7 @@ class JoiningHosts:
                 self._lost(member, "says what no rank says")
 
     def _count_silence(self) -> None:
-        """Counts slices of BEAT_S during which this process listened, as `baton.silence` does."""
+        """Counts slices of BEAT_S during which this process listened, as `baton.rpc.silence` does."""
         limit_s = self._limits.loading_silence
         for member, link in list(self._joined.items()):
             if member[0] != HOST:

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.structured_output import StructuredOutput
+from baton.structured_output.constraint import StructuredOutput
 
 NO_TOKEN_LEFT = (
     "no token that may come next can be chosen: allowed_token_ids, min_tokens and logits_processors forbid tokens, "

@@ -18,7 +18,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.structured_output import COMPILE_STACK_BYTES, StructuredBackend, StructuredOutput
+from baton.structured_output.constraint import COMPILE_STACK_BYTES, StructuredBackend, StructuredOutput
 from node.structured_output.grammar_state import Backend, GrammarState
 
 T = TypeVar("T")

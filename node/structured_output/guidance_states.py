@@ -9,8 +9,8 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
-from baton.guidance import LIMITS, guidance_grammar
-from baton.structured_output import StructuredOutput
+from baton.structured_output.constraint import StructuredOutput
+from baton.structured_output.guidance import LIMITS, guidance_grammar
 from node.structured_output.grammar_state import NO_TOKEN_LEFT
 
 _NOT_VERBOSE = "\n<non-verbose/>"

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 from xgrammar import CompiledGrammar, GrammarMatcher
 
-from baton.structured_output import StructuredOutput
-from baton.xgrammar_compiler import XgrammarCompiler
+from baton.structured_output.constraint import StructuredOutput
+from baton.structured_output.xgrammar_compiler import XgrammarCompiler
 from node.structured_output.grammar_state import NO_TOKEN_LEFT
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from baton import PROTOCOL_VERSION
 from baton.layout import KvLayout
-from baton.structured_output import StructuredBackend
+from baton.structured_output.constraint import StructuredBackend
 
 MAX_MODEL_CHARS = 256
 """Of a model's name: requests may have no longer one."""

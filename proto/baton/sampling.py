@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from baton.errors import InvalidRequest
 from baton.logits_processors import MAX_LOGITS_PROCESSORS, LogitsProcessor
-from baton.structured_output import StructuredOutput
+from baton.structured_output.constraint import StructuredOutput
 
 MAX_LOGPROBS = 20
 """As in OpenAI's API."""

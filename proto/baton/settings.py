@@ -29,8 +29,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 import baton
 from baton.address import HostPort
 from baton.log_levels import LogLevels, parse_log_levels
+from baton.process.standard_files import open_standard_files
 from baton.setting_names import ALL_NAMES, closest, of_kubernetes
-from baton.standard_files import open_standard_files
 from baton.unique_keys import UniqueKeys
 from baton.vllm_flags import VLLM_FLAGS
 

@@ -13,8 +13,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from baton.address import HostPort
-from baton.channels import SERVER_OPTIONS
-from baton.malformed import RefuseMalformed
+from baton.rpc.channels import SERVER_OPTIONS
+from baton.rpc.malformed import RefuseMalformed
 from baton.v1 import generation_pb2
 from router.api_keys import ApiKeys, InvalidApiKey
 from router.grpc.service import GenerationService, authorization_of

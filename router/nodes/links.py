@@ -16,14 +16,14 @@ import grpc
 import grpc.aio
 
 from baton.address import HostPort
-from baton.channels import open_channel
-from baton.cluster_secret import SESSION, prove
 from baton.errors import BatonError, NodeUnavailable
 from baton.messages import Abort, Auth, Load, Migrate, Prefill, Subscribe, Subscribed
 from baton.node_info import NodeInfo, NodeRole
-from baton.silence import until_silent
-from baton.streams import EOF, require_message
-from baton.trust import Trust
+from baton.rpc.channels import open_channel
+from baton.rpc.cluster_secret import SESSION, prove
+from baton.rpc.silence import until_silent
+from baton.rpc.streams import EOF, require_message
+from baton.rpc.trust import Trust
 from baton.v1 import node_pb2, node_pb2_grpc
 from baton.wire import Limits, join_router_messages, read_node_info, read_node_message, write_router_message
 from router.nodes.dispatcher import Dispatcher

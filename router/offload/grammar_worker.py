@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import InvalidRequest
-from baton.structured_output import CHECK_STACK_BYTES, StructuredBackend, StructuredKind, StructuredOutput
+from baton.structured_output.constraint import CHECK_STACK_BYTES, StructuredBackend, StructuredKind, StructuredOutput
 from router.offload.memory_limit import limit_memory
 
 ALARM_S = 3
@@ -55,10 +55,12 @@ def _answer_all() -> None:
 def _checker(backend: str, *tokenizer: Any) -> Callable[[StructuredOutput], str | None]:
     """Tells why a structured output does not compile. Imports no backend but the one asked for."""
     if StructuredBackend(backend) is StructuredBackend.GUIDANCE:
-        from baton.guidance import why_invalid
+        from baton.structured_output.guidance import why_invalid
 
         return why_invalid
-    from baton.xgrammar_compiler import XgrammarCompiler  # imports torch, which the router itself has not
+    from baton.structured_output.xgrammar_compiler import (
+        XgrammarCompiler,  # imports torch, which the router itself has not
+    )
 
     compiler = XgrammarCompiler(*tokenizer)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from baton.errors import InternalError, InvalidRequest
-from baton.structured_output import StructuredBackend, StructuredOutput
+from baton.structured_output.constraint import StructuredBackend, StructuredOutput
 from router.offload.worker_process import WorkerProcess
 from router.refusals import OnRefused, turn, uncounted
 from router.text.models import ServedModel

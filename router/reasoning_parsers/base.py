@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from baton.structural_tag import Format
+from baton.structured_output.structural_tag import Format
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import ClassVar, Self
 
-from baton.structural_tag import Format
+from baton.structured_output.structural_tag import Format
 from router.reasoning_parsers.base import ReasoningDelta, ReasoningParser
 from router.tool_parsers.source import any_of, num_held
 

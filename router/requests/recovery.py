@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 
 from baton.errors import BatonError, InternalError, InvalidRequest, NodeUnavailable, Overloaded, PeerLost
-from baton.streams import HEARTBEAT_S
+from baton.rpc.streams import HEARTBEAT_S
 from router.placement.placement import Placement
 from router.requests.attempts import Attempts
 from router.requests.live_requests import LiveRequests

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from baton.structural_tag import Format
+from baton.structured_output.structural_tag import Format
 from router.reasoning_parsers import ReasoningDelta, ReasoningParser
 from router.tool_parsers import CallListParser, CallStart, Content, Part, Piece, Thought, ToolParser, Tools, merge
 

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from baton.errors import InvalidRequest
-from baton.structural_tag import Format
+from baton.structured_output.structural_tag import Format
 from router.text.answer_reader import AnswerReading, Parsers
 from router.tool_parsers import CallListParser, ToolParser, Tools
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from types import TracebackType
 
 from baton.errors import InvalidRequest
-from baton.structural_tag import Format, load_structural_tag
-from baton.structured_output import StructuredKind, StructuredOutput
+from baton.structured_output.constraint import StructuredKind, StructuredOutput
+from baton.structured_output.structural_tag import Format, load_structural_tag
 from router.text.answer_reader import AnswerReading
 from router.text.call_plan import CallPlan
 from router.text.generation_request import GenerationRequest

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import ClassVar
 
-from baton import xgrammar_compiler
 from baton.errors import InvalidRequest, NodeUnavailable
 from baton.node_info import GenerationDefaults, NodeInfo
-from baton.structured_output import StructuredBackend
+from baton.structured_output import xgrammar_compiler
+from baton.structured_output.constraint import StructuredBackend
 from router.text.chat import ChatTemplate
 from router.text.tokenizer import Tokenizer, check_digest
 from router.versions import ModelVersion, version_of

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from baton.errors import InvalidRequest
-from baton.structural_tag import load_structural_tag
-from baton.structured_output import StructuredKind, StructuredOutput
+from baton.structured_output.constraint import StructuredKind, StructuredOutput
+from baton.structured_output.structural_tag import load_structural_tag
 
 GUIDED = {
     "guided_json": StructuredKind.JSON,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.address import HostPort
-from baton.listening import bind_socket, listen_socket
+from baton.process.listening import bind_socket, listen_socket
 
 
 class SharedPort:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from baton.silence import until_silent
+from baton.rpc.silence import until_silent
 from router.edge import StartError
 from router.workers.siblings import WorkerPlace
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import uvloop
 
 from baton.address import HostPort
-from baton.parent import wake_with_parent
+from baton.process.parent import wake_with_parent
+from baton.rpc.streams import HEARTBEAT_S
 from baton.settings import parse
-from baton.streams import HEARTBEAT_S
 from router.edge import StartError
 from router.main import EXIT_FAILED, configure, serve
 from router.settings import RouterSettings

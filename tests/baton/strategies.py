@@ -14,7 +14,7 @@ from baton.node_info import GenerationDefaults, NodeInfo, NodeRole, TransportEnd
 from baton.priority import MAX_PRIORITY, MIN_PRIORITY
 from baton.prompt_logprobs import PromptLogprobs
 from baton.sampling import FinishReason, SamplingParams
-from baton.structured_output import StructuredBackend, StructuredKind, StructuredOutput
+from baton.structured_output.constraint import StructuredBackend, StructuredKind, StructuredOutput
 
 uint32 = st.integers(0, 2**32 - 1)
 some32 = st.integers(1, 2**32 - 1)

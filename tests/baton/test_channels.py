@@ -7,7 +7,7 @@ import asyncio
 import grpc.aio
 import pytest
 
-from baton.channels import SERVER_OPTIONS
+from baton.rpc.channels import SERVER_OPTIONS
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # empty

@@ -5,7 +5,8 @@ import itertools
 
 import pytest
 
-from baton.cluster_secret import (
+from baton.messages import Auth, Subscribe
+from baton.rpc.cluster_secret import (
     DATA,
     HANDOFF,
     NONCE_BYTES,
@@ -17,7 +18,6 @@ from baton.cluster_secret import (
     prove,
     read_secret,
 )
-from baton.messages import Auth, Subscribe
 
 KEY = b"sixteen bytes or more"
 ONE, OTHER = ClusterSecret(KEY), ClusterSecret(b"another secret as long")

@@ -7,8 +7,8 @@ import json
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from baton.guidance import guidance_grammar
-from baton.structured_output import MAX_JSON_WHITESPACE, StructuredKind, StructuredOutput
+from baton.structured_output.constraint import MAX_JSON_WHITESPACE, StructuredKind, StructuredOutput
+from baton.structured_output.guidance import guidance_grammar
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 ALL = MAX_JSON_WHITESPACE

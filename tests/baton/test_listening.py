@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from baton.address import HostPort
-from baton.listening import bind_socket, listen_socket
+from baton.process.listening import bind_socket, listen_socket
 
 LOCAL = {socket.AF_INET: ("127.0.0.1", 0), socket.AF_INET6: ("::1", 0, 0, 0)}
 

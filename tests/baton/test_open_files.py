@@ -7,7 +7,7 @@ import pytest
 
 PROGRAM = """
 import resource
-from baton.open_files import max_open_files, raise_open_files
+from baton.process.open_files import max_open_files, raise_open_files
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, 300))
 print(max_open_files(), raise_open_files(), max_open_files(), resource.getrlimit(resource.RLIMIT_NOFILE)[1])
 """

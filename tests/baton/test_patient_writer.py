@@ -9,9 +9,9 @@ from typing import TextIO
 
 import pytest
 
-from baton import patient_writer
 from baton.log_levels import LogLevels
-from baton.patient_writer import PatientWriter
+from baton.process import patient_writer
+from baton.process.patient_writer import PatientWriter
 from baton.telemetry import configure_logging
 
 ALL_BYTES = 2**20

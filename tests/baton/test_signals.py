@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from baton.signals import stop_signals
+from baton.process.signals import stop_signals
 
 
 @pytest.mark.parametrize("ignored", [False, True])

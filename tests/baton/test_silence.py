@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from baton.silence import NUM_SLICES, until_silent
+from baton.rpc.silence import NUM_SLICES, until_silent
 
 LIMIT_S = 0.2
 

@@ -7,7 +7,7 @@ import pytest
 
 PROGRAM = """
 import os, subprocess, sys
-from baton.standard_files import open_standard_files
+from baton.process.standard_files import open_standard_files
 open_standard_files()
 numbers = [stream.fileno() for stream in (sys.stdin, sys.stdout, sys.stderr)]
 child = subprocess.run([sys.executable, "-Sc", "import os; [os.fstat(fd) for fd in (0, 1, 2)]"], check=False)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidRequest
-from baton.guidance import why_invalid
-from baton.structural_tag import load_structural_tag
-from baton.structured_output import StructuredKind, StructuredOutput
+from baton.structured_output.constraint import StructuredKind, StructuredOutput
+from baton.structured_output.guidance import why_invalid
+from baton.structured_output.structural_tag import load_structural_tag
 from tests.router.matching import matches
 
 INT: dict[str, Any] = {"type": "json_schema", "json_schema": {"type": "integer"}}

@@ -3,9 +3,9 @@
 import subprocess
 import sys
 
-from baton.threads import why_too_few_threads
+from baton.process.threads import why_too_few_threads
 
-PROGRAM = "from baton.threads import why_too_few_threads as why; print(why())"
+PROGRAM = "from baton.process.threads import why_too_few_threads as why; print(why())"
 
 
 def test_here_are_enough():

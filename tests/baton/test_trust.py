@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.trust import ClusterSettings
+from baton.rpc.trust import ClusterSettings
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from baton import xgrammar_schema
-from baton.structured_output import StructuredKind, StructuredOutput
-from baton.xgrammar_compiler import XgrammarCompiler
-from baton.xgrammar_schema import why_unsupported, why_unsupported_regex
+from baton.structured_output import xgrammar_schema
+from baton.structured_output.constraint import StructuredKind, StructuredOutput
+from baton.structured_output.xgrammar_compiler import XgrammarCompiler
+from baton.structured_output.xgrammar_schema import why_unsupported, why_unsupported_regex
 
 S = {"type": "string"}
 I = {"type": "integer"}  # noqa: E741

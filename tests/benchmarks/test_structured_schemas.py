@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from baton import xgrammar_compiler
 from baton.settings import load
+from baton.structured_output import xgrammar_compiler
 from benchmarks.structured_schemas import SchemaBenchSettings, run
 
 GOOD = {

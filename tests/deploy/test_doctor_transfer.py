@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from baton.address import HostPort
-from baton.cluster_secret import ClusterSecret
+from baton.rpc.cluster_secret import ClusterSecret
 from deploy.doctor import main
 from deploy.doctor.settings import DoctorSettings
 from deploy.doctor.transfer import ends, links, peer, verdicts

@@ -94,7 +94,7 @@ def test_a_full_disk_loses_lines_and_nothing_else() -> None:
 
 
 def test_nobody_waits_for_a_reader_that_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.patient_writer.PATIENCE_S", 0.01)
+    monkeypatch.setattr("baton.process.patient_writer.PATIENCE_S", 0.01)
     reading, writing = os.pipe()
     with open(writing, "w") as stream:  # noqa: PTH123  (a descriptor)
         lines = NamedLines(stream, ["a"])

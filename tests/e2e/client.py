@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import httpx
 
-from baton.channels import CHANNEL_OPTIONS
+from baton.rpc.channels import CHANNEL_OPTIONS
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc, node_pb2
 from baton.wire import pack_tokens, unpack_tokens

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from google.protobuf.message import Message
 
-from baton.channels import CHANNEL_OPTIONS
+from baton.rpc.channels import CHANNEL_OPTIONS
 from baton.v1 import common_pb2
 from baton.v1 import generation_pb2 as pb
 from tests.fuzz.mutations import wrong_wire

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from baton.cluster_secret import DATA, NONCE_BYTES, ClusterSecret, new_nonce
 from baton.errors import TransferError
+from baton.rpc.cluster_secret import DATA, NONCE_BYTES, ClusterSecret, new_nonce
 from kv_transfer import staging_for
 from kv_transfer.parts import slot_bytes_for
 from kv_transfer.receiver import KvReceiver

@@ -18,9 +18,9 @@ from typing import IO
 import grpc
 
 from baton import wire
-from baton.channels import CHANNEL_OPTIONS
 from baton.messages import Adopted, AttemptId, DecodeTarget, End, HandedOff, Prefill, Sample, Subscribe, Tokens, Update
 from baton.node_info import NodeInfo
+from baton.rpc.channels import CHANNEL_OPTIONS
 from baton.sampling import SamplingParams
 from baton.v1 import node_pb2, node_pb2_grpc
 from tests import hangups

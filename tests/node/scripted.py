@@ -16,12 +16,12 @@ import grpc
 from baton import wire
 from baton.address import HostPort
 from baton.audit import KvAudit, KvSlot
-from baton.channels import open_channel
-from baton.cluster_secret import SESSION, ClusterSecret, prove
 from baton.errors import TransferError
 from baton.layout import KvLayout, LayerKv
 from baton.messages import AttemptId, Load, Prefill, Sample, Subscribe
 from baton.node_info import GenerationDefaults, NodeInfo, NodeRole, Route, TransportEndpoint
+from baton.rpc.channels import open_channel
+from baton.rpc.cluster_secret import SESSION, ClusterSecret, prove
 from baton.sampling import SamplingParams
 from baton.v1 import node_pb2_grpc
 from engine.block_manager import BlockManager

@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from baton.structured_output import (
+from baton.structured_output.constraint import (
     CHECK_STACK_BYTES,
     COMPILE_STACK_BYTES,
     StructuredBackend,
@@ -267,7 +267,7 @@ NESTED = """
 from concurrent.futures import wait
 from pathlib import Path
 import json, sys
-from baton.structured_output import StructuredKind, StructuredOutput
+from baton.structured_output.constraint import StructuredKind, StructuredOutput
 from node.structured_output.grammars import Grammars
 
 def definition(i):

@@ -16,8 +16,8 @@ from baton.handoff_messages import Commit, CommitReply, Credit, Grant, Heartbeat
 from baton.layout import KvSlice
 from baton.messages import AttemptId, DecodeTarget, Sample
 from baton.node_info import NodeRole, TransportEndpoint
+from baton.rpc.trust import Trust
 from baton.sampling import SamplingParams
-from baton.trust import Trust
 from baton.v1 import node_pb2_grpc
 from baton.wire import Limits
 from decode_node import handoffs

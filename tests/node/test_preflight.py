@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from baton import xgrammar_compiler
+from baton.structured_output import xgrammar_compiler
 from decode_node.settings import DecodeSettings
 from engine.checkpoint import local_folder
 from node import preflight

@@ -22,9 +22,9 @@ from baton.messages import (
 )
 from baton.node_info import NodeRole
 from baton.prompt_logprobs import PromptLogprobs
-from baton.streams import Stream
+from baton.rpc.streams import Stream
+from baton.rpc.trust import Trust
 from baton.telemetry import NodeMetrics, new_registry
-from baton.trust import Trust
 from baton.v1 import node_pb2, node_pb2_grpc
 from baton.wire import Limits
 from decode_node.server import DECODE_SIDE

@@ -17,9 +17,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from baton import wire
 from baton.address import HostPort
 from baton.audit import KvSlot, KvUse, epoch_name
-from baton.channels import CHANNEL_OPTIONS
 from baton.messages import AttemptId, End, Load, Subscribe, Subscribed, Update
 from baton.node_info import NodeRole, TransportEndpoint
+from baton.rpc.channels import CHANNEL_OPTIONS
 from baton.v1 import common_pb2, node_pb2, node_pb2_grpc
 from decode_node.server import DECODE_SIDE
 from engine.holdings import Holding

@@ -12,11 +12,11 @@ import grpc
 import pytest
 
 from baton import wire
-from baton.channels import CHANNEL_OPTIONS, open_channel
-from baton.cluster_secret import HANDOFF, SESSION, ClusterSecret, prove, read_secret
 from baton.handoff_messages import Hello, Reserve
 from baton.messages import AttemptId, Auth, DecodeTarget, Subscribe, Subscribed
 from baton.node_info import NodeRole, TransportEndpoint
+from baton.rpc.channels import CHANNEL_OPTIONS, open_channel
+from baton.rpc.cluster_secret import HANDOFF, SESSION, ClusterSecret, prove, read_secret
 from baton.v1 import node_pb2, node_pb2_grpc
 from decode_node.server import DECODE_SIDE
 from node.events import FromPeer, PeerClosed, PeerOpened, ToDecode

@@ -11,7 +11,7 @@ from baton.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, Peer
 from baton.handoff_messages import Commit, CommitReply, Credit, Grant, Refuse, Release, Reserve
 from baton.messages import Abort, AttemptId, End, Prefill, Sample
 from baton.sampling import SamplingParams
-from baton.structured_output import StructuredKind, StructuredOutput
+from baton.structured_output.constraint import StructuredKind, StructuredOutput
 from decode_node.core import DecodeCore
 from kv_transfer.parts import slot_bytes_for
 from kv_transfer.sender import KvSender

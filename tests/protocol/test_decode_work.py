@@ -20,7 +20,7 @@ from baton.errors import (
 )
 from baton.handoff_messages import Commit, Grant, Refuse, Release
 from baton.messages import Abort, Adopted, AttemptId, End, SampleEnd
-from baton.structured_output import StructuredKind, StructuredOutput
+from baton.structured_output.constraint import StructuredKind, StructuredOutput
 from node.events import Draining, FromPeer, FromRouter, PeerOpened, SessionLost, ToPrefill
 from node.structured_output.matchers import Matchers
 from tests.engine.test_token_matchers import Ends

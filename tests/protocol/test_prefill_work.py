@@ -13,7 +13,7 @@ from baton.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, Over
 from baton.handoff_messages import Commit, CommitReply, Credit, Grant, Refuse, Release, Reserve
 from baton.messages import Abort, AttemptId, DecodeTarget, Prefill, Sample
 from baton.sampling import SamplingParams
-from baton.structured_output import StructuredKind, StructuredOutput
+from baton.structured_output.constraint import StructuredKind, StructuredOutput
 from kv_transfer.parts import PartHeader, tag_of
 from kv_transfer.staging import SlotOwner
 from node.events import Draining, FromPeer, FromRouter, PeerClosed, SessionLost

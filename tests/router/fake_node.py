@@ -12,8 +12,6 @@ import grpc.aio
 
 from baton import wire
 from baton.address import HostPort
-from baton.channels import SERVER_OPTIONS, bind
-from baton.cluster_secret import SESSION, NotTrusted, admit
 from baton.errors import BatonError
 from baton.layout import KvLayout, LayerKv
 from baton.messages import (
@@ -37,8 +35,10 @@ from baton.messages import (
 )
 from baton.node_info import GenerationDefaults, NodeInfo, NodeRole
 from baton.prompt_logprobs import PromptLogprobs
+from baton.rpc.channels import SERVER_OPTIONS, bind
+from baton.rpc.cluster_secret import SESSION, NotTrusted, admit
+from baton.rpc.trust import Trust
 from baton.sampling import FinishReason
-from baton.trust import Trust
 from baton.v1 import node_pb2, node_pb2_grpc
 from deploy.ports import HeldPort
 from tests.router.tiny_tokenizer import (

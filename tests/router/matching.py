@@ -4,8 +4,8 @@ import functools
 
 from llguidance import LLMatcher, LLTokenizer
 
-from baton.guidance import LIMITS, guidance_grammar, why_invalid
-from baton.structured_output import StructuredOutput
+from baton.structured_output.constraint import StructuredOutput
+from baton.structured_output.guidance import LIMITS, guidance_grammar, why_invalid
 from tests.router.tiny_tokenizer import IM_END, SPECIAL, tiny_tokenizer, tokenizer_json, vocab_size
 
 

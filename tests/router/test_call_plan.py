@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidRequest
-from baton.structured_output import StructuredKind, StructuredOutput
+from baton.structured_output.constraint import StructuredKind, StructuredOutput
 from router.reasoning_parsers import REASONING_PARSERS
 from router.text.answer_reader import AnswerReading, Parsers
 from router.text.call_plan import CallMode, CallPlan, OfferedTool, plan_calls

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from baton.address import HostPort
 from baton.node_info import NodeRole
+from baton.rpc.trust import Trust
 from baton.telemetry import ROUTER, RouterMetrics, new_registry, request_scope
-from baton.trust import Trust
 from router.discovery.membership import Membership
 from router.discovery.source import Found, Member
 from router.nodes.cluster import NUM_TOLD, Cluster

@@ -9,10 +9,10 @@ from random import Random
 
 import pytest
 
-from baton import xgrammar_compiler
 from baton.errors import InvalidRequest, NodeUnavailable
 from baton.node_info import NodeInfo, NodeRole
-from baton.structured_output import StructuredBackend
+from baton.structured_output import xgrammar_compiler
+from baton.structured_output.constraint import StructuredBackend
 from router.text.models import Models, ServedModel, UnknownModel
 from router.text.tokenizer import Tokenizer
 from router.versions import version_of

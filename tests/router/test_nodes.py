@@ -16,7 +16,7 @@ from baton.address import HostPort
 from baton.errors import PeerLost
 from baton.messages import Abort, AttemptId, Load
 from baton.node_info import NodeRole, TransportEndpoint
-from baton.trust import Trust
+from baton.rpc.trust import Trust
 from baton.v1 import generation_pb2, generation_pb2_grpc, node_pb2
 from router.discovery.source import Member
 from router.nodes import links as nodes_of_router

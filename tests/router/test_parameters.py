@@ -8,7 +8,7 @@ import grpc.aio
 import httpx
 import pytest
 
-from baton.structured_output import StructuredKind
+from baton.structured_output.constraint import StructuredKind
 from baton.v1 import common_pb2, generation_pb2_grpc
 from baton.v1 import generation_pb2 as pb
 from tests.router.conftest import Router, says

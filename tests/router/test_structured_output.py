@@ -12,7 +12,7 @@ import pytest
 
 from baton.errors import BatonError, InvalidRequest, Overloaded
 from baton.node_info import GenerationDefaults
-from baton.structured_output import MAX_STRUCTURED_CHARS, StructuredBackend, StructuredKind, StructuredOutput
+from baton.structured_output.constraint import MAX_STRUCTURED_CHARS, StructuredBackend, StructuredKind, StructuredOutput
 from router.offload import grammars
 from router.offload.grammars import GrammarChecker
 from router.offload.worker_process import WorkerProcess

@@ -8,10 +8,10 @@ import socket
 
 import pytest
 
-from baton.cluster_secret import read_secret
 from baton.node_info import NodeRole
+from baton.rpc.cluster_secret import read_secret
+from baton.rpc.trust import Trust
 from baton.settings import SettingsError, load
-from baton.trust import Trust
 from deploy.ready import wait_until_serving
 from router.settings import RouterSettings
 from tests.certificates import make_certificate

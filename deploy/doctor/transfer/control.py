@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from baton.address import HostPort
-from baton.cluster_secret import NONCE_BYTES, ClusterSecret, is_proof, new_nonce
+from baton.rpc.cluster_secret import NONCE_BYTES, ClusterSecret, is_proof, new_nonce
 
 VERSION = 1
 MAX_BYTES = 1 << 20

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 import kv_transfer
-from baton.cluster_secret import ClusterSecret
 from baton.errors import TransferError
 from baton.layout import KvLayout, LayerKv
+from baton.rpc.cluster_secret import ClusterSecret
 from deploy.doctor.transfer.control import Control, TestFailed
 from kv_transfer.parts import PartPlanner, PlannedPart, slot_bytes_for
 from kv_transfer.receiver import KvReceiver, PartLanded

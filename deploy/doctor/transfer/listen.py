@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from baton.address import HostPort
-from baton.cluster_secret import ClusterSecret
-from baton.listening import listen_socket
+from baton.process.listening import listen_socket
+from baton.rpc.cluster_secret import ClusterSecret
 from deploy.doctor.child import Child, ChildFailed
 from deploy.doctor.finding import Finding, Verdict
 from deploy.doctor.transfer.control import Control, TestFailed, admit

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from baton.address import HostPort
-from baton.cluster_secret import ClusterSecret
+from baton.rpc.cluster_secret import ClusterSecret
 from deploy.doctor.transfer.control import Control, TestFailed, dial
 
 NUM_STREAMS = 4

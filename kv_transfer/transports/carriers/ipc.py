@@ -20,8 +20,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from baton.cluster_secret import ClusterSecret
 from baton.errors import TransferError
+from baton.rpc.cluster_secret import ClusterSecret
 from kv_transfer.async_operation import DONE, AsyncOperation, RemoteSlot, no_signal
 from kv_transfer.staging import Staging
 from kv_transfer.transport import CONNECT_S, MAX_HEADER_BYTES

@@ -1,7 +1,7 @@
 """How two transports connect: one dials all addresses of the other at once, and opens the first that answers.
 
 With a cluster secret, HELLO and WELCOME carry nonces, and OPEN and PROOF prove that each end knows the secret
-(`baton.cluster_secret`). Until then, a connection belongs to no link.
+(`baton.rpc.cluster_secret`). Until then, a connection belongs to no link.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from baton.cluster_secret import DATA, NONCE_BYTES, ClusterSecret, Proofs, is_proof, new_nonce
+from baton.rpc.cluster_secret import DATA, NONCE_BYTES, ClusterSecret, Proofs, is_proof, new_nonce
 from kv_transfer.transports.pair.address import PairAddress
 from kv_transfer.transports.pair.channel import Channel, Frame, Kind
 from kv_transfer.transports.pair.ends import Inbound, Link, Outbound

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from baton.cluster_secret import ClusterSecret
 from baton.errors import TransferError
+from baton.rpc.cluster_secret import ClusterSecret
 from kv_transfer.transport import PeerDisconnected, TransportEvent
 from kv_transfer.transports.pair.address import PairAddress
 from kv_transfer.transports.pair.carrier import Carrier

@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 from concurrent.futures import Future
 
-from baton.cluster_secret import ClusterSecret
 from baton.errors import TransferError
+from baton.rpc.cluster_secret import ClusterSecret
 from kv_transfer.async_operation import DONE, AsyncOperation, RemoteSlot
 from kv_transfer.events import EventQueue
 from kv_transfer.slots import Slots

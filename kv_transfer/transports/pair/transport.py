@@ -29,7 +29,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 
-from baton.cluster_secret import ClusterSecret
+from baton.rpc.cluster_secret import ClusterSecret
 from kv_transfer.slots import Slots
 from kv_transfer.transport import CONNECT_S
 from kv_transfer.transports.host import LOOPBACK, address_of, boot_id, hosts_of, listen_on

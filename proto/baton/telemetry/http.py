@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.address import HostPort
 from baton.errors import BatonError
-from baton.listening import listen_socket
+from baton.process.listening import listen_socket
 from baton.telemetry.admin import AdminGate
 from baton.telemetry.exposition import metrics_page
 from baton.telemetry.pace import Pace

@@ -16,7 +16,7 @@ import sys
 from typing import TextIO
 
 from baton.log_levels import LogLevels
-from baton.patient_writer import PatientWriter
+from baton.process.patient_writer import PatientWriter
 from baton.telemetry.json_logs import JsonFormatter, LogFormat, moment
 
 NO_REQUEST = "-"

@@ -9,7 +9,7 @@ from dataclasses import fields
 from baton.audit import KvAudit, KvBlock, KvHolder, KvSlot
 from baton.errors import InvalidRequest
 from baton.node_info import GenerationDefaults, NodeInfo, NodeRole
-from baton.structured_output import StructuredBackend
+from baton.structured_output.constraint import StructuredBackend
 from baton.v1 import common_pb2, node_pb2
 from baton.wire import values
 from baton.wire.limits import MAX_NAME_CHARS, MAX_SPECIAL_TOKENS, MAX_TEMPLATE_CHARS, MAX_TOKEN_IDS

@@ -17,7 +17,7 @@ from baton.sampling import (
     NAMES,
     SamplingParams,
 )
-from baton.structured_output import StructuredKind, StructuredOutput
+from baton.structured_output.constraint import StructuredKind, StructuredOutput
 from baton.v1 import common_pb2
 from baton.wire.limits import ANY, Limits
 from baton.wire.values import TOKEN_BYTES, pack_tokens, read_tokens

@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 from baton.errors import InvalidRequest
-from baton.guidance_options import with_limited_whitespace
-from baton.structural_tag import PARAM, Format, trigger_of
+from baton.structured_output.guidance_options import with_limited_whitespace
+from baton.structured_output.structural_tag import PARAM, Format, trigger_of
 
 _MAIN = "main"
 _MAX_ENDS = 64

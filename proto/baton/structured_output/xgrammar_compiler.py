@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from baton.errors import InvalidRequest
-from baton.structural_tag import Format, load_structural_tag
-from baton.structured_output import MAX_JSON_WHITESPACE, StructuredKind, StructuredOutput
-from baton.xgrammar_schema import why_unsupported, why_unsupported_regex
+from baton.structured_output.constraint import MAX_JSON_WHITESPACE, StructuredKind, StructuredOutput
+from baton.structured_output.structural_tag import Format, load_structural_tag
+from baton.structured_output.xgrammar_schema import why_unsupported, why_unsupported_regex
 
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar

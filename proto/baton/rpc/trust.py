@@ -12,8 +12,8 @@ from pathlib import Path
 from pydantic import Field, model_validator
 
 from baton.address import HostPort
-from baton.channels import Tls
-from baton.cluster_secret import ClusterSecret, read_secret
+from baton.rpc.channels import Tls
+from baton.rpc.cluster_secret import ClusterSecret, read_secret
 from baton.settings import Settings
 
 

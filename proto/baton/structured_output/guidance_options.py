@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from baton.structured_output import MAX_JSON_WHITESPACE
+from baton.structured_output.constraint import MAX_JSON_WHITESPACE
 
 _OPTIONS = {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_JSON_WHITESPACE}}}"}
 

@@ -9,10 +9,10 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits
 
 from baton.errors import InvalidRequest
-from baton.guidance_options import with_limited_whitespace
-from baton.structural_lark import structural_grammar
-from baton.structural_tag import load_structural_tag
-from baton.structured_output import StructuredKind, StructuredOutput
+from baton.structured_output.constraint import StructuredKind, StructuredOutput
+from baton.structured_output.guidance_options import with_limited_whitespace
+from baton.structured_output.structural_lark import structural_grammar
+from baton.structured_output.structural_tag import load_structural_tag
 
 LIMITS = LLParserLimits(max_grammar_size=200_000, verbose_errors=False)
 """Of what is compiled, for all processes alike: a router must not accept what a node refuses."""

@@ -10,7 +10,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from baton.errors import InvalidRequest
-from baton.silence import until_silent
+from baton.rpc.silence import until_silent
 
 M = TypeVar("M")
 
