@@ -19,8 +19,8 @@ from baton.audit import KvAudit
 from baton.handoff_messages import Hello
 from baton.node_info import NodeInfo, TransportEndpoint
 from baton.rpc.channels import SERVER_OPTIONS, bind
-from baton.rpc.malformed import RefuseMalformed
-from baton.rpc.streams import HEARTBEAT_S
+from baton.rpc.single_requests import SingleRequests
+from baton.rpc.streams import HEARTBEAT_S, HELLO_S
 from baton.rpc.trust import Trust
 from baton.telemetry import AdminGate, ExpertReadings, MetricsServer, NodeMetrics, new_registry
 from baton.v1 import node_pb2_grpc
@@ -151,7 +151,7 @@ class Node:
         for warning in self._settings.warnings(self._settings.listen):
             log.warning(warning)
         trust = self._settings.trust()
-        self._server = grpc.aio.server(interceptors=[RefuseMalformed()], options=SERVER_OPTIONS)
+        self._server = grpc.aio.server(interceptors=[SingleRequests(HELLO_S)], options=SERVER_OPTIONS)
         port = self._bind(self._settings.listen, trust)
         self.address = self._settings.advertised(port)
         registry = new_registry(self._parts.info.role.value)

@@ -93,7 +93,9 @@ class EdgeSettings(Settings):
         _CONNECTIONS.header_timeout_s, gt=0, description="seconds that a request's headers may take to come"
     )
     body_timeout: float = Field(
-        _CONNECTIONS.body_timeout_s, gt=0, description="seconds that a request's body may take to come"
+        _CONNECTIONS.body_timeout_s,
+        gt=0,
+        description="seconds that a request's body, or a call's message, may take to come",
     )
     write_timeout: float = Field(
         _CONNECTIONS.write_timeout_s, gt=0, description="seconds that an answer waits for a client that does not read"

@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from baton.address import HostPort
 from baton.rpc.channels import SERVER_OPTIONS
-from baton.rpc.malformed import RefuseMalformed
+from baton.rpc.single_requests import SingleRequests
 from baton.v1 import generation_pb2
 from router.api_keys import ApiKeys, InvalidApiKey
 from router.grpc.service import GenerationService, authorization_of
@@ -24,6 +24,8 @@ from router.nodes.cluster import Readiness
 _SERVICES = (generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name,)
 WHOLE_CLUSTER = "baton.v1.Cluster"
 """A name in the health service: SERVING only while the cluster is ready and not degraded."""
+_ARRIVAL_S = 0.5
+"""How long a router that stops waits for the requests of calls that it has taken."""
 _ALIVE = f"/{health.SERVICE_NAME}/"
 _MAX_AGE_S = 3600.0
 _MAX_STREAMS = 65_536
@@ -66,7 +68,8 @@ class GrpcServer:
     """`start`, then `stop`. Serves `service`, health (not serving before `set_health`) and reflection."""
 
     def __init__(self, service: GenerationService, limits: GrpcLimits, keys: ApiKeys | None = None) -> None:
-        interceptors = [*([_RequireKey(keys)] if keys else []), RefuseMalformed()]
+        self._requests = SingleRequests(limits.connections.body_timeout_s)
+        interceptors = [*([_RequireKey(keys)] if keys else []), self._requests]
         self._server = grpc.aio.server(options=limits.options(), interceptors=interceptors)
         self._health = _Health()
         self._server.add_generic_rpc_handlers((service.handlers(),))
@@ -87,6 +90,7 @@ class GrpcServer:
     async def stop(self, grace_s: float) -> None:
         self._health.stop()
         self._reflection.stop()
+        self._requests.stop(_ARRIVAL_S)
         await self._server.stop(grace_s)
 
     def set_health(self, readiness: Readiness) -> None:

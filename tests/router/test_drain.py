@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 
+from baton.v1 import generation_pb2 as pb
+from baton.v1 import generation_pb2_grpc
 from router.offload.threads import INLINE_SIZE
 from tests.router.conftest import Router, says
 from tests.router.fake_node import PATIENCE_S
@@ -53,6 +58,20 @@ async def test_a_request_whose_body_still_comes_is_answered_by_a_router_that_sto
         await stop
     assert answered.startswith(f"HTTP/1.1 {status} ".encode()), answered
     writer.close()
+
+
+async def test_a_call_without_a_request_does_not_keep_a_router_from_its_end(nodes):
+    router = Router(nodes, drain_timeout=60)
+    await router.start()
+    await router.ready()
+    async with grpc.aio.insecure_channel(router.grpc) as channel, asyncio.timeout(PATIENCE_S):
+        begin: Any = channel.stream_stream("/baton.v1.Generation/Generate", None, None)
+        call = begin()
+        await call.wait_for_connection()
+        await generation_pb2_grpc.GenerationStub(channel).ListModels(pb.ListModelsRequest())  # behind the other one
+        await router.server.stop(asyncio.Event())
+        assert await call.code() is grpc.StatusCode.UNAVAILABLE
+        assert await call.details() == "the server is stopping"
 
 
 async def test_a_drain_in_a_hurry_cancels_what_runs(nodes):

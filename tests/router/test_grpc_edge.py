@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -52,7 +53,7 @@ async def test_both_ports_on_all_addresses_are_for_clients_of_ipv4_and_ipv6(node
 
 async def test_limits_beyond_32_bits_are_limits_too(nodes):
     """gRPC takes no larger numbers: of bytes, and of milliseconds, which end after 25 days."""
-    seconds = dict.fromkeys(("header_timeout", "write_timeout", "idle_timeout"), math.inf)
+    seconds = dict.fromkeys(("header_timeout", "body_timeout", "write_timeout", "idle_timeout"), math.inf)
     sizes = dict.fromkeys(("max_body_bytes", "max_buffered_body_bytes", "max_header_bytes"), 2**32)
     async with (
         running(nodes, request_timeout=LONGEST_S, **seconds, **sizes) as (router, client),
@@ -88,3 +89,16 @@ async def test_a_client_that_does_not_read_loses_its_request(nodes):
                 await read_on(call)
             assert error.value.code() is grpc.StatusCode.CANCELLED
             assert "did not read for 0.3 s" in str(error.value.details())
+
+
+@pytest.mark.parametrize("method", ["Generate", "ListModels"])
+async def test_a_call_whose_request_does_not_come_ends(nodes, method):
+    """Else it would take up memory, and one of a connection's calls, for as long as its client likes."""
+    async with running(nodes, body_timeout=0.2) as (router, _), channel_to(router) as channel:
+        begin: Any = channel.stream_stream(f"/baton.v1.Generation/{method}", None, None)
+        silent, without = begin(), begin()
+        await without.done_writing()
+        async with asyncio.timeout(PATIENCE_S):
+            assert await silent.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert await silent.details() == "the request did not come within 0.2 s"
+            assert await without.code() is grpc.StatusCode.INVALID_ARGUMENT
