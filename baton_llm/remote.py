@@ -30,6 +30,7 @@ from baton.errors import (
 )
 from baton.node_info import GenerationDefaults
 from baton.prompt_logprobs import PromptLogprobs
+from baton.regular_files import read_regular
 from baton.rpc.channels import CHANNEL_OPTIONS
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
@@ -192,7 +193,7 @@ def _authorization(key: str) -> tuple[tuple[str, str], ...]:
 
 def _read_authorities(path: Path) -> bytes:
     """Raises OSError, and ValueError for a file without certificates, with which gRPC would try to connect in vain."""
-    read = path.read_bytes()
+    read = read_regular(path)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
     except ssl.SSLError as error:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from baton.errors import InvalidRequest
+from baton.regular_files import read_regular
 from router.text.generation_request import GenerationRequest
 
 log = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ class ApiKeys:
     def _read(self, path: Path) -> None:
         try:
             self._stamp = _stamp(path)
-            lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+            lines = [line.strip() for line in read_regular(path).decode().splitlines()]
             self._in_file = [_digest(check_key(line)) for line in lines if line and not line.startswith("#")]
         except (OSError, UnicodeDecodeError) as error:
             raise UnusableKeys(f"cannot read {path}: {getattr(error, 'strerror', None) or 'it is not text'}") from None

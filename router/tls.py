@@ -8,6 +8,8 @@ from pathlib import Path
 
 import grpc
 
+from baton.regular_files import read_regular
+
 
 class TlsError(Exception):
     """The files cannot be used; the text is one line that names the flag."""
@@ -52,7 +54,7 @@ class TlsFiles:
 
 def _read(flag: str, path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except OSError as error:
         raise TlsError(f"--ssl-{flag}: cannot read {path}: {error.strerror}") from None
 

@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from baton.address import HostPort
+from baton.regular_files import read_regular
 from baton.rpc.cluster_secret import read_secret
 from baton.settings import flag_name
 from baton.telemetry.admin import read_key
@@ -60,7 +61,7 @@ def secret(flag: str, path: Path, is_cluster_secret: bool) -> Finding:
 
 def certificate(flag: str, path: Path, now: datetime) -> Finding:
     try:
-        found = validities(path.read_text(encoding="utf-8"))
+        found = validities(read_regular(path).decode())
     except (OSError, UnicodeDecodeError, ValueError) as error:
         return failure(flag, f"{path}: {error}.", "Give it a PEM file with a certificate.")
     begin, end = max(v.begin for v in found), min(v.end for v in found)

@@ -18,6 +18,7 @@ import yaml
 
 from baton.address import HostPort
 from baton.node_info import NodeRole
+from baton.regular_files import read_regular
 from baton.unique_keys import UniqueKeys
 from router.discovery.source import Found, Member
 
@@ -74,7 +75,7 @@ def _read(path: Path) -> tuple[tuple[int, ...], frozenset[Member]]:
         stamp = _stamp(path)
         if stamp[1] > MAX_BYTES:
             raise BadNodesFile(f"{_FLAG}: {path} has {stamp[1]} bytes, more than {MAX_BYTES}")
-        stated = yaml.load(path.read_bytes(), _Texts)
+        stated = yaml.load(read_regular(path), _Texts)
     except OSError as error:
         raise BadNodesFile(_unreadable(path, error)) from None
     except (yaml.YAMLError, RecursionError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -351,6 +352,14 @@ def test_settings_that_cannot_be_are_named(settings: dict[str, Any], why: str) -
 def test_a_file_that_cannot_be_read_ends_the_start(name: str, tmp_path: Path) -> None:
     fields: dict[str, Any] = {name: tmp_path / "none", "decode": HERE}
     with pytest.raises(StartError, match=f"--{name.replace('_', '-')}: cannot read"):
+        RouterServer(RouterSettings(http=ANY_PORT, grpc=ANY_PORT, **fields))
+
+
+@pytest.mark.parametrize("name", ["nodes_file", "admin_api_key_file", "api_key_file", "ssl_certfile"])
+def test_a_pipe_to_which_nobody_writes_ends_the_start(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    fields: dict[str, Any] = {name: tmp_path / "pipe", "decode": HERE}
+    with pytest.raises(StartError, match=f"--{name.replace('_', '-')}: cannot read .*: not a regular file"):
         RouterServer(RouterSettings(http=ANY_PORT, grpc=ANY_PORT, **fields))
 
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from baton.errors import NodeUnavailable
 from baton.messages import Auth
+from baton.regular_files import read_regular
 
 MIN_BYTES = 16
 NONCE_BYTES = 32
@@ -66,7 +67,7 @@ class ClusterSecret:
 def read_secret(path: Path) -> ClusterSecret:
     """The file's content without surrounding white space. Raises ValueError with a readable message."""
     try:
-        return ClusterSecret(path.read_bytes().strip())
+        return ClusterSecret(read_regular(path).strip())
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:

@@ -12,6 +12,7 @@ from pathlib import Path
 from pydantic import Field, model_validator
 
 from baton.address import HostPort
+from baton.regular_files import read_regular
 from baton.rpc.channels import Tls
 from baton.rpc.cluster_secret import ClusterSecret, read_secret
 from baton.settings import Settings
@@ -106,7 +107,7 @@ class ClusterSettings(Settings):
 
 def _read(flag: str, path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except OSError as error:
         raise ValueError(f"{flag}: cannot read {path}: {error.strerror}") from None
 

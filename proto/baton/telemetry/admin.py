@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 
+from baton.regular_files import read_regular
+
 _HOW = "give it one with --admin-key-file, and send it as 'Authorization: Bearer KEY'"
 
 
@@ -46,7 +48,7 @@ class AdminGate:
 def read_key(path: Path) -> bytes:
     """The file's content without surrounding white space. Raises ValueError if it is empty or cannot be read."""
     try:
-        key = path.read_bytes().strip()
+        key = read_regular(path).strip()
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
     if not key:
