@@ -13,7 +13,15 @@ from rich.text import Text
 from deploy.top.history import History
 from deploy.top.source import Snapshot
 
-_STYLES = {"up": "green", "draining": "yellow", "connecting": "dim", "down": "red", "incompatible": "yellow"}
+_STYLES = {
+    "up": "green",
+    "draining": "yellow",
+    "stopping": "yellow",
+    "connecting": "dim",
+    "down": "red",
+    "incompatible": "yellow",
+    "avoided": "yellow",
+}
 _FULL = 0.9
 
 
@@ -58,7 +66,7 @@ def _nodes(snapshot: Snapshot, history: History) -> Table:
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("why", overflow="fold")
     for node in snapshot["nodes"]:
-        state, why = state_of(node, snapshot["unpaired"])
+        state, why = state_of(node)
         name = plain(node["node_id"] or node["address"])
         moved = f"{size(kv_rates.get(node['incarnation'], 0.0))}/s"
         tokens = f"{token_rates.get(node['incarnation'], 0.0):,.0f}"
@@ -69,20 +77,10 @@ def _nodes(snapshot: Snapshot, history: History) -> Table:
     return table
 
 
-def state_of(node: dict[str, Any], unpaired: list[dict[str, str]]) -> tuple[str, str]:
+def state_of(node: dict[str, Any]) -> tuple[str, str]:
     """One of _STYLES, as in the console, and why it is not up."""
-    if node["state"] == "connecting":
-        return "connecting" if node["problem"] == "not reached yet" else "down", node["problem"] or ""
-    if node["problem"]:
-        return "draining", node["problem"]
-    name = node["node_id"]
-    misfits = [pair for pair in unpaired if name in (pair["prefill"], pair["decode"])]
-    if misfits:
-        others = (pair["decode"] if pair["prefill"] == name else pair["prefill"] for pair in misfits)
-        return "incompatible", "; ".join(
-            f"never with {other}: {pair['reason']}" for other, pair in zip(others, misfits, strict=True)
-        )
-    return "up", ""
+    down = node["state"] == "connecting" and node["problem"] != "not reached yet"
+    return "down" if down else node["state"], node["problem"] or ""
 
 
 def _load(node: dict[str, Any]) -> tuple[Text, str, str]:

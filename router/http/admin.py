@@ -17,10 +17,8 @@ from router.api_keys import ApiKeys
 from router.discovery.source import Member
 from router.http.access import authorization_of
 from router.http.body import BodyReader
-from router.nodes.cluster import Cluster
-from router.nodes.dispatcher import Dispatcher
 from router.nodes.links import NodeLink
-from router.nodes.report import report_node
+from router.nodes.report import report_node, report_nodes
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +56,7 @@ class AdminRoutes:
 
     async def nodes(self, request: Request) -> JSONResponse:
         self._check(request)
-        reports = [report_node(link, self._cluster, self._dispatcher) for link in self._cluster.links]
+        reports = report_nodes(self._cluster, self._dispatcher).nodes
         return JSONResponse({"nodes": [dataclasses.asdict(report) for report in reports]})
 
     async def add(self, request: Request) -> JSONResponse:

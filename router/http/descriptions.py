@@ -29,7 +29,7 @@ OPERATIONS: Mapping[str, str] = {
     "ping_post": "the same as /health",
     "ready": "requests can be answered",
     "load": "the number of prompts in flight, as `server_load`",
-    "nodes": "every node: its state, model version and load; which nodes are never paired, and why",
+    "nodes": "every node: its state, why it gets no work, its version and load; which nodes are not paired, and why",
     "debug_console": "what the console shows: nodes, and running totals of requests, tokens, latencies and KV bytes",
     "debug_requests": "requests that run and the last that have ended, with the stages of their time to first token",
     "debug_request": "the timeline of a request: what happened when, in the router and on its nodes",

@@ -6,14 +6,13 @@ import dataclasses
 from typing import Any
 
 from baton.node_info import NodeRole
-from router.nodes.links import LinkState
-from router.nodes.report import IncompatiblePair, NodeLoad, NodeReport
+from router.nodes.report import NodeLoad, NodeReport, NodeState, UnusedPair
 
 _LOAD_OF_NODE = {name: {"type": "integer"} for name in (field.name for field in dataclasses.fields(NodeLoad))}
 _NODE_KINDS: dict[str, dict[str, Any]] = {
     "address": {"type": "string"},
     "role": {"enum": [role.value for role in NodeRole]},
-    "state": {"enum": [state.value for state in LinkState]},
+    "state": {"enum": [state.value for state in NodeState]},
     "sources": {"type": "array", "items": {"type": "string"}},
     "load": {"type": ["object", "null"], "properties": _LOAD_OF_NODE, "required": list(_LOAD_OF_NODE)},
 }
@@ -28,7 +27,7 @@ ADMIN_NODES: dict[str, Any] = {
     "properties": {"nodes": {"type": "array", "items": NODE}},
     "required": ["nodes"],
 }
-_UNPAIRED = {field.name: {"type": "string"} for field in dataclasses.fields(IncompatiblePair)}
+_UNPAIRED = {field.name: {"type": "string"} for field in dataclasses.fields(UnusedPair)}
 NODES: dict[str, Any] = {
     "type": "object",
     "properties": {

@@ -85,7 +85,7 @@ class StatusRoutes:
         return JSONResponse(dataclasses.asdict(self._dispatcher.prefix_index()))
 
     async def nodes(self) -> JSONResponse:
-        """Every node, in use or not, and which of them are never paired."""
+        """Every node, in use or not, and which of them are not paired."""
         return JSONResponse(dataclasses.asdict(report_nodes(self._cluster, self._dispatcher)))
 
     async def ready(self, request: Request) -> JSONResponse:

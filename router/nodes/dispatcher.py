@@ -160,13 +160,17 @@ class Dispatcher:
         node = self._core.pool.get(incarnation)
         return node.load if node else None
 
-    def mismatched_pairs(self) -> list[tuple[NodeInfo, NodeInfo, str]]:
-        """See Pool.mismatched_pairs."""
-        return self._core.pool.mismatched_pairs()
+    def unused_pairs(self) -> list[tuple[NodeInfo, NodeInfo, str]]:
+        """See Pool.unused_pairs."""
+        return self._core.pool.unused_pairs(time.monotonic())
 
-    def nodes_without_partner(self) -> set[str]:
+    def nodes_without_partner(self) -> dict[str, str]:
         """See Pool.without_partner."""
         return self._core.pool.without_partner()
+
+    def avoided_nodes(self) -> dict[str, str]:
+        """See Pool.avoided."""
+        return self._core.pool.avoided(time.monotonic())
 
     def num_requests_by_state(self) -> dict[str, int]:
         """Live attempts by state, including states that have none."""

@@ -6,7 +6,6 @@ connect -> Describe -> (GetTokenizer) -> Session: (Auth), Subscribe, Subscribed,
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 import random
 from collections.abc import Callable
@@ -42,17 +41,6 @@ FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 2.0
 
 
-class LinkState(enum.Enum):
-    """CONNECTING --Subscribed--> UP --drain--> DRAINING --nothing left, or lost--> (gone)
-    ^                       |  ^             |
-    `--------- lost --------'  `--- resume --'
-    """
-
-    CONNECTING = "connecting"
-    UP = "up"
-    DRAINING = "draining"
-
-
 class NodeLink:
     """Keeps one address connected. `problem` says why it is not in use; None while it is. `info`: of the node that is
     in use; None: there is none. `incarnation`: of the node that was last there. `name`: see `open_channel`; a new one
@@ -85,12 +73,6 @@ class NodeLink:
         self._changed = changed
         self._trust = trust
         self._silence_s = silence_s
-
-    @property
-    def state(self) -> LinkState:
-        if self.info is None:
-            return LinkState.CONNECTING
-        return LinkState.DRAINING if self.draining else LinkState.UP
 
     def drain(self, problem: str = "is drained, and finishes what it has") -> None:
         """Place nothing more there. `run` returns once no request needs the node, or its session is lost."""

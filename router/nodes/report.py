@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import enum
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.messages import Load
@@ -12,6 +13,23 @@ from router.nodes.cluster import Cluster
 from router.nodes.dispatcher import Dispatcher
 from router.nodes.links import NodeLink
 from router.versions import version_of
+
+
+class NodeState(enum.Enum):
+    """CONNECTING --Subscribed--> UP --drain--> DRAINING --nothing left, or lost--> (gone)
+    ^                       |  ^             |
+    `--------- lost --------'  `--- resume --'
+
+    In place of UP, STOPPING: it says so itself; INCOMPATIBLE: it fits none of the other role; and AVOIDED: its circuit
+    breaker is open.
+    """
+
+    CONNECTING = "connecting"
+    UP = "up"
+    INCOMPATIBLE = "incompatible"
+    AVOIDED = "avoided"
+    DRAINING = "draining"
+    STOPPING = "stopping"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +48,7 @@ class NodeLoad:
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """`state`: see LinkState. `problem`: why the node gets no work. `sources`: what wants the node; none: it is going.
+    """`state`: see NodeState. `problem`: why the node gets no work. `sources`: what wants the node; none: it is going.
     The rest is None while the node is not connected. `model_version`: nodes of one may take over each other's requests.
     `version`: of its software. `metrics_address`: of its page /metrics."""
 
@@ -50,8 +68,8 @@ class NodeReport:
 
 
 @dataclass(frozen=True, slots=True)
-class IncompatiblePair:
-    """Two nodes, by id, between which no request is handed over."""
+class UnusedPair:
+    """Two nodes, by id, between which no request is handed over: ever, or for a while."""
 
     prefill: str
     decode: str
@@ -63,17 +81,22 @@ class NodesReport:
     """`problems`: of the sources of nodes."""
 
     nodes: tuple[NodeReport, ...]
-    unpaired: tuple[IncompatiblePair, ...]
+    unpaired: tuple[UnusedPair, ...]
     problems: tuple[str, ...]
 
 
+_Unused = Mapping[str, tuple[NodeState, str]]
+"""Nodes, by incarnation, that are connected and get no work, and why."""
+
+
 def report_node(link: NodeLink, cluster: Cluster, dispatcher: Dispatcher) -> NodeReport:
-    return _report(link, cluster.membership.wanted().get(link.address), dispatcher)
+    return _report(link, cluster.membership.wanted().get(link.address), dispatcher, _unused(dispatcher))
 
 
-def _report(link: NodeLink, wanted: Wanted | None, dispatcher: Dispatcher) -> NodeReport:
+def _report(link: NodeLink, wanted: Wanted | None, dispatcher: Dispatcher, unused: _Unused) -> NodeReport:
     sources = wanted.sources if wanted else ()
-    report = NodeReport(str(link.address), link.role.value, link.state.value, link.problem, sources)
+    state, problem = _state(link, unused)
+    report = NodeReport(str(link.address), link.role.value, state.value, problem, sources)
     if (info := link.info) is None:
         return report
     load = dispatcher.load_of(info.incarnation)
@@ -90,10 +113,28 @@ def _report(link: NodeLink, wanted: Wanted | None, dispatcher: Dispatcher) -> No
     )
 
 
+def _unused(dispatcher: Dispatcher) -> _Unused:
+    unused: dict[str, tuple[NodeState, str]] = {}
+    for name, why in dispatcher.avoided_nodes().items():
+        unused[name] = NodeState.AVOIDED, f"is avoided for a while, since it fails: {why}"
+    for name, why in dispatcher.nodes_without_partner().items():
+        unused[name] = NodeState.INCOMPATIBLE, f"fits none of the other role: {why}"
+    return unused
+
+
+def _state(link: NodeLink, unused: _Unused) -> tuple[NodeState, str | None]:
+    """And why the node gets no work."""
+    if link.info is None:
+        return NodeState.CONNECTING, link.problem
+    if link.problem:
+        return NodeState.DRAINING if link.draining else NodeState.STOPPING, link.problem
+    return unused.get(link.info.incarnation, (NodeState.UP, None))
+
+
 def report_nodes(cluster: Cluster, dispatcher: Dispatcher) -> NodesReport:
-    wanted = cluster.membership.wanted()
+    wanted, unused = cluster.membership.wanted(), _unused(dispatcher)
     return NodesReport(
-        tuple(_report(link, wanted.get(link.address), dispatcher) for link in cluster.links),
-        tuple(IncompatiblePair(p.node_id, d.node_id, reason) for p, d, reason in dispatcher.mismatched_pairs()),
+        tuple(_report(link, wanted.get(link.address), dispatcher, unused) for link in cluster.links),
+        tuple(UnusedPair(p.node_id, d.node_id, reason) for p, d, reason in dispatcher.unused_pairs()),
         tuple(cluster.membership.problems()),
     )

@@ -78,14 +78,21 @@ class Pool:
                 by_role[node.info.role is NodeRole.DECODE].append(node)
         return by_role
 
-    def mismatched_pairs(self) -> list[tuple[NodeInfo, NodeInfo, str]]:
-        """The prefill and decode nodes that are never paired, and why."""
-        every = [(self._nodes[p].info, self._nodes[d].info, why) for (p, d), why in self._compatibility.misfits.items()]
-        return [(prefill, decode, why) for prefill, decode, why in every if why is not None]
+    def unused_pairs(self, now: float) -> list[tuple[NodeInfo, NodeInfo, str]]:
+        """The prefill and decode nodes that are not paired, and why: they do not fit, or their circuit breaker is
+        open."""
+        misfits = self._compatibility.misfits
+        every = [(pair, why or self.pair_breakers.why_out(pair, now)) for pair, why in misfits.items()]
+        return [(self._nodes[p].info, self._nodes[d].info, why) for (p, d), why in every if why is not None]
 
-    def without_partner(self) -> set[str]:
-        """The nodes, by incarnation, that get no work since they fit none of the other role. A decode node whose
-        version has no prefill nodes works alone."""
+    def avoided(self, now: float) -> dict[str, str]:
+        """Why the circuit breakers of these nodes, by incarnation, are open."""
+        reasons = {name: self._node_breakers.why_out(node.place, now) for name, node in self._nodes.items()}
+        return {name: reason for name, reason in reasons.items() if reason is not None}
+
+    def without_partner(self) -> dict[str, str]:
+        """Why these nodes, by incarnation, get no work: they fit none of the other role. A decode node whose version
+        has no prefill nodes works alone."""
         found: set[str] = set()
         has_decodes = bool(self.role(NodeRole.DECODE))
         for prefills, decodes in self._groups().values():
@@ -94,7 +101,8 @@ class Pool:
             for pair in itertools.starmap(_key, itertools.product(prefills, decodes)):
                 if self._compatibility.misfits[pair] is None:
                     found.difference_update(pair)
-        return found
+        reasons = [(pair, why) for pair, why in self._compatibility.misfits.items() if why is not None]
+        return {name: why for pair, why in reasons for name in pair if name in found}
 
     # ---- versions ----
 

@@ -186,18 +186,18 @@ def test_each_state_of_a_node_and_why() -> None:
     gone = {"incarnation": None, "node_id": None, "load": None, "state": "connecting"}
     shown["nodes"] += [
         node("drains", "decode", state="draining", problem="is drained, and finishes what it has"),
-        node("stops", "decode", problem="is stopping"),
         node("gone", "decode", **gone, problem="silent for 5 s"),
         node("new", "decode", **gone, problem="not reached yet"),
-        node("odd", "decode"),
+        node("stops", "decode", state="stopping", problem="is stopping"),
+        node("odd", "decode", state="incompatible", problem="fits none: LayoutMismatch"),
+        node("fails", "decode", state="avoided", problem="CUDA error"),
     ]
-    shown["unpaired"] = [{"prefill": "p", "decode": "odd", "reason": "LayoutMismatch"}]
     shown["problems"] = ["--nodes-file: gone"]
     text = rendered(shown)
-    states = {"drains": "draining", "stops": "draining", "gone:1": "down", "new:1": "connecting", "odd": "incompatible"}
-    for name, state in {**states, "p": "incompatible", "d": "up"}.items():
+    told = {"drains": "draining", "stops": "stopping", "odd": "incompatible", "fails": "avoided", "p": "up", "d": "up"}
+    for name, state in {**told, "gone:1": "down", "new:1": "connecting"}.items():
         assert row_of(text, name)[2] == state
-    for why in ("silent for 5 s", "never with p: LayoutMismatch", "never with odd", "--nodes-file: gone"):
+    for why in ("silent for 5 s", "LayoutMismatch", "CUDA error", "--nodes-file: gone"):
         assert why in text
 
 

@@ -15,9 +15,11 @@ import pytest
 from pydantic import SecretStr, ValidationError
 
 from baton.address import HostPort
+from baton.errors import InternalError
 from baton.messages import Load, Prefill
 from baton.node_info import NodeRole
 from router.edge import StartError
+from router.placement.circuit_breakers import MAX_FAILURES
 from router.server import RouterServer
 from router.settings import RouterSettings
 from tests.router.conftest import ANY_PORT, Router, says
@@ -268,12 +270,12 @@ async def test_without_a_key_there_is_no_admin_api(router: Router) -> None:
 async def test_debug_nodes_says_why_nodes_are_never_paired(nodes: FakeCluster) -> None:
     other = dataclasses.replace(LAYOUT, fingerprint="another")
     wrong = await nodes.add(NodeRole.DECODE, layout=other, version="1.2.3")
+    small = await nodes.add(NodeRole.DECODE, layout=dataclasses.replace(LAYOUT, block_size=4))
     router = Router(nodes)
     await router.start()
     await router.until(lambda: not router.problems())
     async with httpx.AsyncClient(base_url=router.http) as client:
         shown = (await client.get("/debug/nodes")).json()
-    assert {node["state"] for node in shown["nodes"]} == {"up"}
     (told,) = [node for node in shown["nodes"] if node["node_id"] == wrong.info.node_id]
     assert (told["fingerprint"], told["version"], told["sources"]) == ("another", "1.2.3", ["flags"])
     assert told["load"]["num_running"] == 0
@@ -281,9 +283,24 @@ async def test_debug_nodes_says_why_nodes_are_never_paired(nodes: FakeCluster) -
     assert len(versions) == 2
     assert all(version.startswith("tiny@") for version in versions)
     reason = f"LayoutMismatch fingerprint fingerprint != another of {wrong.info.node_id}"
-    assert shown["unpaired"] == [{"prefill": "prefill-0", "decode": wrong.info.node_id, "reason": reason}]
+    misfit = f"LayoutMismatch block_size 16 != 4 of {small.info.node_id}"
+    unpaired = {pair["decode"]: (pair["prefill"], pair["reason"]) for pair in shown["unpaired"]}
+    assert unpaired == {wrong.info.node_id: ("prefill-0", reason), small.info.node_id: ("prefill-0", misfit)}
+    (out,) = [node for node in shown["nodes"] if node["state"] != "up"]  # `wrong` works alone
+    assert (out["node_id"], out["state"]) == (small.info.node_id, "incompatible")
+    assert out["problem"] == f"fits none of the other role: {misfit}"
     assert shown["problems"] == []
     await router.stop()
+
+
+async def test_debug_nodes_says_which_node_is_avoided_since_it_fails(nodes: FakeCluster, router: Router) -> None:
+    nodes.script = lambda _: Answer(error=InternalError("CUDA error"))
+    async with httpx.AsyncClient(base_url=router.http) as client:
+        for _ in range(MAX_FAILURES):
+            assert (await client.post("/v1/completions", json={"prompt": "hello"})).status_code == 500
+        shown = (await client.get("/debug/nodes")).json()["nodes"]
+    why = "is avoided for a while, since it fails: CUDA error"
+    assert [(node["state"], node["problem"]) for node in shown] == [("avoided", why)] * 2  # either may be at fault
 
 
 # ---- the other sources ----

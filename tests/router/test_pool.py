@@ -8,6 +8,7 @@ import pytest
 
 from baton.node_info import NodeInfo, NodeRole
 from router.placement import compatibility
+from router.placement.circuit_breakers import FIRST_OUT_S, MAX_FAILURES
 from router.placement.pool import Pool
 from tests.router.rig import info
 
@@ -28,36 +29,49 @@ def test_a_node_that_says_something_else_of_itself_is_compared_again() -> None:
         pool.add(node, 0.0)
     source = pool.get("d2")
     assert source is not None
-    assert (pool.mismatched_pairs(), [node.info for node in pool.targets(source, 0.0)]) == ([], [decode])
+    assert (pool.unused_pairs(0.0), [node.info for node in pool.targets(source, 0.0)]) == ([], [decode])
     pool.add(otherwise(decode), 0.0)
-    assert [(p.node_id, d.node_id) for p, d, _ in pool.mismatched_pairs()] == [("p1", "d1")]
+    assert [(p.node_id, d.node_id) for p, d, _ in pool.unused_pairs(0.0)] == [("p1", "d1")]
     assert pool.targets(source, 0.0) == []
     pool.add(decode, 0.0)
-    assert (pool.mismatched_pairs(), [node.info for node in pool.targets(source, 0.0)]) == ([], [decode])
+    assert (pool.unused_pairs(0.0), [node.info for node in pool.targets(source, 0.0)]) == ([], [decode])
     pool.add(otherwise(prefill), 0.0)
-    assert len(pool.mismatched_pairs()) == 2
+    assert len(pool.unused_pairs(0.0)) == 2
     pool.remove("p1")
-    assert pool.mismatched_pairs() == []
+    assert pool.unused_pairs(0.0) == []
 
 
 def test_a_node_that_fits_no_other_has_no_partner() -> None:
     pool, prefill, decode = Pool(), info("p1", NodeRole.PREFILL), info("d1", NodeRole.DECODE)
     pool.add(otherwise(prefill), 0.0)
-    assert pool.without_partner() == set(), "it waits for a decode node"
+    assert pool.without_partner() == {}, "it waits for a decode node"
     pool.add(decode, 0.0)
-    assert pool.without_partner() == {"p1", "d1"}, "no request is answered"
+    assert set(pool.without_partner()) == {"p1", "d1"}, "no request is answered"
     pool.add(info("p2", NodeRole.PREFILL), 0.0)
-    assert pool.without_partner() == {"p1"}
+    assert set(pool.without_partner()) == {"p1"}
     pool.remove("p2")
     pool.remove("p1")
-    assert pool.without_partner() == set(), "a decode node works alone"
+    assert pool.without_partner() == {}, "a decode node works alone"
+
+
+def test_nodes_and_pairs_that_fail_are_told_while_they_are_avoided() -> None:
+    pool = Pool()
+    for node in (info("p1", NodeRole.PREFILL), info("d1", NodeRole.DECODE)):
+        pool.add(node, 0.0)
+    for _ in range(MAX_FAILURES):
+        assert (pool.avoided(0.0), pool.unused_pairs(0.0)) == ({}, [])
+        pool.failed("d1", "CUDA error", 0.0)
+        pool.pair_breakers.failed(("p1", "d1"), "the endpoint broke", 0.0)
+    assert pool.avoided(0.0) == {"d1": "CUDA error"}
+    assert [(p.node_id, d.node_id, why) for p, d, why in pool.unused_pairs(0.0)] == [("p1", "d1", "the endpoint broke")]
+    assert (pool.avoided(FIRST_OUT_S), pool.unused_pairs(FIRST_OUT_S)) == ({}, [])
 
 
 def test_an_old_prefill_node_has_no_partner_once_all_decode_nodes_are_new() -> None:
     pool, prefill, decode = Pool(), info("p1", NodeRole.PREFILL), info("d1", NodeRole.DECODE)
     pool.add(prefill, 0.0)
     pool.add(dataclasses.replace(decode, layout=dataclasses.replace(decode.layout, fingerprint="new")), 0.0)
-    assert pool.without_partner() == {"p1"}, "a decode node without prefill nodes of its version works alone"
+    assert set(pool.without_partner()) == {"p1"}, "a decode node without prefill nodes of its version works alone"
 
 
 def test_each_pair_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,7 +241,7 @@ def test_ready_and_degraded_speak_of_versions() -> None:
     degraded = str(rig.core.pool.why_degraded(0.0))
     assert f"no prefill node for {NEW.id}" in degraded
     assert f"no decode node for {OLD.id} (LayoutMismatch fingerprint old != new of d1)" in degraded
-    ((prefill, decode, reason),) = rig.core.pool.mismatched_pairs()
+    ((prefill, decode, reason),) = rig.core.pool.unused_pairs(0.0)
     assert (prefill.node_id, decode.node_id, reason) == ("p1", "d1", "LayoutMismatch fingerprint old != new of d1")
     rig.core.node_lost("d1", "killed", 1.0)
     rig.core.node_up(node("p2", "new"), 1.0)
