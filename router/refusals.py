@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from baton.errors import BatonError, Overloaded
 
@@ -13,6 +13,14 @@ OnRefused = Callable[[BatonError], None]
 """Called with the reason for which a request is refused before it is placed, for metrics."""
 
 E = TypeVar("E", bound=BatonError)
+
+
+class Lock(Protocol):
+    """What `asyncio.Lock` and `asyncio.Semaphore` have in common."""
+
+    async def acquire(self) -> object: ...
+
+    def release(self) -> None: ...
 
 
 def uncounted(error: BatonError) -> None:
@@ -26,9 +34,7 @@ def counted(error: E, on_refused: OnRefused) -> E:
 
 
 @contextlib.asynccontextmanager
-async def turn(
-    lock: asyncio.Lock | asyncio.Semaphore, wait_s: float, why: str, on_refused: OnRefused
-) -> AsyncIterator[None]:
+async def turn(lock: Lock, wait_s: float, why: str, on_refused: OnRefused) -> AsyncIterator[None]:
     """Holds `lock` within the context. Raises Overloaded, which says `why`, if others keep it for `wait_s` seconds."""
     try:
         async with asyncio.timeout(wait_s):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from baton.block_hash import BlockHash, chain
@@ -148,15 +148,21 @@ class Service:
         return await self.offload.run(lambda: list(map(make, wanted.prompts)), sum(map(len, wanted.prompts)))
 
     async def generate(
-        self, model: ServedModel, wanted: GenerationRequest, received: float, admitted: Admitted
+        self,
+        model: ServedModel,
+        wanted: GenerationRequest,
+        received: float,
+        admitted: Admitted,
+        client: Hashable = None,
     ) -> Generation:
-        """Start a generation. `received` is when the request came (`time.monotonic`). Raises BatonError.
+        """Start a generation. `received` is when the request came (`time.monotonic`), `client` from whom. Raises
+        BatonError.
 
         The caller closes the generation, however it ends, and the generation returns what was admitted.
         """
         read = time.monotonic()
         if (structured := wanted.sampling.get("structured_outputs")) is not None:
-            await self._grammars.check(structured, model)
+            await self._grammars.check(structured, model, client)
         prompts = await self._prompts(model, wanted)
         check_prompt_logprobs([prompt.tokens for prompt in prompts], wanted)
         admitted.resize(sum([len(prompt.tokens) for prompt in prompts]))

@@ -95,8 +95,10 @@ class GenerationService:
                 wanted = _generation_request(
                     request, request_id, await prompt.read(self._service), context.time_remaining()
                 )
-                tenant = self._keys and self._keys.check(authorization_of(context.invocation_metadata()))
-                generation = await self._service.generate(model, salted(wanted, tenant or None), received, admitted)
+                owner = self._keys and self._keys.owner(authorization_of(context.invocation_metadata()))
+                wanted = salted(wanted, self._keys.tenant(owner) if self._keys and owner else None)
+                client = owner or context.peer().rpartition(":")[0]
+                generation = await self._service.generate(model, wanted, received, admitted, client)
             try:
                 await self._send(generation, model, context)
             finally:

@@ -21,7 +21,7 @@ ALIVE = frozenset({"/health", "/ping", "/ready"})
 
 
 class RequireKey:
-    """ASGI middleware. Puts `owner` and `tenant` of ApiKeys into the request's state."""
+    """ASGI middleware. Puts `owner` and `tenant` of ApiKeys, and the owner as `client`, into the request's state."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: frozenset[str] = ALIVE) -> None:
         self._app = app
@@ -39,7 +39,7 @@ class RequireKey:
         except InvalidApiKey as error:
             await response_to(error, scope)(scope, receive, send)
             return
-        scope["state"].update(owner=owner, tenant=self._keys.tenant(owner))
+        scope["state"].update(owner=owner, tenant=self._keys.tenant(owner), client=owner)
 
         async def receive_while_valid() -> Message:
             """A WebSocket may outlive its key."""

@@ -87,7 +87,7 @@ class GenerateRoutes:
             wanted = body.wanted(request_id, prompt)
             with naming_constraint(plan, body.constraint):
                 wanted = salted(constrained(wanted, plan, reading), state.tenant)
-                return await self._service.generate(model, wanted, state.received, admitted), reading
+                return await self._service.generate(model, wanted, state.received, admitted, state.client), reading
 
     async def completion(self, request: Request) -> Response:
         body = await self._bodies.read(request, CompletionRequest)
@@ -102,7 +102,8 @@ class GenerateRoutes:
             prompts = prompt_shape(model.tokenizer, body.prompt_logprobs)
             state = request.state
             with naming_constraint(NO_CALLS, body.constraint):
-                generation = await self._service.generate(model, salted(wanted, state.tenant), state.received, admitted)
+                wanted = salted(wanted, state.tenant)
+                generation = await self._service.generate(model, wanted, state.received, admitted, state.client)
             ids = prompt_ids(generation, body.num_kept) if body.return_token_ids else None
             shape = CompletionShape(wanted.request_id, model, shown, ids, echoes, prompts)
             return self._response(generation, body, shape)

@@ -25,9 +25,9 @@ _QUIET = frozenset({"/debug/console", "/debug/requests", "/health", "/load", "/m
 
 class RequestScope:
     """Outermost ASGI application. Puts `request_id`, `is_named` (whether a header gave the id), `received`
-    (`time.monotonic`), `owner` and `tenant` (b"" and None if there are no keys) and `status` (the answer's; 0: it has
-    not begun) into the request's state. The answer has the `traceparent` of a request with a trace: its caller's or, if
-    the router records `traces`, one of its own."""
+    (`time.monotonic`), `owner` and `tenant` (b"" and None if there are no keys), `client` (an address, or with keys the
+    owner) and `status` (the answer's; 0: it has not begun) into the request's state. The answer has the `traceparent`
+    of a request with a trace: its caller's or, if the router records `traces`, one of its own."""
 
     def __init__(self, app: ASGIApp, traces: bool = False) -> None:
         self._app = app
@@ -41,6 +41,7 @@ class RequestScope:
             await self._app(scope, receive, send)
             return
         received = time.monotonic()
+        address = scope["client"]
         named = traceparent = None
         for name, value in scope["headers"]:
             if name == HEADER and named is None:
@@ -49,10 +50,16 @@ class RequestScope:
                 traceparent = value.decode("latin-1")
         usable = named if named is not None and is_usable_request_id(named) else None
         request_id = usable or draw_request_id()
-        state = scope.setdefault("state", {})
-        state.update(
-            request_id=request_id, is_named=usable is not None, received=received, owner=b"", tenant=None, status=0
-        )
+        state = scope["state"] = {
+            **scope.get("state", {}),
+            "request_id": request_id,
+            "is_named": usable is not None,
+            "received": received,
+            "owner": b"",
+            "tenant": None,
+            "client": address and address[0],
+            "status": 0,
+        }
         names = (HEADER, _ANTHROPIC_HEADER) if in_messages_api(scope["path"]) else (HEADER,)
         trace = begin(traceparent, sampled=self._traces) if self._traces or traceparent is not None else None
         own = () if trace is None else ((_TRACE_HEADER, trace.header.encode()),)
@@ -76,7 +83,8 @@ class RequestScope:
     async def _websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Its requests have ids and lines of their own."""
         request_id = draw_request_id()
-        scope["state"].update(request_id=request_id, owner=b"", tenant=None)
+        address = scope["client"]
+        scope["state"].update(request_id=request_id, owner=b"", tenant=None, client=address and address[0])
         with request_scope(request_id):
             try:
                 await self._app(scope, receive, send)

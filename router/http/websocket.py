@@ -91,7 +91,8 @@ class Session:
         began = time.monotonic()
         request_id = draw_request_id()
         own = self._websocket.state
-        state = State({"request_id": request_id, "received": began, "owner": own.owner, "tenant": own.tenant})
+        client = {"owner": own.owner, "tenant": own.tenant, "client": own.client}
+        state = State({"request_id": request_id, "received": began, **client})
         with request_scope(request_id):
             status = await self._run(state, message)
             took_ms = (time.monotonic() - began) * 1e3

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from baton.errors import InternalError, InvalidRequest
 from baton.structured_output.constraint import StructuredBackend, StructuredOutput
-from router.offload.worker_process import WorkerProcess
+from router.fair_lock import FairLock
 from router.refusals import OnRefused, turn, uncounted
 from router.text.models import ServedModel
 
 log = logging.getLogger(__name__)
 
+_SHORT_S = 0.25
 TIME_LIMIT_S = 1.0
-"""For one to compile."""
+"""For one to compile. Each first gets a short time: nearly all need no more, and do not wait for those that do."""
+_GRACE_S = 2.0
+"""Beyond it, for the process to say that it was not enough."""
 _MAX_WAIT_S = 5.0
 """For others that are being checked."""
 _SLOW_S = 30.0
@@ -32,60 +34,84 @@ _MAX_REASON_CHARS = 2048
 
 
 class GrammarChecker:
-    """Remembers the answers for the last ones. Owns the process, which starts with the first check. Asyncio thread
-    only. clock: in seconds."""
+    """Remembers the answers for the last ones. Owns the processes, each of which starts with the first that it is to
+    compile. Asyncio thread only. clock: in seconds."""
 
     def __init__(self, on_refused: OnRefused = uncounted, clock: Callable[[], float] = time.monotonic) -> None:
         self._on_refused = on_refused
         self._clock = clock
-        self._worker: WorkerProcess | None = None
-        self._lock = asyncio.Lock()
-        self._setup: _Setup | None = None  # of the worker
+        self._compilers = (_Compiler(_SHORT_S), _Compiler(TIME_LIMIT_S))
         self._known: OrderedDict[tuple[_Setup, bytes], _Verdict] = OrderedDict()
 
-    async def check(self, structured: StructuredOutput, model: ServedModel) -> None:
-        """Raises InvalidRequest unless it compiles in time, or Overloaded."""
+    async def check(self, structured: StructuredOutput, model: ServedModel, client: Hashable) -> None:
+        """Raises InvalidRequest unless it compiles in time, or Overloaded. client: who takes turns with others."""
         setup = _Setup.of(model)
-        digest = (setup, structured.digest)
-        if self._cached_verdict(digest) is None:
-            async with turn(self._lock, _MAX_WAIT_S, "other structured outputs have been compiled", self._on_refused):
-                if self._cached_verdict(digest) is None:
-                    self._keep(digest, await self._ask(structured, setup, model))
-        self._known.move_to_end(digest)
-        if reason := self._known[digest].reason:
-            raise InvalidRequest(f"structured_outputs: {structured.kind.value}: {reason}", "structured_outputs")
+        verdict = self._cached_verdict((setup, structured.digest))
+        if verdict is None:
+            verdict = await self._compile(structured, setup, model, client)
+        if verdict.reason:
+            raise InvalidRequest(f"structured_outputs: {structured.kind.value}: {verdict.reason}", "structured_outputs")
 
     def close(self) -> None:
-        """The process ends, at once."""
-        if self._worker is not None:
-            self._worker.end()
-            self._worker = None
+        """The processes end, at once."""
+        for compiler in self._compilers:
+            compiler.close()
+
+    async def _compile(
+        self, structured: StructuredOutput, setup: _Setup, model: ServedModel, client: Hashable
+    ) -> _Verdict:
+        digest = (setup, structured.digest)
+        why = "other structured outputs have been compiled"
+        for compiler in self._compilers:
+            async with turn(compiler.lock.of(client), _MAX_WAIT_S, why, self._on_refused):
+                verdict = self._cached_verdict(digest) or await compiler.verdict(structured, setup, model)
+            if verdict is not None:
+                return self._keep(digest, verdict)
+        log.info("structured outputs not compiled in time kind=%s chars=%d", structured.kind, len(structured.text))
+        why = f"it cannot be compiled within {TIME_LIMIT_S:g} s, or is nested too deeply"
+        return self._keep(digest, _Verdict(why, self._clock() + _SLOW_S))
 
     def _cached_verdict(self, digest: tuple[_Setup, bytes]) -> _Verdict | None:
         """What is known of it, and still holds."""
         verdict = self._known.get(digest)
-        return verdict if verdict is not None and self._clock() < verdict.until else None
+        if verdict is None or self._clock() >= verdict.until:
+            return None
+        self._known.move_to_end(digest)
+        return verdict
 
-    def _keep(self, digest: tuple[_Setup, bytes], verdict: _Verdict) -> None:
+    def _keep(self, digest: tuple[_Setup, bytes], verdict: _Verdict) -> _Verdict:
         self._known[digest] = verdict
         while len(self._known) > _NUM_KEPT:
             self._known.popitem(last=False)
+        return verdict
 
-    async def _ask(self, structured: StructuredOutput, setup: _Setup, model: ServedModel) -> _Verdict:
+
+class _Compiler:
+    """A process that compiles one at a time, each for at most `limit_s`: who has a turn of `lock` asks it."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.lock = FairLock()
+        self._limit_s = limit_s
+        self._worker: WorkerProcess | None = None
+        self._setup: _Setup | None = None  # of the worker
+
+    async def verdict(self, structured: StructuredOutput, setup: _Setup, model: ServedModel) -> _Verdict | None:
+        """None: it did not compile in time. Raises InternalError."""
         if self._worker is not None and self._setup != setup:
             self._worker.end()
         if self._worker is None or self._worker.ended:
             self._worker, self._setup = WorkerProcess("router.offload.grammar_worker"), setup
             if not await self._worker.started(setup.first_line(model)):
                 raise InternalError("the process that compiles structured outputs does not start")
-        question = json.dumps([structured.kind.value, structured.text])
-        line = await self._worker.answer(question, TIME_LIMIT_S)
-        if not line:
-            log.info("structured outputs not compiled in time kind=%s chars=%d", structured.kind, len(structured.text))
-            why = f"it cannot be compiled within {TIME_LIMIT_S:g} s, or is nested too deeply"
-            return _Verdict(why, self._clock() + _SLOW_S)
-        answer: str | None = json.loads(line)
-        return _Verdict(answer and answer[:_MAX_REASON_CHARS])
+        question = json.dumps([structured.kind.value, structured.text, self._limit_s])
+        line = await self._worker.answer(question, self._limit_s + _GRACE_S)
+        answer: str | Literal[False] | None = json.loads(line) if line else False
+        return None if answer is False else _Verdict(answer and answer[:_MAX_REASON_CHARS])
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.end()
+            self._worker = None
 
 
 class _Verdict(NamedTuple):

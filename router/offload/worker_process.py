@@ -32,7 +32,26 @@ class WorkerProcess:
 
     async def answer(self, question: str, timeout_s: float) -> str:
         """Its next line, after the question if that is not empty; one at a time. Empty: none came in time, and it is
-        ended, since its next line would answer this question; likewise if this is cancelled."""
+        ended, since its next line would answer this question. If this is cancelled, it still waits for that line: the
+        next question then needs no new process."""
+        answered = asyncio.create_task(self._answer(question, timeout_s))
+        try:
+            return await asyncio.shield(answered)
+        except asyncio.CancelledError:
+            await answered
+            raise
+
+    def end(self) -> None:
+        """Kill it. A call that waits for its answer returns. Idempotent."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(OSError):  # what was not written yet
+                pipe.close()
+        self._thread.shutdown(wait=False)
+
+    async def _answer(self, question: str, timeout_s: float) -> str:
         asked = asyncio.get_running_loop().run_in_executor(self._thread, self._ask, question)
         line = ""
         try:
@@ -44,16 +63,6 @@ class WorkerProcess:
             if not line:
                 self.end()
         return line
-
-    def end(self) -> None:
-        """Kill it. A call that waits for its answer returns. Idempotent."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(OSError):  # what was not written yet
-                pipe.close()
-        self._thread.shutdown(wait=False)
 
     def _ask(self, question: str) -> str:
         """Blocks until the answer; empty if the process has ended."""

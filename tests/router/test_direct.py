@@ -42,7 +42,7 @@ async def sent_by(handler: Any) -> list[Message]:
     async def send(message: Message) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": "POST", "path": PATH, "headers": [], "state": {}}
+    scope = {"type": "http", "method": "POST", "path": PATH, "headers": [], "client": None, "state": {}}
     await RequestScope(DirectRoutes(framework, {PATH: handler}))(scope, receive, send)
     return sent
 

@@ -172,7 +172,14 @@ async def test_a_client_that_leaves_while_it_sends_is_no_mistake_of_ours(router,
     async def send(message):
         said.append(message)
 
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "query_string": b"",
+        "headers": [],
+        "client": None,
+    }
     await router.server.app(scope, receive, send)
     assert said[0]["status"] == 499
     assert "internal error" not in caplog.text

@@ -13,7 +13,7 @@ TEMPLATE = {"source": "{{ messages[0].content }}", "special_tokens": {}, "messag
     ("module", "asked", "answers"),
     [
         ("router.offload.template_worker", [TEMPLATE], [{}, {"prompt": "a"}]),
-        ("router.offload.grammar_worker", [["guidance"], ["regex", "[0-9]+"]], [None, None]),
+        ("router.offload.grammar_worker", [["guidance"], ["regex", "[0-9]+", 1.0]], [None, None]),
     ],
 )
 def test_less_memory_than_they_may_have_is_enough(module, asked, answers):

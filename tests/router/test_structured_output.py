@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import select
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ import pytest
 from baton.errors import BatonError, InvalidRequest, Overloaded
 from baton.node_info import GenerationDefaults
 from baton.structured_output.constraint import MAX_STRUCTURED_CHARS, StructuredBackend, StructuredKind, StructuredOutput
+from router import refusals
 from router.offload import grammars
 from router.offload.grammars import GrammarChecker
 from router.offload.worker_process import WorkerProcess
@@ -98,8 +103,15 @@ class Checker(GrammarChecker):
         super().__init__()
         self.model = served(backend)
 
-    async def says(self, structured: StructuredOutput) -> None:
-        await self.check(structured, self.model)
+    async def says(self, structured: StructuredOutput, client: str = "") -> None:
+        await self.check(structured, self.model, client)
+
+    @property
+    def worker(self) -> WorkerProcess:
+        """Which nearly all are compiled by."""
+        worker = self._compilers[0]._worker
+        assert worker is not None
+        return worker
 
 
 @pytest.fixture
@@ -113,15 +125,15 @@ async def test_a_schema_waits_for_others_only_so_long(monkeypatch: pytest.Monkey
     monkeypatch.setattr(grammars, "_MAX_WAIT_S", 0.01)
     counted: list[BatonError] = []
     checker = GrammarChecker(counted.append)
-    async with checker._lock:
+    async with refusals.turn(checker._compilers[0].lock.of("another"), 1.0, "", counted.append):
         with pytest.raises(Overloaded, match="have been compiled") as refused:
-            await checker.check(AS_JSON, served(StructuredBackend.GUIDANCE))
+            await checker.check(AS_JSON, served(StructuredBackend.GUIDANCE), "")
     assert counted == [refused.value]
 
 
 async def test_a_hostile_schema_is_refused_in_time_and_the_next_is_served(checker: Checker) -> None:
     await checker.says(AS_JSON)  # starts the process
-    first = checker._worker
+    first = checker.worker
     hostile = StructuredOutput(StructuredKind.JSON, json.dumps(HOSTILE))
     began = asyncio.get_running_loop().time()
     with pytest.raises(InvalidRequest, match="within 1 s"):
@@ -129,10 +141,49 @@ async def test_a_hostile_schema_is_refused_in_time_and_the_next_is_served(checke
     with pytest.raises(InvalidRequest, match="within 1 s"):
         await checker.says(hostile)  # remembered
     assert asyncio.get_running_loop().time() - began < 1.9
-    assert first is not None
-    assert first.ended
     await asyncio.gather(*(checker.says(StructuredOutput(StructuredKind.REGEX, "a" * n)) for n in range(1, 9)))
-    assert checker._worker is not first
+    assert checker.worker is first
+    assert not first.ended, "a start takes long, with a large vocabulary"
+
+
+async def test_what_takes_long_keeps_only_its_like_waiting(checker: Checker) -> None:
+    """Of the same client, too: behind a proxy all are one."""
+    async with refusals.turn(checker._compilers[1].lock.of(""), 1.0, "", refusals.uncounted):
+        await checker.says(AS_JSON)
+        with pytest.raises(InvalidRequest, match="regex"):
+            await checker.says(StructuredOutput(StructuredKind.REGEX, "(a"))
+
+
+async def test_a_client_that_leaves_does_not_end_the_process(checker: Checker) -> None:
+    await checker.says(AS_JSON)
+    first = checker.worker
+    leaves = asyncio.create_task(checker.says(StructuredOutput(StructuredKind.JSON, json.dumps(HOSTILE))))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # it is being compiled
+    leaves.cancel()
+    await checker.says(StructuredOutput(StructuredKind.REGEX, "a"), "another")
+    assert leaves.cancelled()
+    assert checker.worker is first
+    assert not first.ended
+
+
+def child_of(process: int) -> int:
+    [child] = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    return int(child)
+
+
+async def test_a_checker_that_is_closed_leaves_no_process(checker: Checker) -> None:
+    await checker.says(AS_JSON)
+    child = os.pidfd_open(child_of(checker.worker._process.pid))
+    try:
+        signal.pidfd_send_signal(child, signal.SIGSTOP)  # as if it were busy: it does not notice that its input ends
+        checker.close()
+        ended, _, _ = select.select([child], [], [], 5.0)
+        assert ended
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(child, signal.SIGKILL)
+        os.close(child)
 
 
 def chain(length: int) -> StructuredOutput:
@@ -151,11 +202,11 @@ async def test_what_is_nested_too_deeply_says_so(checker: Checker) -> None:
 
 async def test_json_that_is_nested_too_deeply_leaves_the_process_alive(checker: Checker) -> None:
     await checker.says(AS_JSON)
-    first = checker._worker
+    first = checker.worker
     with pytest.raises(InvalidRequest, match="recursion depth"):
         await checker.says(StructuredOutput(StructuredKind.JSON, '{"items":' * 20_000 + "{}" + "}" * 20_000))
     await checker.says(StructuredOutput(StructuredKind.REGEX, "b"))
-    assert checker._worker is first
+    assert checker.worker is first
 
 
 async def test_what_took_too_long_is_tried_again_later(checker: Checker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +216,7 @@ async def test_what_took_too_long_is_tried_again_later(checker: Checker, monkeyp
     await checker.says(StructuredOutput(StructuredKind.REGEX, "b"))  # starts the process
 
     async def late(self: WorkerProcess, question: str, limit_s: float) -> str:
-        return ""
+        return "false"
 
     with monkeypatch.context() as held_up:
         held_up.setattr(WorkerProcess, "answer", late)
@@ -179,10 +230,9 @@ async def test_what_took_too_long_is_tried_again_later(checker: Checker, monkeyp
 
 async def test_a_process_that_dies_is_started_again_and_answers_are_remembered(checker: Checker) -> None:
     await checker.says(AS_JSON)
-    assert checker._worker is not None
-    checker._worker.end()
+    checker.worker.end()
     await checker.says(AS_JSON)
-    assert checker._worker.ended, "what is known needs no process"
+    assert checker.worker.ended, "what is known needs no process"
     with pytest.raises(InvalidRequest, match="regex"):
         await checker.says(StructuredOutput(StructuredKind.REGEX, "(a"))
 
@@ -206,10 +256,9 @@ async def test_xgrammar_checks_with_the_model_s_own_vocabulary() -> None:
                 await checker.says(StructuredOutput(StructuredKind.JSON, text))
         with pytest.raises(InvalidRequest, match="GBNF"):
             await checker.says(StructuredOutput(StructuredKind.GRAMMAR, 'start: "a"'))
-        first = checker._worker
+        first = checker.worker
         checker.model = served(StructuredBackend.GUIDANCE)
         await checker.says(StructuredOutput(StructuredKind.GRAMMAR, 'start: "a"'))
-        assert first is not None
         assert first.ended, "each backend has a process of its own"
     finally:
         checker.close()

@@ -46,7 +46,7 @@ class MessagesRoutes:
             prompt = await self._prompt(model, body)
             reading = plan.reading(self._parsers, prompt, body.parallel_tool_calls, body.begun)
             wanted = salted(constrained(body.wanted(state.request_id, prompt), plan, reading), state.tenant)
-            generation = await self._service.generate(model, wanted, state.received, admitted)
+            generation = await self._service.generate(model, wanted, state.received, admitted, state.client)
         shape = MessageShape(state.request_id, model, reading)
         if body.stream:
             return EventResponse(generation, MessageEvents(generation, shape), self._keep_alive_s)
