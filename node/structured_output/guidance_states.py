@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from baton.structured_output.constraint import StructuredOutput
 from baton.structured_output.guidance import LIMITS, guidance_grammar
+from baton.tokenizer_decoder import replace_metaspace
 from node.structured_output.grammar_state import NO_TOKEN_LEFT
 
 _NOT_VERBOSE = "\n<non-verbose/>"
@@ -25,9 +26,9 @@ class GuidanceBackend:
     """Implements `node.structured_output.grammar_state.Backend`."""
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: list[int]) -> None:
-        """Takes a second for a large vocabulary."""
+        """Takes a second for a large vocabulary. Raises InvalidRequest for a tokenizer that has none."""
         read = json.loads(tokenizer)
-        if _drop_tokens_from(vocab_size, read):
+        if replace_metaspace(read) | _drop_tokens_from(vocab_size, read):
             tokenizer = json.dumps(read)
         known = LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_token_ids or None)
         # To the library all added tokens in angle brackets are special, too: it never takes them for their text.

@@ -83,7 +83,11 @@ def _checker(backend: str, *tokenizer: Any) -> Check:
         XgrammarCompiler,  # imports torch, which the router itself has not
     )
 
-    compiler = XgrammarCompiler(*tokenizer)
+    try:
+        compiler = XgrammarCompiler(*tokenizer)
+    except InvalidRequest as error:
+        message = error.message
+        return lambda _: message
 
     def why_not_compiled(structured: StructuredOutput) -> str | None:
         try:

@@ -14,7 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
+from tokenizers.decoders import Decoder
+from tokenizers.models import Unigram
+from tokenizers.pre_tokenizers import Metaspace
 
 from baton.structured_output.constraint import (
     CHECK_STACK_BYTES,
@@ -307,6 +310,38 @@ def test_marks_of_tags_are_tokens_and_tokens_without_a_logit_do_no_harm() -> Non
     assert "<call>" in compiler.texts(after)
     after.accept(VOCAB_SIZE + 1)
     assert compiler.texts(after) <= {"x" * n for n in range(1, 20)}
+
+
+def with_metaspace(decoder: Decoder, byte_fallback: bool = False) -> dict[str, Any]:
+    """A tokenizer.json of single characters, in which a blank is `▁`, as in SentencePiece."""
+    pieces = ["<unk>", *["<0x0A>"][: int(byte_fallback)], *map(chr, range(33, 127)), "▁"]
+    tokenizer = Tokenizer(Unigram([(piece, -1.0) for piece in pieces], 0, byte_fallback))
+    tokenizer.pre_tokenizer = Metaspace(prepend_scheme="never")
+    tokenizer.decoder = decoder
+    read: dict[str, Any] = json.loads(tokenizer.to_str())
+    return read
+
+
+@pytest.mark.parametrize(
+    ("decoder", "byte_fallback"),
+    [
+        (decoders.Metaspace(), False),
+        (decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]), True),
+    ],
+    ids=["alone", "after_bytes"],
+)
+def test_a_token_has_the_blank_that_metaspace_makes(compiler: Compiler, decoder: Decoder, byte_fallback: bool) -> None:
+    own = Compiler(compiler.backend, with_metaspace(decoder, byte_fallback), 128)
+    choice = StructuredOutput(StructuredKind.CHOICE, '["a b"]')
+    assert own.allowed(own(choice, "a")) == set(own.ids(" "))
+    assert own(choice, "a b").finished
+
+
+@pytest.mark.parametrize("decoder", [decoders.WordPiece(), decoders.Sequence([decoders.Fuse()])], ids=["one", "steps"])
+def test_a_decoder_that_no_backend_knows_is_refused_by_name(compiler: Compiler, decoder: Decoder) -> None:
+    own = Compiler(compiler.backend, with_metaspace(decoder), 128)
+    name = "Fuse" if isinstance(decoder, decoders.Sequence) else "WordPiece"
+    assert f"the decoder of its tokenizer.json is {name}, and not ByteLevel" in (own(DIGITS).error or "")
 
 
 def test_schemas_within_structural_tags_are_checked(compiler: Compiler) -> None:

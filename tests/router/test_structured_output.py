@@ -9,6 +9,7 @@ import os
 import select
 import signal
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -260,5 +261,16 @@ async def test_xgrammar_checks_with_the_model_s_own_vocabulary() -> None:
         checker.model = served(StructuredBackend.GUIDANCE)
         await checker.says(StructuredOutput(StructuredKind.GRAMMAR, 'start: "a"'))
         assert first.ended, "each backend has a process of its own"
+    finally:
+        checker.close()
+
+
+async def test_a_tokenizer_that_xgrammar_does_not_know_ends_no_process() -> None:
+    checker = Checker(StructuredBackend.XGRAMMAR)
+    tokenizer = json.loads((CHECKPOINT / "tokenizer.json").read_text()) | {"decoder": None}
+    checker.model = replace(checker.model, tokenizer=Tokenizer(json.dumps(tokenizer).encode()))
+    try:
+        with pytest.raises(InvalidRequest, match=r"decoder of its tokenizer\.json is null"):
+            await checker.says(AS_JSON)
     finally:
         checker.close()

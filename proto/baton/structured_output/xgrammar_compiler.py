@@ -15,6 +15,7 @@ from baton.errors import InvalidRequest
 from baton.structured_output.constraint import MAX_JSON_WHITESPACE, StructuredKind, StructuredOutput
 from baton.structured_output.structural_tag import Format, load_structural_tag
 from baton.structured_output.xgrammar_schema import why_unsupported, why_unsupported_regex
+from baton.tokenizer_decoder import replace_metaspace
 
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar
@@ -34,10 +35,12 @@ class XgrammarCompiler:
     """
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: list[int]) -> None:
-        """Takes a second for a large vocabulary."""
-        from xgrammar import GrammarCompiler, TokenizerInfo
-
+        """Takes a second for a large vocabulary. Raises InvalidRequest for a tokenizer that has none."""
         read = json.loads(tokenizer)
+        if replace_metaspace(read):
+            tokenizer = json.dumps(read)
+        from xgrammar import GrammarCompiler, TokenizerInfo  # takes seconds
+
         kind = TokenizerInfo._detect_metadata_from_hf(tokenizer)
         info = TokenizerInfo(
             _vocabulary(read, vocab_size),
