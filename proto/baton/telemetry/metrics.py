@@ -183,7 +183,7 @@ class NodeMetrics:
             "baton:node_request_ends", "Attempts ended here.", [*names, "outcome", "reason"], registry=registry
         )
         self._preemptions = counter("num_preemptions", "Sequences that lost their KV blocks to others, to begin anew.")
-        self._damaged = counter("kv_transfer_damaged_blocks", "KV blocks that came with a wrong checksum.")
+        self._damaged = counter("kv_transfer_damaged_blocks", "Pieces of KV blocks that came with a wrong checksum.")
         self._num_preemptions = self._num_damaged = 0
         self._steps = StepMetrics(registry, names, values)
         self._prompt_tokens = counter("node_prompt_tokens", "Prompt tokens received.")
