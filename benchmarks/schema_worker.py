@@ -199,7 +199,7 @@ def _xgrammar(tokenizer: str, vocab_size: int, eos: list[int]) -> Backend:
 
 
 def _unchecked(tokenizer: str, vocab_size: int, eos: list[int]) -> Backend:
-    """XGrammar without the refusals of `baton.structured_output.constraint.xgrammar_schema`, as other servers use it."""
+    """XGrammar without the refusals of `xgrammar_schema`, as other servers use it."""
     mock.patch("baton.structured_output.xgrammar_compiler.why_unsupported", return_value=None).start()
     return _xgrammar(tokenizer, vocab_size, eos)
 

@@ -17,6 +17,8 @@ from router.api_keys import ApiKeys
 from router.discovery.source import Member
 from router.http.access import authorization_of
 from router.http.body import BodyReader
+from router.nodes.cluster import Cluster
+from router.nodes.dispatcher import Dispatcher
 from router.nodes.links import NodeLink
 from router.nodes.report import report_node, report_nodes
 

@@ -13,7 +13,8 @@ from typing import Literal, NamedTuple
 
 from baton.errors import InternalError, InvalidRequest
 from baton.structured_output.constraint import StructuredBackend, StructuredOutput
-from router.fair_lock import FairLock
+from router.offload.fair_lock import FairLock
+from router.offload.worker_process import WorkerProcess
 from router.refusals import OnRefused, turn, uncounted
 from router.text.models import ServedModel
 

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from router.fair_lock import FairLock
+from router.offload.fair_lock import FairLock
 
 
 async def test_clients_take_turns_however_often_one_asks() -> None:
