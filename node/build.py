@@ -27,11 +27,11 @@ from engine.model.expert_counts import ExpertCounts
 from engine.model.graphs import decode_capture_sizes
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.memory import out_of_memory
+from engine.model.other_ranks import NO_OTHERS
 from engine.model.parallel.data_parallel import NO_WAVES, ONE_NODE
 from engine.model.parallel.eplb import Eplb
 from engine.model.parallel.expert_slots import expert_slots
 from engine.model.parallel.group import ONE_RANK
-from engine.model.parallel.others import NO_OTHERS
 from engine.model.parallel.pipeline import ONE_STAGE, Pipeline
 from engine.model.runner import TorchModelRunner
 from kv_transfer.remote import RemotePool

@@ -10,6 +10,6 @@ It needs no torch: it learns tokenizer, chat template and limits from its nodes.
     placement       which nodes for an attempt, by `policies`
     text            tokens to text and back: tokenizer, chat template, stop strings, tool calls
 
-`discovery` says where nodes are. `server` puts everything together; `workers` runs several of it. May import `baton`
-only.
+`discovery` says where nodes are. `server` puts everything together; with `--workers`, `supervisor` runs several of it.
+May import `baton` only.
 """

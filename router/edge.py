@@ -13,12 +13,12 @@ from baton.process.open_files import max_open_files, why_too_few
 from baton.process.threads import why_too_few_threads
 from baton.telemetry.otlp import NoOpenTelemetry, SpanSender
 from router.api_keys import ApiKeys, UnusableKeys
-from router.console.page import paths as console_paths
 from router.discovery.dns import DnsName
 from router.discovery.membership import Membership
 from router.discovery.nodes_file import BadNodesFile, NodesFile
 from router.discovery.source import Member, Source
 from router.http.app import Access
+from router.http.console.page import paths as console_paths
 from router.http.limits import ConnectionLimits
 from router.plugins import UnknownPlugin
 from router.policies import Policy, find_policy

@@ -19,9 +19,9 @@ from baton.telemetry import configure_logging
 from router.edge import StartError
 from router.server import RouterServer
 from router.settings import RouterSettings
+from router.supervisor import Supervisor
 from router.workers.ports import SharedPort
 from router.workers.siblings import WorkerContext
-from router.workers.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ async def _supervise(settings: RouterSettings, flags: Sequence[str]) -> bool:
 
         def command(index: int, up_fd: int, directory: str) -> list[str]:
             own = [str(index), str(up_fd), directory, str(http.address), str(grpc.address)]
-            return [sys.executable, "-m", "router.workers.worker", *own, *flags]
+            return [sys.executable, "-m", "router.worker", *own, *flags]
 
         return await Supervisor(settings.workers, command, settings.drain_timeout).run(stop, hurry)
 

@@ -17,7 +17,6 @@ from baton.process.listening import listen_socket
 from baton.settings import flag_name
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
 from baton.telemetry.timeline_ring import TimelineRing
-from router.console.snapshot import Snapshot
 from router.discovery.source import Member
 from router.edge import (
     StartError,
@@ -36,6 +35,7 @@ from router.http.app import create_app
 from router.http.body import BodyReader
 from router.http.chat_websocket import PATHS as CHATS
 from router.http.chat_websocket import ChatWebSocket
+from router.http.console.snapshot import Snapshot
 from router.http.debug_requests import DebugRequests
 from router.http.generate import GenerateRoutes
 from router.http.limits import Bodies, ConnectionLimits, HttpLimits, WebSockets

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +25,10 @@ from baton_kernels.gated_activation import Activation, gated_activation
 from baton_kernels.linear import gated_linear, linear
 from baton_kernels.packed_linear import PackedWeight, can_pack, pack, packed_linear
 from engine.model.experts import expert_modules
-from engine.model.parallel.group import RankGroup
 from engine.model.tolerance import Tolerance, close, rounding
+
+if TYPE_CHECKING:
+    from engine.model.parallel.group import RankGroup
 
 Product = Callable[[Tensor], Tensor]
 """Maps x, [..., in_features], to [..., out_features], in one dtype."""

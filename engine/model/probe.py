@@ -17,7 +17,7 @@ from engine.model import rope
 from engine.model.attention import IMPLEMENTATION, AttentionCall, AttentionSite, attend_within, bind, forward
 from engine.model.errors import UnsupportedModel
 from engine.model.kv_pool import require_served
-from engine.model.parallel.stages import num_held_layers, received_by
+from engine.model.missing_modules import num_held_layers, received_by
 from engine.model.tolerance import Tolerance, close, rounding
 
 _PROBED = "baton_probed"

@@ -22,11 +22,11 @@ from engine.model.extensions import BatchExtension
 from engine.model.graphs import NO_GRAPH, StepGraph, StepGraphs, StepNeeds, single_prompt_sizes
 from engine.model.kv_pool import KvPool
 from engine.model.layer_marks import SeesLayers
+from engine.model.missing_modules import received_by
 from engine.model.parallel.data_parallel import ONE_NODE, DataParallel
 from engine.model.parallel.expert_placement import Placement
 from engine.model.parallel.expert_slots import expert_slots
 from engine.model.parallel.pipeline import ONE_STAGE, Pipeline
-from engine.model.parallel.stages import received_by
 from engine.model.probe import Probe
 from engine.model.prompt_logprobs import HiddenStates
 from engine.model.rank_step import ALL_TOKENS, EAGER, RankStep

@@ -26,9 +26,9 @@ from engine.model.graphs import StepGraph
 from engine.model.input_batch import InputBatch
 from engine.model.kv_pool import KvPool
 from engine.model.layer_marks import LayerMarks
+from engine.model.other_ranks import NO_OTHERS, OtherRanks
 from engine.model.parallel.data_parallel import NO_WAVES, ONE_NODE, DataParallel, Waves
 from engine.model.parallel.eplb import Eplb
-from engine.model.parallel.others import NO_OTHERS, OtherRanks
 from engine.model.parallel.pipeline import ONE_STAGE, Pipeline
 from engine.model.probe import Probe, probe
 from engine.model.prompt_logprobs import Scored, ScoredPiece

@@ -27,7 +27,7 @@ def run_rank(link: RankLink, settings: NodeSettings) -> None:
 
     with collected_once():
         rank, serve_pool = _load(link, settings)
-    from engine.model.parallel.others import serve  # it imports torch: not before collections are off
+    from engine.model.other_ranks import serve  # it imports torch: not before collections are off
 
     link.ready(rank.device, serve_pool)
     serve(rank, link.receive)

@@ -57,7 +57,7 @@ class RankLink(Protocol):
         """Report that this rank, whose pool is on that device, can take steps."""
 
     def receive(self) -> tuple[int, NDArray[np.int32]]:
-        """Wait for the next message of rank 0: its `engine.model.parallel.others.Kind` and its values."""
+        """Wait for the next message of rank 0: its `engine.model.other_ranks.Kind` and its values."""
 
 
 class ForkedRankLink:
@@ -143,7 +143,7 @@ class RemoteRankLink:
         if it waits for others."""
         import numpy as np
 
-        from engine.model.parallel.others import Kind
+        from engine.model.other_ranks import Kind
 
         self._steps.put((Kind.CLOSE, np.zeros(0, np.int32)))
 

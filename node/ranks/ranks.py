@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from engine.model.other_ranks import RemoteRanks
     from engine.model.parallel.group import RankGroup
-    from engine.model.parallel.others import RemoteRanks
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ class Ranks:
     @property
     def others(self) -> RemoteRanks:
         """Sends them steps; for the engine's thread only."""
-        from engine.model.parallel.others import RemoteRanks
+        from engine.model.other_ranks import RemoteRanks
 
         if self._others is None:
             self._others = RemoteRanks(self._send)

@@ -13,11 +13,11 @@ from starlette.types import ASGIApp
 import baton
 from baton.errors import BatonError
 from router.api_keys import ApiKeys
-from router.console import page
 from router.http import docs_page, errors, openapi
 from router.http.access import ALIVE, RefuseOrigins, RequireKey
 from router.http.admin import AdminRoutes
 from router.http.anthropic.routes import MessagesRoutes
+from router.http.console import page
 from router.http.direct import DirectRoutes
 from router.http.generate import GenerateRoutes
 from router.http.responses_api.routes import ResponsesRoutes

@@ -12,15 +12,15 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 import baton
-from router.console.openapi import FILE, SNAPSHOT
-from router.console.page import FOLDER as CONSOLE_FOLDER
-from router.console.snapshot import PATH as SNAPSHOT_PATH
 from router.http.admin import PATH as ADMIN
 from router.http.admin import NodeRequest
-from router.http.anthropic.errors import PATH as MESSAGES
 from router.http.anthropic.schemas import CountTokensRequest, MessagesRequest
+from router.http.console.openapi import FILE, SNAPSHOT
+from router.http.console.page import FOLDER as CONSOLE_FOLDER
+from router.http.console.snapshot import PATH as SNAPSHOT_PATH
 from router.http.debug_requests import PATH as REQUESTS
 from router.http.descriptions import with_descriptions
+from router.http.errors.anthropic import PATH as MESSAGES
 from router.http.node_openapi import ADMIN_ERRORS, ADMIN_NODES, NODE, NODE_NAME, NODES
 from router.http.request_openapi import LIMIT, RECENT, REQUEST_ID, TIMELINES
 from router.http.responses_api.openapi import DELETED, PAGE_OF_ITEMS, RESPONSE, RESPONSE_ID

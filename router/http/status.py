@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 import baton
 from baton.errors import NodeUnavailable
 from baton.telemetry import RouterMetrics, metrics_page
-from router.console.snapshot import Snapshot
+from router.http.console.snapshot import Snapshot
 from router.http.debug_requests import DebugRequests
 from router.http.errors import response_to
 from router.nodes.cluster import Cluster

@@ -1,6 +1,6 @@
-"""`--workers N`: a router in N processes that share both ports.
+"""What the processes of a router with `--workers N` share: both ports, and a socket of each (`siblings`), over which
+`/metrics` and `/load` speak for all.
 
-A supervisor (`supervisor`) holds the ports and keeps N workers (`worker`) running. Each is a router of its own towards
-the nodes, with its own epoch, sessions and limits; the kernel gives each new connection to one of them. Workers talk to
-each other only so that `/metrics` and `/load` speak for all (`siblings`).
+`router.supervisor` keeps N of them running. Each is a `router.worker`: a router of its own towards the nodes, with its
+own epoch, sessions and limits. The kernel gives each new connection to one of them.
 """

@@ -21,10 +21,10 @@ from engine.model import fast
 from engine.model.fast import FusedReport
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
+from engine.model.other_ranks import NO_OTHERS, OtherRanks, RemoteRanks, serve
 from engine.model.parallel.data_parallel import NO_WAVES, ONE_NODE, DataParallel, Waves
 from engine.model.parallel.eplb import Eplb
 from engine.model.parallel.group import GlooRanks, RankGroup
-from engine.model.parallel.others import NO_OTHERS, OtherRanks, RemoteRanks, serve
 from engine.model.parallel.part import RankPart
 from engine.model.parallel.pipeline import ONE_STAGE, Pipeline
 from engine.model.probe import Probe, probe

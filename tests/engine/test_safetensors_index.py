@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.model.errors import UnsupportedModel
-from engine.model.load.safetensors_index import read_stored, weight_files
+from engine.model.safetensors_index import read_stored, weight_files
 
 Header = dict[str, Any]
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.model.parallel.others import Kind
+from engine.model.other_ranks import Kind
 from node.errors import StartupError
 from node.limits import Limits
 from node.ranks.rank_links import RankLink

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from baton.errors import TransferError
-from engine.model.parallel.others import Kind
+from engine.model.other_ranks import Kind
 from node.ranks.pool_wire import PoolWire
 from node.ranks.rank_links import POOL_REQUEST, ForkedRankLink, RemoteRankLink, pack_request
 from node.ranks.ring import RingWriter, SharedRing

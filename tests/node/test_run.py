@@ -19,8 +19,8 @@ import uvloop
 
 from baton.messages import AttemptId
 from baton.settings import LONGEST_S
+from engine.model.other_ranks import Kind
 from engine.model.parallel.group import ONE_RANK
-from engine.model.parallel.others import Kind
 from node.fences import Fences
 from node.limits import Limits
 from node.peers.nodes import PeerNodes

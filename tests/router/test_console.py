@@ -13,9 +13,9 @@ from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 
 from baton.telemetry import RouterMetrics
-from router.console.page import files
-from router.console.snapshot import Snapshot, _order
-from router.console.work import add_up, histogram_of, sums_of
+from router.http.console.page import files
+from router.http.console.snapshot import Snapshot, _order
+from router.http.console.work import add_up, histogram_of, sums_of
 from router.requests.kv_flows import KvFlow, KvFlows
 from router.workers.siblings import Siblings, WorkerPlace
 from tests.router.conftest import Router, on_shared_loop, says

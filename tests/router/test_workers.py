@@ -23,8 +23,8 @@ import pytest
 
 from baton.address import HostPort
 from baton.node_info import NodeRole
+from router import supervisor
 from router.edge import StartError
-from router.workers import supervisor
 from router.workers.ports import SharedPort
 from tests.router.conftest import says
 from tests.router.fake_node import FakeCluster
@@ -222,7 +222,7 @@ def says_that_it_is_up(up_fd: int, lasts_s: float) -> list[str]:
 
 STARTS_A_WORKER = """
 import subprocess, sys, time
-arguments = [sys.executable, "-m", "router.workers.worker", *sys.argv[1:]]
+arguments = [sys.executable, "-m", "router.worker", *sys.argv[1:]]
 worker = subprocess.Popen(arguments, stdin=subprocess.PIPE, pass_fds=(int(sys.argv[2]),), start_new_session=True)
 print(worker.pid, flush=True)
 time.sleep(3600)
@@ -267,7 +267,7 @@ def test_a_worker_that_can_have_no_socket_ends_with_one_line(tmp_path: Path) -> 
         with Path(os.devnull).open("wb") as up:
             fd = up.fileno()
             own = "0", str(fd), str(tmp_path / "none"), *(str(port.address) for port in ports)
-            command = [sys.executable, "-m", "router.workers.worker", *own, "--decode=127.0.0.1:9", "--workers=2"]
+            command = [sys.executable, "-m", "router.worker", *own, "--decode=127.0.0.1:9", "--workers=2"]
             options: Any = {"capture_output": True, "text": True, "timeout": PATIENCE_S}
             ran = subprocess.run(command, env=ENV, input="", pass_fds=(fd,), check=False, **options)
     finally:

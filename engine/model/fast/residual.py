@@ -21,7 +21,7 @@ from engine.model.fast.norm import Norm
 from engine.model.fast.tally import Tally
 from engine.model.fast.target import Target
 from engine.model.linear_method import method_of
-from engine.model.parallel.stages import MissingModule
+from engine.model.missing_modules import MissingModule
 from engine.model.tolerance import close
 
 _PRE_NORM = ("input_layernorm", "post_attention_layernorm")

@@ -17,7 +17,7 @@ from baton.node_info import GenerationDefaults
 from engine.checkpoint import local_folder, read_config, read_generation_defaults, why_no_checkpoint
 from engine.model import rope
 from engine.model.errors import ModelNotFound, UnsupportedModel
-from engine.model.load.safetensors_index import StoredTensor, read_stored, weight_files
+from engine.model.safetensors_index import StoredTensor, read_stored, weight_files
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _HUB_COPIES = ["original/*", "metal/*"]

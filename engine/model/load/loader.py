@@ -19,7 +19,6 @@ from engine.model.linear_method import Quantization, Unquantized, create_weights
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.placing import NotDirect, Placing, with_model_names
 from engine.model.load.progress import Loaded, progress_logged
-from engine.model.load.safetensors_index import StoredTensor
 from engine.model.load.skeleton import build_skeleton, fill_with_dummies, in_parts, move_empty
 from engine.model.load.weights import fill, match, stored_dtype, stored_weights
 from engine.model.memory import GIB
@@ -29,6 +28,7 @@ from engine.model.parallel.sharding import Place, Sharding, shard
 from engine.model.parallel.stages import StageWeights, keep_stage
 from engine.model.quantization import STORED, choose_quantization, is_leftover, stated_quantization
 from engine.model.quantization.stored import is_unused
+from engine.model.safetensors_index import StoredTensor
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
 
 from engine.model.errors import UnsupportedModel
-from engine.model.load.safetensors_index import StoredTensor
 from engine.model.parallel.cut import Cut
+from engine.model.safetensors_index import StoredTensor
 
 QUANTIZED = (
     *("weight_scale", "weight_scale_inv", "weight_packed", "weight_zero_point", "weight_shape", "weight_g_idx"),

@@ -18,8 +18,8 @@ from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.parallel_read import FileSpan, cut_spans, read_spans, run_spans
 from engine.model.load.placing import NotDirect, Place, Placing
 from engine.model.load.progress import Loaded
-from engine.model.load.safetensors_index import DTYPES, StoredTensor
 from engine.model.parallel.cut import Cut
+from engine.model.safetensors_index import DTYPES, StoredTensor
 
 _COMPARE_BYTES = 16 << 20
 _BIAS_OF_EXPERT = r"\.experts\.\d+\.\w+\.bias$"

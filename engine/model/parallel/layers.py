@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.model.linear_method import LinearMethod, Product, attach, method_of
+from engine.model.missing_modules import MissingModule
 from engine.model.parallel.data_parallel import DataParallel
 from engine.model.parallel.expert_slots import connect_slots
 from engine.model.parallel.experts import connect_experts, sum_block
 from engine.model.parallel.group import RankGroup
 from engine.model.parallel.sharding import Sharding, WideNorm
-from engine.model.parallel.stages import MissingModule
 from engine.model.tolerance import Tolerance
 
 

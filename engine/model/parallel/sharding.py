@@ -24,11 +24,12 @@ from baton.layout import KvSlice
 from engine.model.errors import UnsupportedModel
 from engine.model.experts import expert_modules, is_transposed
 from engine.model.linear_method import Quantization
+from engine.model.missing_modules import MissingModule, num_held_layers
 from engine.model.parallel.cut import Cut
 from engine.model.parallel.experts import expert_cuts
 from engine.model.parallel.group import RankGroup
 from engine.model.parallel.plan import HEADS, REPLICATED, styles
-from engine.model.parallel.stages import WHOLE, MissingModule, Stage, num_held_layers
+from engine.model.parallel.stages import WHOLE, Stage
 
 Shape = tuple[int, ...]
 

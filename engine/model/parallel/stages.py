@@ -1,4 +1,4 @@
-"""Which layers of a model each stage of a pipeline holds, and the placeholders for the layers of other stages.
+"""Which layers of a model each stage of a pipeline holds.
 
     first stage   embedding, layers
     between       layers
@@ -16,15 +16,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from engine.model.errors import UnsupportedModel
+from engine.model.missing_modules import MissingEmbedding, MissingLayer, MissingModule, ReceivingLayer
 from engine.model.parallel.plan import own_stages
 
 T = TypeVar("T")
-_EMBEDDING_ROWS = 64
 
 
 class Stage(NamedTuple):
@@ -58,40 +57,6 @@ class Stage(NamedTuple):
 WHOLE = Stage(0, 1)
 
 
-class MissingModule(nn.Module):
-    """The placeholder of a module that another stage holds (in vLLM: PPMissingLayer): returns its input."""
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return hidden_states
-
-
-class MissingLayer(MissingModule):
-    """The placeholder of a decoder layer."""
-
-
-class ReceivingLayer(MissingLayer):
-    """The last layer before those of the stage. hidden: what the previous stage has sent, [1, num_tokens, hidden_size];
-    None, as in probes: it returns its input, which comes from MissingEmbedding."""
-
-    hidden: Tensor | None = None
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return hidden_states if self.hidden is None else self.hidden
-
-
-class MissingEmbedding(MissingModule):
-    """Returns random hidden states, equal for equal tokens, which are good enough for probes."""
-
-    def __init__(self, width: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._rows = torch.randn(_EMBEDDING_ROWS, width, generator=torch.Generator().manual_seed(0)).to(dtype)
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """hidden_states: token ids, here."""
-        self._rows = self._rows.to(hidden_states.device)  # once: it is no parameter, which a checkpoint would have
-        return self._rows[hidden_states % _EMBEDDING_ROWS]
-
-
 @dataclass(slots=True)
 class StageWeights:
     """Which tensors of a checkpoint a stage holds. absent: the modules that it does not hold. renamed: tensors that it
@@ -112,7 +77,7 @@ class StageWeights:
 
 
 def keep_stage(model: PreTrainedModel, stage: Stage) -> StageWeights:
-    """Replace the modules that the stage does not hold by stand-ins, before the model has weights. Raises
+    """Replace the modules that the stage does not hold by placeholders, before the model has weights. Raises
     UnsupportedModel, which names the model, if it cannot be divided into stages."""
     weights = StageWeights()
     if stage.size == 1:
@@ -156,14 +121,3 @@ def _planned(model: PreTrainedModel, num_layers: int) -> tuple[nn.ModuleList, nn
     if not fits or not isinstance(layers, nn.ModuleList) or len(layers) != num_layers or after is None:
         raise UnsupportedModel(f"{named} of an embedding, decoder layers and a norm")
     return layers, after
-
-
-def num_held_layers(model: PreTrainedModel) -> int:
-    """How many decoder layers this stage of the model holds."""
-    num_layers: int = model.config.get_text_config().num_hidden_layers
-    return num_layers - sum(isinstance(module, MissingLayer) for module in model.modules())
-
-
-def received_by(model: nn.Module) -> ReceivingLayer | None:
-    """Where the model takes what the stage before has sent; None in the first stage."""
-    return next((module for module in model.modules() if isinstance(module, ReceivingLayer)), None)

@@ -15,7 +15,6 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from engine.model.errors import UnsupportedModel
 from engine.model.linear_method import Quantization, Unquantized
-from engine.model.load.safetensors_index import StoredTensor
 from engine.model.quantization.auto_round import auto_round
 from engine.model.quantization.awq import Awq
 from engine.model.quantization.compressed_tensors import CompressedTensors
@@ -23,6 +22,7 @@ from engine.model.quantization.fp8 import Fp8
 from engine.model.quantization.gptq import Gptq
 from engine.model.quantization.mxfp4 import Mxfp4
 from engine.model.quantization.online import OnlineFp8, OnlineInt8
+from engine.model.safetensors_index import StoredTensor
 
 QUANTIZATIONS: dict[str, Callable[[Mapping[str, Any], Mapping[str, StoredTensor]], Quantization]] = {
     "auto-round": auto_round,

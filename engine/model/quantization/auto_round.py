@@ -8,9 +8,9 @@ from typing import Any
 
 from engine.model.errors import UnsupportedModel
 from engine.model.linear_method import Quantization
-from engine.model.load.safetensors_index import StoredTensor
 from engine.model.quantization.awq import Awq
 from engine.model.quantization.gptq import Gptq
+from engine.model.safetensors_index import StoredTensor
 
 _FORMS: dict[str, type[Gptq] | type[Awq]] = {"auto_round:auto_gptq": Gptq, "auto_round:auto_awq": Awq}
 """By `packing_format`: the format of the files. AutoRound's GPTQ is of the `checkpoint_format` gptq."""

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from baton_kernels.quantized_linear import QuantizedWeight, pack_halves, packed_columns
 from engine.model.errors import UnsupportedModel
 from engine.model.linear_method import LinearMethod
-from engine.model.load.safetensors_index import StoredTensor
 from engine.model.parallel.group import ONE_RANK, RankGroup
 from engine.model.quantization.experts import StoredExperts, WithStoredExperts
 from engine.model.quantization.linear import install
@@ -24,6 +23,7 @@ from engine.model.quantization.stored import (
     stored_parameters,
     unpack_words,
 )
+from engine.model.safetensors_index import StoredTensor
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output feature of each 4 bits of a word, from the lowest bits on."""

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from baton_kernels.quantized_linear import QuantizedWeight, pack_halves, packed_columns
 from engine.model.errors import UnsupportedModel
 from engine.model.linear_method import LinearMethod
-from engine.model.load.safetensors_index import StoredTensor
 from engine.model.parallel.group import ONE_RANK, RankGroup
 from engine.model.quantization.experts import Fp8Experts, StoredExperts, WithStoredExperts, first_scale
 from engine.model.quantization.linear import install
@@ -32,6 +31,7 @@ from engine.model.quantization.stored import (
     stored_parameters,
     unpack_words,
 )
+from engine.model.safetensors_index import StoredTensor
 
 _VALUES = {("float", 8): torch.float8_e4m3fn, ("int", 8): torch.int8}
 _OF_WORDS = {("int", 8), ("int", 4)}

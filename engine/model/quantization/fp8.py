@@ -13,7 +13,6 @@ from torch import nn
 from baton_kernels.quantized_linear import QuantizedWeight
 from engine.model.errors import UnsupportedModel
 from engine.model.linear_method import LinearMethod
-from engine.model.load.safetensors_index import StoredTensor
 from engine.model.quantization.experts import Fp8Experts, WithStoredExperts, first_scale
 from engine.model.quantization.linear import install
 from engine.model.quantization.stored import (
@@ -24,6 +23,7 @@ from engine.model.quantization.stored import (
     scale_shape,
     stored_parameter,
 )
+from engine.model.safetensors_index import StoredTensor
 
 _SCALES = (".weight_scale_inv", ".weight_scale")
 _UNQUANTIZED = ("modules_to_not_convert", "ignored_layers", "ignore")

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from baton_kernels.quantized_linear import QuantizedWeight, pack_halves, packed_columns
 from engine.model.errors import UnsupportedModel
 from engine.model.linear_method import LinearMethod
-from engine.model.load.safetensors_index import StoredTensor
 from engine.model.parallel.group import ONE_RANK, RankGroup
 from engine.model.quantization.experts import StoredExperts, WithStoredExperts
 from engine.model.quantization.linear import install
@@ -25,6 +24,7 @@ from engine.model.quantization.stored import (
     stored_parameters,
     unpack_words,
 )
+from engine.model.safetensors_index import StoredTensor
 
 _LEFT_OUT = "-:"
 """The prefix of rules that exclude layers from quantization; the files' tensors show which layers are."""

@@ -13,10 +13,10 @@ from baton_kernels.experts.weights import GROUP
 from engine.model.errors import UnsupportedModel
 from engine.model.experts import NAMES, expert_shape
 from engine.model.linear_method import Quantization
-from engine.model.load.safetensors_index import StoredTensor
 from engine.model.parallel.experts import FLAG
 from engine.model.parallel.group import RankGroup
 from engine.model.quantization.expert_weights import keep_quantized, store_values
+from engine.model.safetensors_index import StoredTensor
 
 log = logging.getLogger(__name__)
 

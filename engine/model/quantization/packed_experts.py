@@ -17,10 +17,10 @@ from baton_kernels.experts.weights import can_pack_scales, pack_scales
 from baton_kernels.quantized_linear import QuantizedWeight, dequantize, unpack_halves
 from engine.model.errors import UnsupportedModel
 from engine.model.experts import NAMES, expert_shape, is_transposed
-from engine.model.load.safetensors_index import StoredTensor
 from engine.model.parallel.group import ONE_RANK, RankGroup
 from engine.model.quantization.expert_weights import Codes, keep_quantized
 from engine.model.quantization.experts import JOINED, StoredExperts, first_scale
+from engine.model.safetensors_index import StoredTensor
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.model.errors import UnsupportedModel
-from engine.model.load.safetensors_index import DTYPES, StoredTensor
 from engine.model.parallel.group import RankGroup
+from engine.model.safetensors_index import DTYPES, StoredTensor
 
 _UNUSED = (
     ".input_scale",

@@ -7,11 +7,11 @@ from fastapi.responses import Response
 
 from router.api_keys import salted
 from router.http.answers import dump_json, raw_json_response
-from router.http.anthropic.errors import PATH
 from router.http.anthropic.events import MessageEvents
 from router.http.anthropic.schemas import CountTokensRequest, MessagesRequest
 from router.http.anthropic.shape import MessageShape
 from router.http.body import BodyReader
+from router.http.errors.anthropic import PATH
 from router.http.limits import HttpLimits
 from router.http.responses import EventResponse, WholeResponse
 from router.http.tools import call_plan, plain_tools

@@ -11,8 +11,8 @@ from typing import Any
 
 import pydantic_core
 
+from router.http.errors.responses_api import PreviousResponseNotFound, ResponseNotFound
 from router.http.responses_api.conversation import AnyItem
-from router.http.responses_api.errors import PreviousResponseNotFound, ResponseNotFound
 from router.http.responses_api.items import ITEMS
 
 log = logging.getLogger(__name__)

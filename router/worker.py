@@ -1,4 +1,4 @@
-"""One worker of `baton-router --workers N`: `python -m router.workers.worker INDEX UP_FD DIRECTORY HTTP GRPC FLAGS...`
+"""One worker of `baton-router --workers N`: `python -m router.worker INDEX UP_FD DIRECTORY HTTP GRPC FLAGS...`
 
 The flags are the router's own. It serves on the addresses given, which it shares with the other workers, and says so on
 the descriptor, again and again from when it does. It ends like a router, and also when its stdin does, which is when

@@ -15,7 +15,7 @@ import baton
 from baton.errors import NodeUnavailable
 from baton.telemetry import RouterMetrics
 from baton.telemetry.pools import bottleneck
-from router.console.work import add_up, work_of
+from router.http.console.work import add_up, work_of
 from router.http.debug_requests import Ask
 from router.nodes.cluster import Cluster
 from router.nodes.dispatcher import Dispatcher

@@ -16,8 +16,8 @@ from starlette.routing import BaseRoute, Match
 from baton.errors import BatonError, InternalError, InvalidRequest
 from baton.v1 import common_pb2
 from router.api_keys import InvalidApiKey
-from router.http.anthropic.errors import in_messages_api, messages_error
-from router.http.responses_api.errors import PreviousResponseNotFound
+from router.http.errors.anthropic import in_messages_api, messages_error
+from router.http.errors.responses_api import PreviousResponseNotFound
 from router.requests.admission import retry_after_s
 from router.text.generation_request import ContextTooLong
 from router.text.models import UnknownModel

@@ -42,7 +42,7 @@ class File:
 def files() -> dict[str, File]:
     """By name; read once in a process."""
     found: dict[str, File] = {}
-    for entry in resources.files("router.console").joinpath("static").iterdir():
+    for entry in resources.files("router.http.console").joinpath("static").iterdir():
         body = entry.read_bytes()
         etag = f'"{sha256(body).hexdigest()[:32]}"'
         headers = {"etag": etag, "cache-control": "no-cache", "content-type": _KINDS[entry.name.rpartition(".")[2]]}
