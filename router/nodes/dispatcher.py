@@ -247,9 +247,12 @@ class Dispatcher:
             self._carrying_out = False
 
     def _send(self, action: ToNode) -> None:
-        if isinstance(action.message, Prefill) and action.cause:
-            self._request_metrics.retried(action.cause, action.message.attempt_id.request_id)
-            _log_retry(action.message.attempt_id, action.cause)
+        if isinstance(action.message, Prefill):
+            if action.cause:
+                self._request_metrics.retried(action.cause, action.message.attempt_id.request_id)
+                _log_retry(action.message.attempt_id, action.cause)
+        elif isinstance(action.message, Abort):
+            self._arm()  # a request whose attempt has failed may have got an earlier deadline
         if send := self._links.get(action.incarnation):
             send(action.message)
 

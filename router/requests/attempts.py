@@ -133,6 +133,14 @@ class Attempts:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    def hold(self, task: Unplaced) -> None:
+        """See WaitingRoom.hold."""
+        self._waiting.hold(task)
+
+    def held(self, state: RequestState) -> list[Unplaced]:
+        """See WaitingRoom.held."""
+        return self._waiting.held(state)
+
     def stop_waiting(self, task: Unplaced) -> None:
         self._waiting.remove(task)
 

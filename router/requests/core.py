@@ -77,12 +77,10 @@ class RouterCore:
     # ---- from nodes ----
 
     def node_up(self, info: NodeInfo, now: float) -> None:
-        """A node is subscribed: work may be placed there, beginning with requests that wait for a node. If it had been
-        lost, its link or its silence was the cause, and no request that it ran."""
+        """A node is subscribed: work may be placed there, beginning with requests that wait for a node."""
         self.pool.add(info, now)
         self.prefix_index.add(info.incarnation, info.num_blocks)
-        for state in self.requests:
-            state.clear_blame(info.incarnation)
+        self._recovery.node_up(info.incarnation, now)
         self._place_waiting(now)
 
     def _place_waiting(self, now: float) -> None:
@@ -194,4 +192,9 @@ class RouterCore:
 
     def tick(self, now: float) -> None:
         for state in self.requests.overdue(now):
-            self.requests.end(state, state.overdue(self.pool.why_not_ready(state.version)), now)
+            if error := self._recovery.given_up(state):
+                self.requests.end(state, error, now)
+            elif state.deadline <= now:
+                self.requests.end(state, state.overdue(self.pool.why_not_ready(state.version)), now)
+            else:  # what waited for a node to come back has ended by itself
+                self.requests.end_by(state, state.deadline)

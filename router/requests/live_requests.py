@@ -46,6 +46,10 @@ class LiveRequests:
     def next_deadline(self) -> float | None:
         return self._deadlines.next()
 
+    def end_by(self, state: RequestState, when: float) -> None:
+        """The request is overdue then, or at its own deadline if that is earlier."""
+        self._deadlines.set(state.request.request_id, min(when, state.deadline))
+
     def overdue(self, now: float) -> list[RequestState]:
         """Those whose deadlines have passed, which the caller ends."""
         return [self._live[request_id] for request_id in self._deadlines.due(now)]

@@ -14,7 +14,9 @@ from router.requests.retry_budget import RetryBudget
 
 MAX_ATTEMPTS = 4
 MAX_LOST_NODES = 2
-"""A request that lost this many nodes is more likely the cause than the victim."""
+"""A request that lost this many nodes is more likely the cause than the victim, unless one of them comes back."""
+RETURN_S = 2.0
+"""How long it waits for that. A node whose link alone broke is there again within a few tenths of a second."""
 _MISSED_S = 2 * HEARTBEAT_S
 """A node that has told no load for so long has fallen silent already, before it was given what comes now."""
 
@@ -76,37 +78,66 @@ class Recovery:
             self._requests.end_if_done(state, now)
             return
         state.avoid |= suspects or set()
-        if state.is_poisonous(MAX_LOST_NODES):
-            error, retry = InternalError(f"given up, since nodes were lost that ran it: {state.losses}"), False
+        is_suspect = state.is_poisonous(MAX_LOST_NODES)
         if not (retry or error.retryable) or attempt.id.attempt + 1 >= MAX_ATTEMPTS:
-            self._requests.end(state, error, now)
+            self._requests.end(state, _given_up(state) if is_suspect else error, now)
             return
         if not (isinstance(error, NodeLost | PeerLost) or self._retries.take(now)):
             self._requests.end(
                 state, type(error)(f"{error.message}; not tried again, since too many requests are"), now
             )
             return
+        tasks = [_next_task(state, attempt, group, error) for group in state.groups(unfinished)]
+        if is_suspect:
+            for task in tasks:
+                self._attempts.hold(task)
+            self._requests.end_by(state, now + RETURN_S)
+        else:
+            self._place(state, tasks, now, attempt)
+
+    def node_up(self, incarnation: str, now: float) -> None:
+        """If the node had been lost, its link or its silence was the cause, and no request that it ran."""
+        for state in self._requests:
+            state.clear_blame(incarnation)
+            tasks = self._attempts.held(state)
+            if tasks and not state.is_poisonous(MAX_LOST_NODES):
+                for task in tasks:
+                    self._attempts.stop_waiting(task)
+                self._requests.end_by(state, state.deadline)
+                self._place(state, tasks, now)
+
+    def given_up(self, state: RequestState) -> BatonError | None:
+        """Why an overdue request ends that waited for a node to come back. None: it did not."""
+        return _given_up(state) if self._attempts.held(state) else None
+
+    def _place(self, state: RequestState, tasks: list[Unplaced], now: float, lost: Attempt | None = None) -> None:
+        """Place them, or end the request with the error of the attempt before. If that one, `lost`, has just been told
+        Overloaded, and no other node can be asked, this is the end, so that the client retries later."""
+        error = tasks[0].error
+        assert error is not None
         try:
-            for group in state.groups(unfinished):
-                self._place_again(state, attempt, group, error, now)
+            for task in tasks:
+                placement = self._attempts.choose(state, task.samples, now)
+                if lost and isinstance(error, Overloaded) and (placement is None or _is_full(state, lost, placement)):
+                    raise error
+                self._attempts.place_or_wait(task, placement, now)
         except (NodeUnavailable, Overloaded) as refused:
             end = error if refused is error else type(refused)(f"{error.message}; {refused.message}")
             self._requests.end(state, end, now)
         except InvalidRequest as refused:  # by the nodes that are left: the one that is gone could hold it
             self._requests.end(state, NodeUnavailable(f"{error.message}; {refused.message}"), now)
 
-    def _place_again(
-        self, state: RequestState, lost: Attempt, group: list[SampleState], error: BatonError, now: float
-    ) -> None:
-        """Raises NodeUnavailable. Raises `error` itself if it is Overloaded and no other node can be asked, so that the
-        client retries later."""
-        placement = self._attempts.choose(state, group, now)
-        if isinstance(error, Overloaded) and (placement is None or _is_full(state, lost, placement)):
-            raise error
-        cause = "node_lost" if isinstance(error, NodeLost) else "node_error"
-        whole = len(group) == len(lost.samples)
-        key = lost.id.request_id if whole else f"{lost.id.request_id}/{group[0].index}"
-        self._attempts.place_or_wait(Unplaced(state, group, key, lost.id.attempt + 1, error, cause), placement, now)
+
+def _given_up(state: RequestState) -> InternalError:
+    return InternalError(f"given up, since nodes were lost that ran it: {state.losses}")
+
+
+def _next_task(state: RequestState, lost: Attempt, group: list[SampleState], error: BatonError) -> Unplaced:
+    """What follows the attempt that is lost, for these samples of it."""
+    cause = "node_lost" if isinstance(error, NodeLost) else "node_error"
+    whole = len(group) == len(lost.samples)
+    key = lost.id.request_id if whole else f"{lost.id.request_id}/{group[0].index}"
+    return Unplaced(state, group, key, lost.id.attempt + 1, error, cause)
 
 
 def _is_full(state: RequestState, lost: Attempt, placement: Placement) -> bool:

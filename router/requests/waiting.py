@@ -11,7 +11,7 @@ from baton.priority import due_s
 from baton.waiting_queue import WaitingQueue
 from router.placement.rates import Mean
 from router.requests.admission import Full, retry_after
-from router.requests.request_state import Unplaced
+from router.requests.request_state import RequestState, Unplaced
 from router.versions import ModelVersion
 
 
@@ -34,7 +34,7 @@ class WaitingRoom:
         self._max_requests = max_requests
         self._max_tokens = max_tokens
         self._queues: dict[ModelVersion | None, WaitingQueue[Unplaced]] = {}  # none is empty
-        self._waits: dict[Unplaced, _Wait] = {}
+        self._waits: dict[Unplaced, _Wait | None] = {}  # none: in no queue
         self._serials = itertools.count()
         self._waited_s = Mean()
         self._num_tokens: Counter[ModelVersion | None] = Counter()  # of all that wait, by queue
@@ -58,6 +58,7 @@ class WaitingRoom:
     def follow(self, task: Unplaced, version: ModelVersion) -> None:
         """Have the task wait among those of that version, which it becomes one of."""
         wait = self._waits[task]
+        assert wait is not None
         self.remove(task)
         task.request_state.version = version
         self._add(task, wait.since)
@@ -83,19 +84,32 @@ class WaitingRoom:
             raise Full(message, retry_after(missing_share, self._waited_s.value))
         self._add(task, now)
 
+    def hold(self, task: Unplaced) -> None:
+        """The task waits in no queue: only for its caller to remove it."""
+        self._waits[task] = None
+        task.request_state.unplaced.append(task)
+
+    def held(self, state: RequestState) -> list[Unplaced]:
+        """The tasks of the request that wait in no queue."""
+        return [task for task in state.unplaced if self._waits[task] is None]
+
     def placed(self, task: Unplaced, now: float) -> None:
         """The task waits no longer: it has its nodes."""
-        self._waited_s.learn(now - self._waits[task].since)
+        wait = self._waits[task]
+        assert wait is not None
+        self._waited_s.learn(now - wait.since)
         self.remove(task)
 
     def remove(self, task: Unplaced) -> None:
         """The task waits no longer."""
+        task.request_state.unplaced.remove(task)
         wait = self._waits.pop(task)
+        if wait is None:
+            return
         self._queues[wait.queue].remove(task)
         self._num_tokens[wait.queue] -= wait.num_tokens
         if not self._queues[wait.queue]:
             del self._queues[wait.queue], self._num_tokens[wait.queue]
-        task.request_state.unplaced.remove(task)
 
     def _add(self, task: Unplaced, now: float) -> None:
         wait = self._waits[task] = _Wait(task.request_state.version, _num_tokens(task), now)

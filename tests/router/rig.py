@@ -77,6 +77,10 @@ class RouterRig:
             action = self.core.actions.popleft()
             (self.sent if isinstance(action, ToNode) else self.emitted).append(action)  # type: ignore[arg-type]
 
+    def tick(self, now: float) -> None:
+        self.core.tick(now)
+        self.collect()
+
     @property
     def prefills(self) -> list[tuple[str, Prefill]]:
         return [(a.incarnation, a.message) for a in self.sent if isinstance(a.message, Prefill)]

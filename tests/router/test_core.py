@@ -7,6 +7,7 @@ import pytest
 from baton.errors import InternalError, Overloaded, PeerLost
 from baton.messages import Adopted, End, HandedOff, KvEvents, Load, Started, Tokens
 from baton.node_info import NodeRole
+from router.requests.recovery import RETURN_S
 from tests.router.rig import RouterRig, info
 
 
@@ -80,23 +81,70 @@ def test_who_lost_its_peer_blames_the_peer(speaker: str, avoided: str) -> None:
     assert {"p1", "d1"} <= rig.aborted
 
 
-@pytest.mark.parametrize("comes_back", [False, True])
-def test_a_request_is_given_up_when_two_nodes_died_of_it_but_not_when_one_comes_back(comes_back: bool) -> None:
-    """The same incarnation has not died: its link was cut, or it was silent."""
-    rig = RouterRig("p1", "d1", "d2", "d3")
+def lose_two(rig: RouterRig, *between: str) -> None:
+    """The decode nodes d1 and d2, one after the other, with a request on them. `between`: who comes back before the
+    second is lost."""
+    rig.submit()
     for name in ("d1", "d2"):
-        prefill = rig.prefills[-1][1] if rig.prefills else rig.submit()
-        assert prefill.decode
-        assert prefill.decode.incarnation == name
-        rig.core.node_lost(name, "silent", 1.0)
-        if comes_back:
-            rig.core.node_up(info("d1", NodeRole.DECODE), 1.0)
+        decode = rig.prefills[-1][1].decode
+        assert decode
+        assert decode.incarnation == name
+        rig.core.node_lost(name, "reset", 1.0)
+        for back in between:
+            rig.core.node_up(info(back, NodeRole.DECODE), 1.0)
         rig.collect()
-    if comes_back:
-        assert len(rig.prefills) == 3
+
+
+def test_a_request_is_given_up_when_two_nodes_died_of_it() -> None:
+    rig = RouterRig("p1", "d1", "d2", "d3")
+    lose_two(rig)
+    rig.core.node_up(info("d4", NodeRole.DECODE), 1.1)
+    rig.collect()
+    assert len(rig.prefills) == 2, "it waits for d1 or d2: d3 might die of it, too"
+    assert rig.core.next_deadline() == 1.0 + RETURN_S
+    rig.tick(1.0 + RETURN_S)
+    assert isinstance(rig.end, InternalError)
+    assert "decode node d1: reset; decode node d2: reset" in rig.end.message
+    assert rig.core.next_deadline() is None
+
+
+@pytest.mark.parametrize("when", ["before the other is lost", "later"])
+def test_a_request_goes_on_when_one_of_two_nodes_comes_back(when: str) -> None:
+    """The same incarnation has not died: its link was cut, as by a firewall that resets all at once, or it was
+    silent."""
+    rig = RouterRig("p1", "d1", "d2", "d3")
+    if when == "later":
+        lose_two(rig)
+        assert len(rig.prefills) == 2
+        rig.core.node_up(info("d1", NodeRole.DECODE), 1.2)
+        rig.collect()
     else:
-        assert isinstance(rig.end, InternalError)
-        assert "decode node d1: silent; decode node d2: silent" in rig.end.message
+        lose_two(rig, "d1")
+    where, again = rig.prefills[-1]
+    assert (len(rig.prefills), again.attempt_id.attempt) == (3, 2)
+    assert rig.core.next_deadline() == 60.0
+    rig.say(where, again, Tokens(0, 0, (5,)), HandedOff(0.1))
+    assert rig.told == [(0, 5)]
+
+
+def test_what_waits_for_a_node_to_come_back_can_end_before() -> None:
+    """Of two answers one waits; its stop string is noticed late, and the other one goes on."""
+    rig = RouterRig("p1", "d1", "d2", "d3")
+    first = rig.submit(n=2)
+    rig.say("p1", first, Tokens(0, 0, (5,)), Tokens(1, 0, (6,)), HandedOff(0.1))
+    rig.say("d1", first, Adopted(0.1, 0, 9))
+    rig.core.node_lost("d1", "reset", 1.0)
+    rig.collect()
+    (one, other) = [prefill for _, prefill in rig.prefills[1:]]
+    assert one.decode
+    assert other.decode
+    lost = one if one.decode.incarnation == "d2" else other
+    assert {one.decode.incarnation, other.decode.incarnation} == {"d2", "d3"}
+    rig.core.node_lost("d2", "reset", 1.0)
+    rig.core.stop_sample("r", lost.samples[0].index, 1.5)
+    rig.tick(1.0 + RETURN_S)
+    assert len(rig.core.requests) == 1
+    assert rig.core.next_deadline() == 60.0
 
 
 @pytest.mark.parametrize("silent_s", [1.0, 1.5])
@@ -113,6 +161,7 @@ def test_a_node_that_was_silent_before_it_was_given_a_request_did_not_die_of_it(
     assert again.decode.incarnation == "d2"
     rig.core.node_lost("d2", "silent", 13.0)
     rig.collect()
+    rig.tick(13.0 + RETURN_S)
     if silent_s > 1.0:
         assert len(rig.prefills) == 3
     else:
@@ -141,7 +190,7 @@ def test_nodes_that_end_together_are_lost_once(speaker: str) -> None:
     if speaker == "router":
         assert len(rig.prefills) == 2
     rig.core.node_lost("d3", "died", 2.0)
-    rig.collect()
+    rig.tick(2.0 + RETURN_S)
     assert isinstance(rig.end, InternalError)
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 
-from baton.errors import DeadlineExceeded
+import pytest
+
+from baton.errors import DeadlineExceeded, InternalError, PeerLost
 from baton.messages import Abort, AttemptId, End, Migrate, Prefill, Update
 from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
 from router.nodes.dispatcher import Dispatcher
 from router.request_metrics import RequestMetrics
+from router.requests import recovery
 from router.requests.core import RouterCore
 from router.requests.request_state import RequestEnd, RequestEvent, RoutedRequest
 from tests.router.rig import info
@@ -35,6 +38,25 @@ async def test_every_deadline_is_kept_though_nobody_submits_again() -> None:
             assert time.monotonic() - begun >= deadline_s, "before its time"
             order.append(name)
     assert order == ["first", "second", "last"]
+    dispatcher.close()
+
+
+async def test_a_request_that_waits_in_vain_for_a_lost_node_ends_though_nothing_else_happens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the second node only its peer says that it is lost."""
+    monkeypatch.setattr(recovery, "RETURN_S", 0.02)
+    dispatcher = Dispatcher(RouterCore(1), RequestMetrics(RouterMetrics(new_registry(ROUTER)), lambda: "m"))
+    for name, role in (("p1", NodeRole.PREFILL), ("d1", NodeRole.DECODE), ("d2", NodeRole.DECODE)):
+        dispatcher.node_up(info(name, role), lambda message: None)
+    ended: asyncio.Queue[RequestEvent] = asyncio.Queue()
+    dispatcher.submit(RoutedRequest("r", (1, 2), 1, SamplingParams(), 60.0), ended.put_nowait, time.monotonic())
+    dispatcher.node_lost("d1", "reset")
+    dispatcher.handle_node_message("p1", (Update(AttemptId(1, "r", 1), End(PeerLost("gone"))),))
+    async with asyncio.timeout(10):
+        event = await ended.get()
+    assert isinstance(event, RequestEnd)
+    assert isinstance(event.error, InternalError)
     dispatcher.close()
 
 

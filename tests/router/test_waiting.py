@@ -14,7 +14,7 @@ from baton.sampling import SamplingParams
 from router.placement.circuit_breakers import MAX_FAILURES
 from router.placement.placement import Placement
 from router.placement.pool import Pool
-from router.requests.recovery import MAX_ATTEMPTS
+from router.requests.recovery import MAX_ATTEMPTS, RETURN_S
 from router.requests.request_state import AttemptState, RequestEnd, RoutedRequest
 from tests.router.rig import RouterRig, info
 
@@ -179,6 +179,7 @@ def test_a_request_takes_two_nodes_with_it_and_no_third() -> None:
     lose(rig, last(rig)[0], now=1.0)
     assert len(rig.prefills) == 2
     lose(rig, last(rig)[0], now=1.0)
+    rig.tick(1.0 + RETURN_S)
     assert len(rig.prefills) == 2
     assert isinstance(rig.end, InternalError)
     assert "prefill node p1: died; prefill node p2: died" in rig.end.message
@@ -192,6 +193,7 @@ def test_nor_when_their_peers_are_heard_of_first() -> None:
         assert prefill.decode is not None
         rig.say(prefill.decode.incarnation, prefill, End(PeerLost("gone")))
         lose(rig, where)
+    rig.tick(2.0 + RETURN_S)
     assert len(rig.prefills) == 2
     assert isinstance(rig.end, InternalError)
 
