@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from baton.node_info import NodeRole
+from baton.telemetry.timeline import STAGES
 from tools.metrics_page import node_registry, router_registry
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,6 +100,13 @@ def test_a_panel_of_one_number_divides_by_none_that_is_zero_without_traffic() ->
 def test_the_runbook_has_a_section_for_each_alert() -> None:
     sections = re.findall(r"^## (\w+)$", (ROOT / "docs" / "runbook.md").read_text(), re.MULTILINE)
     assert sections == [rule["alert"] for rule in rules()]
+
+
+def test_the_runbook_says_what_to_do_about_each_stage_of_a_slow_first_token() -> None:
+    section = re.split(r"^## ", (ROOT / "docs" / "runbook.md").read_text(), flags=re.MULTILINE)
+    (text,) = [part for part in section if part.startswith("BatonFirstTokenSlow\n")]
+    heads = [line.partition(":")[0] for line in text.splitlines() if line.startswith("- ")]
+    assert sorted(re.findall(r"`(\w+)`", " ".join(heads))) == sorted(STAGES)
 
 
 def test_every_panel_says_what_it_shows_and_has_a_place_of_its_own() -> None:
