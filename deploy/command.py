@@ -1,7 +1,8 @@
 """The command `baton`: the other commands as its subcommands.
 
 A subcommand's module is imported only when it is called: `baton version` and `baton bench` import no torch, and start
-in a fraction of a second.
+in a fraction of a second. Nor are settings imported before: that takes a tenth of a second, in which a container that
+is told to end could not (`baton.process.signals`).
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import baton
+from baton.process.signals import end_at_signals
 from baton.process.standard_files import open_standard_files
 from baton.setting_names import closest
-from baton.settings import EXIT_USAGE
 
 EXIT_INTERRUPTED = 130
 EXIT_READER_LEFT = 141
@@ -70,11 +72,11 @@ SUBCOMMANDS = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a subcommand. Exits with 2, naming the nearest one, if there is no such subcommand, with 130 on a Ctrl-C
     that the subcommand leaves to us, and with 141 if it cannot print because its reader has left, as `head` does."""
+    end_at_signals()
     open_standard_files()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments:
-        sys.stderr.write(usage())
-        sys.exit(EXIT_USAGE)
+        _refuse(usage())
     try:
         _run(arguments[0], arguments[1:])
     except KeyboardInterrupt:
@@ -97,8 +99,14 @@ def _run(name: str, rest: Sequence[str]) -> None:
     else:
         meant = closest(name, SUBCOMMANDS)
         hint = f", did you mean {meant!r}?" if meant else "; `baton --help` lists them"
-        sys.stderr.write(f"baton: no subcommand {name!r}{hint}\n")
-        sys.exit(EXIT_USAGE)
+        _refuse(f"baton: no subcommand {name!r}{hint}\n")
+
+
+def _refuse(text: str) -> NoReturn:
+    from baton.settings import EXIT_USAGE
+
+    sys.stderr.write(text)
+    sys.exit(EXIT_USAGE)
 
 
 def _reader_left() -> bool:
@@ -134,8 +142,7 @@ def load(entry: str) -> Callable[[Sequence[str]], None]:
 
 def print_version(argv: Sequence[str]) -> None:
     if argv:
-        sys.stderr.write(f"baton version: takes no argument, not {argv[0]!r}\n")
-        sys.exit(EXIT_USAGE)
+        _refuse(f"baton version: takes no argument, not {argv[0]!r}\n")
     print(f"baton {baton.__version__}")
 
 

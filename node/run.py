@@ -27,7 +27,7 @@ import uvloop
 from baton.errors import BatonError
 from baton.node_info import NodeRole
 from baton.process.open_files import raise_open_files
-from baton.process.signals import stop_signals
+from baton.process.signals import end_at_signals, stop_signals
 from baton.telemetry import configure_logging
 from node import preflight
 from node.errors import StartupError
@@ -79,15 +79,11 @@ def run_node(settings: NodeSettings, role: NodeRole, side: RoleSide, import_part
 
 
 def _end_at_signals() -> None:
-    """While the node starts, a signal ends its process at once, also one that is inside a library. The kernel does that
-    by itself, but for a container's first process: it keeps signals from it that it has no handler for (man
-    pid_namespaces), and kills it when its grace period is over. Python's KeyboardInterrupt is no end: it waits for the
-    threads that read weights, and is lost in a callback of a library."""
-    if os.getpid() == 1:
-        for number in stop_signals():
-            signal.signal(number, lambda number, _: os._exit(128 + number))
-    elif signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    """While the node starts, a signal ends its process at once, also one that is inside a library. Python's
+    KeyboardInterrupt is no end: it waits for the threads that read weights, and is lost in a callback of a library."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_at_signals()
 
 
 def _run(settings: NodeSettings, side: RoleSide, import_parts: ImportParts) -> int:

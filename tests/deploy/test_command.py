@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,29 @@ def test_ctrl_c_ends_a_subcommand_without_a_traceback(capsys):
         command.main(["version"])
     assert ended.value.code == 130
     assert capsys.readouterr() == ("", "")
+
+
+SLOW = """
+import os, signal, sys
+print("baton.settings" in sys.modules)
+os.kill(int(os.environ["SELF"]), signal.SIGTERM)
+signal.pause()
+"""
+FIRST = """
+import os
+os.environ["SELF"], os.getpid = str(os.getpid()), lambda: 1
+from deploy.command import SUBCOMMANDS, Subcommand, main
+SUBCOMMANDS["slow"] = Subcommand("", "slow:main")
+main(["slow"])
+"""
+
+
+def test_a_containers_first_process_ends_at_a_signal_before_its_subcommand_is_imported(tmp_path):
+    """Nothing that takes long is imported before it does."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "PYTHONUNBUFFERED": "1"}
+    ran = subprocess.run([sys.executable, "-c", FIRST], check=False, timeout=60, env=env, capture_output=True)
+    assert (ran.returncode, ran.stdout) == (128 + signal.SIGTERM, b"False\n"), ran.stderr
 
 
 @pytest.mark.parametrize("words", [["version"], ["bench", "--help"], ["completion", "bash"]])

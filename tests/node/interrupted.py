@@ -1,5 +1,5 @@
 """A node that is interrupted while it starts: `load`, where the KeyboardInterrupt is lost, since libraries drop what is
-raised in their callbacks; or `warm-up`, on the engine's thread."""
+raised in their callbacks; `container`, there too, as its first process; or `warm-up`, on the engine's thread."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from node.shell import NodeParts
 from prefill_node.node import make_parts
 from prefill_node.server import PREFILL_SIDE
 
+OWN = os.getpid()
 SETTINGS = NodeSettings(model="baton-tiny", engine="simulated", profile="h200-8b", step_timeout=5.0)
 
 
 def in_load() -> NoReturn:
     with contextlib.suppress(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(OWN, signal.SIGINT)
     raise ValueError("it has gone on")
 
 
@@ -34,7 +35,7 @@ def in_warm_up() -> MakeParts:
         return dataclasses.replace(make_parts(settings, wake, ranks), warm_up=warm_up)
 
     def warm_up() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(OWN, signal.SIGINT)
         threading.Event().wait()
 
     return make
@@ -42,4 +43,6 @@ def in_warm_up() -> MakeParts:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests are in the background
-    run_node(SETTINGS, NodeRole.PREFILL, PREFILL_SIDE, {"load": in_load, "warm-up": in_warm_up}[sys.argv[1]])
+    if sys.argv[1] == "container":
+        os.getpid = lambda: 1
+    run_node(SETTINGS, NodeRole.PREFILL, PREFILL_SIDE, in_warm_up if sys.argv[1] == "warm-up" else in_load)

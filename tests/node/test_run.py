@@ -158,9 +158,11 @@ def test_a_rank_that_serves_never_looks_at_what_it_loaded(monkeypatch: pytest.Mo
     assert link.frozen
 
 
-@pytest.mark.parametrize("stage", ["load", "warm-up"])
-def test_a_ctrl_c_ends_a_node_that_starts_whatever_it_is_in(stage: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "code"), [("load", -signal.SIGINT), ("container", 128 + signal.SIGINT), ("warm-up", -signal.SIGINT)]
+)
+def test_a_ctrl_c_ends_a_node_that_starts_whatever_it_is_in(stage: str, code: int) -> None:
     with Path(os.devnull).open("wb") as nothing:
         output = {"stdout": nothing, "stderr": nothing}
         node = fork_server().start("tests.node.interrupted", [stage], env=os.environ, cwd=ROOT, **output)
-    assert node.wait(60.0) == -signal.SIGINT
+    assert node.wait(60.0) == code
