@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ NAMES = ("gate_up_proj", "down_proj")
 GATES: tuple[Gate, ...] = (*ACTIVATIONS, "clamped")
 _USUAL = {"has_gate": True, "has_post_expert_norm": False, "_is_expert_parallel": False}
 _ATTACHED = "baton_experts"
+_ALIGNED_BYTES = 16
 
 
 def expert_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -181,6 +183,17 @@ def own_forward(module: nn.Module) -> Callable[..., Tensor]:
     module."""
     forward: Callable[..., Tensor] = inspect.unwrap(type(module).forward)
     return forward
+
+
+def loop_where_not_aligned(model: nn.Module) -> None:
+    """Have experts' modules run their class's own forward where transformers' usual one cannot multiply their weights:
+    torch's grouped_mm takes only rows of a multiple of 16 bytes."""
+    for _, module in expert_modules(model):
+        down = getattr(module, NAMES[1], None)  # its sizes are those of both weights
+        if not isinstance(down, Tensor) or "forward" in module.__dict__:
+            continue
+        if any(size * down.itemsize % _ALIGNED_BYTES for size in down.shape[1:]):
+            module.forward = MethodType(own_forward(module), module)
 
 
 def argument_names(module: nn.Module) -> list[str]:

@@ -16,6 +16,7 @@ from baton.layout import LayerKv
 from engine.model import rope
 from engine.model.attention import IMPLEMENTATION, AttentionCall, AttentionSite, attend_within, bind, forward
 from engine.model.errors import UnsupportedModel
+from engine.model.experts import loop_where_not_aligned
 from engine.model.kv_pool import require_served
 from engine.model.missing_modules import num_held_layers, received_by
 from engine.model.tolerance import Tolerance, close, rounding
@@ -96,8 +97,8 @@ def probe(model: PreTrainedModel, max_model_len: int | None = None) -> Probe:
     `engine.model.rope`); without `max_model_len`, a model that has such RoPE is refused.
     """
     config = model.config.get_text_config()
-    _refuse_by_config(config)
     _fix_rope(model, config, max_model_len)
+    loop_where_not_aligned(model)
     site = _ProbeSite(model.dtype)
     with _handled_by(site, model):
         _forward_few_tokens(model)
@@ -212,13 +213,6 @@ def _require_windows(
         if min(masked or math.inf, max_model_len) != min(said or math.inf, max_model_len):
             windows = f"{masked or 'none'} in its mask, {said or 'none'} in its attention"
             raise UnsupportedModel(f"{type(model).__name__}: layer {index} has two sliding windows: {windows}")
-
-
-def _refuse_by_config(config: Any) -> None:
-    """Refuse what a probe of four tokens cannot detect."""
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if unknown := kinds - {"full_attention", "sliding_attention"}:
-        raise UnsupportedModel(f"{config.model_type}: layers of type {', '.join(sorted(unknown))}")
 
 
 def _fix_rope(model: PreTrainedModel, config: Any, max_model_len: int | None) -> None:

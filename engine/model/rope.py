@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.model.errors import UnsupportedModel
+
 BATCH_DEPENDENT = frozenset({"dynamic", "longrope"})
 
 _CHUNK = 8192
@@ -74,7 +76,7 @@ def table_forward(rotary: nn.Module, config: Any, max_model_len: int, like: Tens
     """A forward for the module that looks cos and sin up, each a view [1, num_tokens, rotary_dim].
 
     like: any tensor of the model's dtype on its device. The tables take 2 * rotary_dim numbers a position; models with
-    several sets of parameters (Gemma 3) have one table for each.
+    several sets of parameters (Gemma 3) have one table for each. Raises UnsupportedModel.
     """
     assert not is_table(rotary)
     kinds: list[str | None] = [None]
@@ -100,7 +102,10 @@ def _table(rotary: nn.Module, kind: str | None, max_model_len: int, like: Tensor
         rows = torch.arange(start, min(start + _CHUNK, max_model_len + _SPARE_ROWS), device=like.device)
         # Every piece includes the last position, from which longrope and dynamic NTK choose their frequencies.
         positions = torch.cat([rows.clamp(max=last), rows.new_tensor([last])])
-        cos, sin = rotary(like, positions[None], **extra)
+        computed = rotary(like, positions[None], **extra)
+        if isinstance(computed, Tensor):
+            raise UnsupportedModel(f"{type(rotary).__name__}: it gives complex numbers that depend on the batch")
+        cos, sin = computed
         pieces.append(torch.cat([cos[0, :-1], sin[0, :-1]], dim=-1))
     return torch.cat(pieces)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import Qwen3MoeConfig
 
 from baton_kernels.experts import reference
 from benchmarks.logits_models import MAX_MODEL_LEN, make
@@ -76,6 +77,20 @@ def test_experts_of_other_forms_stay_as_they_are(name: str, value: Any, why: str
     assert why in str(why_not(module))
     assert not quantize_fp8(module)
     assert torch.equal(module.gate_up_proj, before)
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(36, "bfloat16"), (34, "float32")])
+def test_experts_of_sizes_that_grouped_mm_does_not_take_are_served(size: int, dtype: str, tmp_path: Path) -> None:
+    """transformers' modules call torch's."""
+    sizes = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": size}  # all: no choice to round
+    folder = tiny_models.save(Qwen3MoeConfig(**tiny_models.SHAPE, **sizes), tmp_path)
+    model, exact = (load_model(Checkpoint.open(folder), chosen) for chosen in (dtype, "float32"))
+    probed = probe(model)
+    logits, expected = (
+        logits_as_served(Target(one, probe(one).layers, MAX_MODEL_LEN), probe(one).kv) for one in (model, exact)
+    )
+    assert (logits - expected).norm() < 0.05 * expected.norm()
+    assert fast.apply(model, probed, MAX_MODEL_LEN).pieces["experts"].fused == 2
 
 
 def test_arguments_may_be_named() -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import DeepseekV2Config, DeepseekV3Config, PreTrainedConfig
 
 from engine.model.errors import UnsupportedModel
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
+from engine.model.probe import probe
 from tests.engine import tiny_models
 
 torch.set_num_threads(1)
@@ -70,3 +73,39 @@ def test_code_that_comes_with_a_checkpoint_is_never_run(copy: Path) -> None:
     with pytest.raises(UnsupportedModel):
         loader.load_model(Checkpoint.open(copy))
     assert not (copy / "ran").exists()
+
+
+MLA = {name: size for name, size in tiny_models.SHAPE.items() if name != "head_dim"} | {
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [DeepseekV2Config(**MLA), DeepseekV2Config(**MLA, rope_parameters=DYNAMIC), DeepseekV3Config(**MLA)],
+    ids=["V2", "V2 with dynamic NTK", "V3"],
+)
+def test_latent_attention_is_refused_by_its_settings_before_weights_are_read(
+    config: PreTrainedConfig, tmp_path: Path
+) -> None:
+    config.save_pretrained(tmp_path)  # without weights
+    says = "K has 16 + 8 numbers (qk_nope_head_dim, qk_rope_head_dim) and V 16 (v_head_dim)"
+    with pytest.raises(UnsupportedModel, match=re.escape(says)):
+        loader.load_model(Checkpoint.open(tmp_path))
+
+
+def test_complex_angles_that_depend_on_the_batch_are_refused(tmp_path: Path) -> None:
+    """Where K and V of latent attention are equally wide, it is served, but not with dynamic NTK."""
+    DeepseekV2Config(**MLA | {"v_head_dim": 24}, rope_parameters=DYNAMIC).save_pretrained(tmp_path)
+    model = loader.load_model(Checkpoint.open(tmp_path), load_format="dummy")
+    with pytest.raises(UnsupportedModel, match="DeepseekV2RotaryEmbedding: it gives complex numbers"):
+        probe(model, max_model_len=64)

@@ -20,6 +20,7 @@ from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.placing import NotDirect, Placing, with_model_names
 from engine.model.load.progress import Loaded, progress_logged
 from engine.model.load.skeleton import build_skeleton, fill_with_dummies, in_parts, move_empty
+from engine.model.load.supported import require_supported_config
 from engine.model.load.weights import fill, match, stored_dtype, stored_weights
 from engine.model.memory import GIB
 from engine.model.parallel.layers import connect
@@ -86,6 +87,7 @@ def _load(
 ) -> PreTrainedModel:
     """dtype: None: the checkpoint's own."""
     path = checkpoint.path
+    require_supported_config(checkpoint.text_config)
     quantization = choose_quantization(checkpoint.config, _weights_by_name(checkpoint), requested)
     if (part.is_divided and quantization is None) or (
         part.cuts_weights and quantization and not quantization.can_divide

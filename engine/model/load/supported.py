@@ -1,0 +1,23 @@
+"""Refuses a model for what its configuration says, before its weights are read, which takes minutes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.model.errors import UnsupportedModel
+
+_LAYERS = {"full_attention", "sliding_attention"}
+_MLA = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+def require_supported_config(config: Any) -> None:
+    """config: that of the language model. Raises UnsupportedModel."""
+    if unknown := set(getattr(config, "layer_types", None) or ()) - _LAYERS:
+        raise UnsupportedModel(f"{config.model_type}: layers of type {', '.join(sorted(unknown))}")
+    nope, rope, value = (getattr(config, name, None) for name in _MLA)
+    if nope is not None and rope is not None and value not in (None, nope + rope):
+        raise UnsupportedModel(
+            f"{config.model_type}: multi-head latent attention (MLA) is not supported: K has {nope} + {rope} numbers "
+            f"(qk_nope_head_dim, qk_rope_head_dim) and V {value} (v_head_dim), and a KV pool has one width for both. "
+            "No flag changes that: choose another model"
+        )
