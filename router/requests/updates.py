@@ -210,8 +210,6 @@ class Updates:
             return
         self._attempts.prefilled(attempt, now)
         attempt.handed_off = True
-        if not attempt.visited:
-            self._pool.pair_breakers.worked((attempt.prefill, attempt.decode))
         self._pool.worked(attempt.prefill)
         if not attempt.visited:
             state.timings.handed_off(handed_off)
@@ -229,6 +227,8 @@ class Updates:
         self._pool.worked(incarnation)
         self.kv_flows.add(attempt.prefill, incarnation, adopted.transfer_bytes)
         if not attempt.visited:
+            # Not before: what has left one node may arrive damaged at the other.
+            self._pool.pair_breakers.worked((attempt.prefill, incarnation))
             state.timings.adopted(adopted)
             self._pool.handed_over(incarnation, adopted.handoff_s, now)
 

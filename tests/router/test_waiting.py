@@ -240,6 +240,19 @@ def test_a_pair_that_fails_again_and_again_is_left_alone_and_named() -> None:
     assert rig.core.pool.why_not_ready() is None
 
 
+def test_a_handoff_whose_kv_arrives_damaged_is_none_that_worked() -> None:
+    rig = RouterRig("p1", "d1")
+    rig.submit()
+    for _ in range(MAX_FAILURES):
+        where, prefill = last(rig)
+        assert prefill.decode is not None
+        num_tokens = len(prefill.samples[0].output_tokens)
+        rig.say(where, prefill, Tokens(0, num_tokens, (5,)), HandedOff(0.1))
+        rig.say("d1", prefill, End(TransferError("damaged")))
+    where, prefill = last(rig)
+    assert (where, prefill.decode) == ("d1", None), "the decode node does it alone"
+
+
 def test_one_handoff_that_succeeds_makes_up_for_those_that_failed() -> None:
     rig = RouterRig("p1", "d1")
     for name in "abcd":
