@@ -51,7 +51,7 @@ class KvEventsConfig(BaseModel):
 
 
 def is_bound(endpoint: str) -> bool:
-    """vLLM's rule: an address of this machine is bound, one of another machine is connected to."""
+    """vLLM's rule: what names no host is bound, all else is connected to."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
 
 

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
+from baton.errors import TransferError
 from baton.node_info import NodeRole
-from baton.telemetry.timeline import STAGES
+from baton.telemetry.metrics import outcome_labels
 from tools.metrics_page import node_registry, router_registry
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,6 +76,17 @@ def test_queries_name_metrics_and_labels_that_there_are(where: str, query: str) 
         assert name in metrics, f"{where}: {name} is not exported"
         labels = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", matchers))
         assert labels <= metrics[name], f"{where}: {name} has no {labels - metrics[name]}"
+
+
+def test_handoffs_fail_with_every_error_of_a_transfer() -> None:
+    """And metrics.md says which they are."""
+    (query,) = [rule["expr"] for rule in rules() if rule["alert"] == "BatonHandoffsFail"]
+    (matched,) = re.findall(r'reason=~"([^"]*)"', query)
+    errors: list[type[TransferError]] = [TransferError, *TransferError.__subclasses__()]
+    reasons = {outcome_labels(error("no route"))[1] for error in errors}
+    assert set(matched.split("|")) == reasons
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    assert [reason for reason in reasons if f"`{reason}`" not in page] == []
 
 
 @pytest.mark.parametrize(("where", "query"), list(queries()))
