@@ -35,7 +35,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """seconds: of the run; None: since the processes began. bottleneck: share of the time by pool. stages: mean seconds
+    """seconds: of the run; None: not known, of saved pages. bottleneck: share of the time by pool. stages: mean seconds
     of the time to first token, by stage. hits: share of prompt tokens that were in a prefix cache."""
 
     seconds: float | None = None

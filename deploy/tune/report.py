@@ -42,8 +42,8 @@ def as_json(figures: Figures, proposals: Sequence[Proposal], missing: Mapping[st
 
 
 def _requests(figures: Figures) -> Text:
-    since = "since the start" if figures.seconds is None else f"in {figures.seconds:.0f} s"
-    lines = [f"{figures.num_requests} requests ended {since}"]
+    when = "in the time of the pages" if figures.seconds is None else f"in {figures.seconds:.0f} s"
+    lines = [f"{figures.num_requests} requests ended {when}"]
     if figures.ttft_s is not None:
         stages = sorted(figures.stages.items(), key=lambda stage: -stage[1])[:4]
         parts = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in stages)

@@ -327,7 +327,7 @@ def saved(tmp_path: Path) -> list[str]:
 def test_saved_pages_become_proposals(tmp_path, capsys):
     main.main(saved(tmp_path))
     out = capsys.readouterr().out
-    assert "1 requests ended since the start" in out
+    assert "1 requests ended in the time of the pages" in out  # which one page has since the start, and two have not
     assert "prefill nodes: 2 instead of 1" in out
     main.main([*saved(tmp_path), "--json"])
     stated = json.loads(capsys.readouterr().out)

@@ -42,3 +42,13 @@ async def test_a_router_that_serves_has_all_metrics_of_the_page(
 def test_nodes_of_both_roles_have_the_same_metrics(role: NodeRole) -> None:
     told = {metric.name for metric in node_registry(role).collect() if not metric.name.startswith("process_")}
     assert told == in_table("nodes") | in_table("nodes, vllm")
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in PATH.parent.glob("*.md")))
+def test_pages_name_metrics_as_a_query_has_to(page: str) -> None:
+    """A histogram by its name alone too, of which a query has the parts."""
+    rows = (row for name in ("router", "router, vllm", "nodes", "nodes, vllm") for row in tables()[name].splitlines())
+    known = {row.split("`")[1] for row in rows if row.startswith("| `")}
+    parts = {f"{name}_{part}" for name in known for part in ("bucket", "sum", "count")}
+    named = set(re.findall(r"\b(?:baton|vllm):[a-z][a-z0-9_]*[a-z0-9]\b(?!_\*)", (PATH.parent / page).read_text()))
+    assert named - known - parts - {"baton:worker_up"} == set()
