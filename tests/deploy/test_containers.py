@@ -76,6 +76,14 @@ def test_what_is_copied_is_there_and_not_ignored(dockerfile: Path) -> None:
     assert packages | {"proto", "kernels", "pyproject.toml", "README.md", "LICENSE"} <= kept
 
 
+def test_secrets_that_compose_reads_are_neither_committed_nor_copied_into_images() -> None:
+    files = [secret["file"] for secret in COMPOSE["secrets"].values()]
+    folders = {Path(file).parent.as_posix() for file in files}
+    assert folders == {"secrets"}
+    assert "/secrets/" in (ROOT / ".gitignore").read_text().splitlines()
+    assert "!secrets" not in (ROOT / ".dockerignore").read_text().splitlines()
+
+
 @pytest.fixture
 def page() -> Iterator[str]:
     """A server whose /health answers 200, and whose other pages answer 503."""
