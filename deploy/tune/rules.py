@@ -221,8 +221,8 @@ def preemptions(figures: Figures, goals: Goals) -> Proposal | None:
     if share is None or share <= MANY_PREEMPTIONS:
         return None
     why = (
-        f"{share:.1%} of the attempts on decode nodes lost their KV blocks to others and were computed again, with "
-        f"{figures.decode.kv_blocks:.0%} of the blocks in use on average."
+        f"For 100 attempts on decode nodes, sequences lost their KV blocks to others {100 * share:.3g} times and were "
+        f"computed again, with {figures.decode.kv_blocks:.0%} of the blocks in use on average."
     )
     return Proposal("--max-num-seqs, --gpu-memory-utilization", "lower the first, or raise the second", why)
 

@@ -299,6 +299,12 @@ def test_a_device_that_is_the_host_does_not_wait_for_it():
     assert found.decode.gap is None
 
 
+def test_an_attempt_may_be_preempted_more_than_once():
+    proposal = rules.preemptions(changed(decode={"preemptions": 1.167}), Goals())
+    assert proposal is not None
+    assert "lost their KV blocks to others 117 times" in proposal.why
+
+
 def test_pages_are_told_apart_by_process_and_put_in_order():
     one, other = node_pages(NodeRole.DECODE), node_pages(NodeRole.DECODE)
     found = windows([one[1], other[0], other[1], one[0]])
