@@ -40,8 +40,8 @@ from node.intake import beams_of, make_sequence
 
 
 class DecodeCore(RoleCore):
-    """Owns engine, receiver and sender, each of which has slots and a transport of its own. `max_waiting` bounds both
-    prompts and reservations that wait."""
+    """Owns the engine, the receiver and the sender; the latter two have slots and a transport each. `max_waiting`
+    limits the waiting prompts, and likewise the waiting Reserves."""
 
     role: ClassVar[NodeRole] = NodeRole.DECODE
 
@@ -60,7 +60,7 @@ class DecodeCore(RoleCore):
         )
         self._running = RunningRequests(engine, self._outbox, self._fences)
         self._migrations = Migrations(engine, PartsOut(engine, sender, 1, 0), self._outbox, self._running)
-        self._peers: dict[str, PeerOpened] = {}  # whose streams to this node are up
+        self._peers: dict[str, PeerOpened] = {}  # nodes whose streams to this node are up
         self._launch_at: float | None = None  # when to launch the next step, while a launch is delayed
         self._turn_budget = TurnBudget(engine)
 
@@ -116,13 +116,13 @@ class DecodeCore(RoleCore):
             self._credits.share()
 
     def _adopt_and_grant(self, now: float, budget: Budget) -> bool:
-        """Adopt requests whose KV is here, then grant Reserves. Returns whether any was adopted."""
+        """Adopt requests whose KV is here, then grant Reserves. Returns whether a request was adopted."""
         leases = self._reservations.take_adoptable(budget)
         for lease in leases:
             assert lease.commit is not None
             self._running.adopt(lease, self._matchers.make(lease.reserve.attempt_id, lease.commit.sampling), now)
         self._move_migrations_on(now)
-        self._reservations.grant_waiting(now, budget)  # also what these have given back
+        self._reservations.grant_waiting(now, budget)  # including blocks that the above gave back
         return bool(leases)
 
     def _move_migrations_on(self, now: float) -> None:
@@ -138,7 +138,7 @@ class DecodeCore(RoleCore):
         plan = self.engine.schedule(now)
         for sequence in plan.preempted:
             self._migrations.preempted(sequence)
-        # Not after the launch, like what else it tells: first tokens wait for it, and a launch takes 1 to 2 ms.
+        # Sent before the launch, unlike other updates: first tokens wait for it, and a launch takes 1 to 2 ms.
         self._running.tell_adopted(plan.chunks)
         return plan
 
@@ -147,7 +147,7 @@ class DecodeCore(RoleCore):
 
     def _computed(self, result: StepResult, now: float) -> bool:
         budget = self._turn_budget.after_launch(bool(self._plan.chunks), result, now)
-        # Before the grants, since these put off what the next turn shares out.
+        # Before the grants, since these leave some of their receives to the next turn.
         if self._turn_budget.is_brief:
             self._credits.share()
         adopted = self._adopt_and_grant(now, budget)
@@ -165,7 +165,7 @@ class DecodeCore(RoleCore):
             case TargetEvent(target_event):
                 self._handle_target(target_event)
             case FromPeer(peer, _) if peer not in self._peers:
-                pass  # its stream has ended: no answer can be sent
+                pass  # its stream has ended, so no answer can be sent
             case FromPeer(peer, Reserve() as reserve):
                 self._reserve(peer, reserve, now)
             case FromPeer(peer, Commit() as commit):

@@ -8,25 +8,25 @@ from kv_transfer.ranks import ReceiverRanks
 from node.outbox import Outbox
 
 MIN_OPEN_PARTS = 2
-"""Slots that a lease may always hold at a time, even if few are free. Beyond these, it may hold as many as are free
-besides, so that a single prompt gets half of all slots, and a slow one does not starve the others (the dynamic
-threshold of Choudhury and Hahne, 1998)."""
+"""A lease may always hold this many slots, even if few are free. Beyond that, it may hold as many as are still free, so
+a single prompt gets half of all slots, and a slow one does not starve the others (the dynamic threshold of Choudhury
+and Hahne, 1998)."""
 
 
 class LeaseCredits:
-    """Posts receives into the receiver's slots, for each lease in the order of its parts: the first with its Grant, the
-    others when slots are free. Tells prefill nodes of the latter through `outbox`."""
+    """Posts receives into the receiver's slots, for each lease in the order of its parts: the first with its Grant, and
+    the others when slots are free, which it tells the prefill node through `outbox`."""
 
     def __init__(self, receiver: ReceiverRanks, outbox: Outbox) -> None:
         self._receiver = receiver
         self._outbox = outbox
         self._short: dict[int, Lease] = {}  # by serial: leases with parts for which no receive is posted
-        self._may_post = False  # a part has landed, or receives were put off, since slots were last shared out
+        self._may_post = False  # whether a part has landed, or receives were put off, since slots were last shared out
         self._num_freed_slots = 0  # when slots were last shared out
 
     def begin(self, lease: Lease, is_put_off: bool) -> None:
-        """Post the receives that the lease's Grant tells of. is_put_off: only those that it may always have; the others
-        follow with the next `share`."""
+        """Post the receives that the lease's Grant announces. is_put_off: only as many as a lease may always hold; the
+        others follow with the next `share`."""
         self._short[lease.serial] = lease
         with self._receiver.batched():
             self._post(lease, MIN_OPEN_PARTS if is_put_off else lease.num_parts)
@@ -44,7 +44,8 @@ class LeaseCredits:
         """Post receives for leases that are short of slots, if parts have landed or slots were freed since."""
         if not self._short:
             return
-        # Not how many are free: as many others may have been taken. Read before, since some are freed meanwhile.
+        # The number of freed slots, since that of free ones stays the same if as many were taken. Read first, since
+        # slots may be freed meanwhile.
         num_freed = self._receiver.num_freed_slots
         if not self._may_post and num_freed == self._num_freed_slots:
             return
@@ -70,7 +71,8 @@ class LeaseCredits:
         """Post the receive for the part after those with credits. False: no slot is free."""
         number, part = lease.credits, lease.parts[lease.credits]
         where = part, lease.blocks_of(part), lease.marks
-        # A long lease's parts arrive while its prompt is computed: none is waited for.
+        # A long lease's parts arrive while its prompt is computed, so nothing waits for them and they need no upload in
+        # advance.
         uploads, is_last = not lease.is_long, lease.is_last_of_rank(number)
         posted = self._receiver.expect(lease.peer, lease.serial, number, *where, is_last, uploads)
         lease.credits += posted

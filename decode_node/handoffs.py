@@ -38,14 +38,14 @@ class HandoffServer:
     """Serves one stream for each prefill incarnation. Asyncio thread only.
 
     A second stream of an incarnation replaces the first, which the peer has given up although this node did not notice.
-    Its connection comes after the role knows that the first has ended: receives for leases of the first, posted on the
-    second's connection, would keep their slots as long as that lasts.
+    The second connects only after the role knows that the first has ended. Otherwise the role could post receives for
+    leases of the first stream on the second's connection, where they would keep their slots as long as it lasts.
     """
 
     def __init__(self, ours: HandoffEnd) -> None:
         self._ours = ours
         self._streams: dict[str, HandoffStream] = {}
-        self._opened: dict[str, int] = {}  # peer -> number of the PeerOpened of its stream
+        self._opened: dict[str, int] = {}  # peer -> the number of its stream's PeerOpened event
         self._closing: dict[str, asyncio.Future[None]] = {}  # by peer: until the role has handled its PeerClosed
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # one stream of a peer at a time
 

@@ -16,11 +16,12 @@ from kv_transfer.copies import Mark
 from kv_transfer.parts import PlannedPart
 
 LONG_BLOCKS = 512
-"""More blocks than these are many parts, whose threads compete with that of the engine for the interpreter."""
+"""A prompt with more blocks is long: it comes in many parts, and the threads that receive them compete with the
+engine's thread for the interpreter."""
 
 
 def is_long(num_blocks: int) -> bool:
-    """Whether a prompt with so many delays what comes after it in a turn of the engine."""
+    """Whether granting or adopting a prompt with this many blocks delays the rest of a turn of the engine's thread."""
     return num_blocks > LONG_BLOCKS
 
 
@@ -42,8 +43,8 @@ class LeaseState(enum.Enum):
 
 @dataclass(slots=True)
 class Waiting:
-    """A Reserve in the queue. `since_s`: when its request came to the router, by this node's clock. `num_blocks`: those
-    of its table, whether they are here already or not."""
+    """A Reserve in the queue. `since_s`: when its request came to the router, by this node's clock. `num_blocks`: how
+    many its table has, including those that are here already."""
 
     reserve: Reserve
     peer: str
@@ -53,7 +54,7 @@ class Waiting:
 
     @property
     def due_s(self) -> float:
-        """Where it stands in the queue."""
+        """Its place in the queue."""
         return due_s(self.reserve.priority, self.since_s)
 
     @property
@@ -63,7 +64,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What the sequences of a committed request have beside its parameters, made of these."""
+    """What the sequences of a committed request need beside its parameters, and what is made from these parameters."""
 
     processors: LogitsProcessorChain | None = None
     beams: BeamGroup[Sequence] | None = None
@@ -71,10 +72,11 @@ class Extras:
 
 @dataclass(slots=True)
 class Lease:
-    """Room for one request's KV. `table` holds the prefix found here, the blocks to fill, and the ones that the first
-    step writes to; `spares` those of further samples. The lease owns them until adoption or its end.
-    `num_cached_tokens`: of the prompt, whose KV was here already. `parts`: what the prefill node sends, of the table's
-    `entries`; `marks`: each rank's earlier work, some of which may still use these blocks. `since_s`: see Waiting."""
+    """Room for one request's KV. `table` has the blocks of the prefix that was found here, those to fill, and those
+    that the first step writes to; `spares` has the blocks that the first step of further samples writes to. The lease
+    owns them until adoption or its end. `num_cached_tokens`: tokens of the prompt whose KV was here already. `parts`:
+    what the prefill node sends, to fill the table's `entries`; `marks`: for each rank, the work that was queued before
+    the grant and may still use these blocks. `since_s`: see Waiting."""
 
     serial: int
     reserve: Reserve
@@ -108,7 +110,7 @@ class Lease:
 
     @property
     def num_open(self) -> int:
-        """Parts that the peer may send and that have not landed."""
+        """How many parts the peer may send, or has sent, that have not landed."""
         return self.credits - len(self.arrived)
 
     @property
@@ -117,12 +119,13 @@ class Lease:
 
     @property
     def is_move(self) -> bool:
-        """Whether it is of a request that another decode node goes on with until the Commit."""
+        """Whether the lease is for a request that moves here: another decode node goes on with it until the Commit."""
         return self.reserve.move > 0
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the committed request whose KV comes with it: spare ones may be missing."""
+        """How many tokens of the committed request have KV. They may be fewer than were reserved: spare tokens need not
+        be there."""
         assert self.commit is not None
         return len(self.commit.prompt_tokens) + len(self.commit.samples[0].output_tokens) - 1
 
@@ -151,12 +154,12 @@ class Lease:
         return all(self.parts[later].target != target for later in range(part + 1, len(self.parts)))
 
     def blocks_of(self, part: PlannedPart) -> list[int]:
-        """The pool blocks of which a part fills all or some layers."""
+        """The pool blocks that a part fills, in all or some of their layers."""
         return [self.table[entry] for entry in self.entries[part.first : part.first + part.num_blocks]]
 
     def fits(self, commit: Commit) -> bool:
-        """Whether the commit matches the Reserve: same attempt, as many computed tokens, no more samples. Spare tokens
-        need not be there."""
+        """Whether the commit matches the Reserve: same attempt, as many computed tokens (spare ones may be missing), no
+        more samples."""
         lengths = {len(sample.output_tokens) for sample in commit.samples}
         if commit.attempt_id != self.reserve.attempt_id:
             return False

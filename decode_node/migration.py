@@ -16,12 +16,14 @@ from node.handoffs.sending import KvSending
 
 SPARE_TOKENS = 64
 SPARE_SHARE = 1 / 32
-"""Room is asked for so many tokens more than there are, and for that share of them: what is generated while the target
-has no room yet or the KV is copied. 64 steps are a third of a second of an 8B model on an H200."""
+"""The Reserve asks for room for this many more tokens than there are, and for this share of them in addition: they are
+generated while the target has no room yet or the KV is being copied. 64 steps of an 8B model on an H200 take a third of
+a second."""
 
 
 class MigrationState(enum.Enum):
-    """The request goes on here until it stops, and from then on nowhere until one of the two nodes has it.
+    """The request goes on here while it is copied; from STOPPING on it waits until one of the two nodes goes on with
+    it.
 
     COPYING --what is computed has left--> STOPPING --its steps retired: Commit--> COMMITTED --all landed--> (HandedOff)
        |                                      |                                       |
@@ -37,27 +39,27 @@ class MigrationState(enum.Enum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Migration(KvSending):
-    """`move`: of the Migrate. `stopped`: when it was decided that no further step has it."""
+    """`move`: the number in the Migrate. `stopped`: when the request was taken out of further steps."""
 
     move: int
     state: MigrationState = MigrationState.COPYING
     stopped: float = 0.0
 
     def blocks_of(self, part: PlannedPart) -> Seq[int]:
-        """Where spare tokens have no block yet, their part carries the last one instead, and where one has fallen
-        behind its window, the null block: nobody reads either."""
+        """For spare tokens without a block yet, a part carries the last block instead, and for blocks that have fallen
+        behind their window the null block: nobody reads either."""
         table = self.sequence.block_table
         return [table[min(entry, len(table) - 1)] for entry in self.entries_of(part)]
 
     def _is_computed(self, part: PlannedPart, shape: TableShape) -> bool:
-        """Whether what the part carries is there and stays as it is."""
+        """Whether the part's KV is computed and will not change."""
         if self.sequence.state is SequenceState.PARKED:
             return True
         is_full = self.sequence.num_computed_tokens >= self._end_token(part, shape)
         return self.sequence.state is SequenceState.RUNNING and is_full
 
     def only_rest_is_left(self, shape: TableShape) -> bool:
-        """Whether a part could leave, but for tokens that are not computed yet."""
+        """Whether the only thing that keeps the next part from leaving is that its tokens are not computed yet."""
         return self.next_part < min(self.credits, len(self.parts)) and self.ready_part(shape, 0) is None
 
     @property
@@ -66,11 +68,11 @@ class Migration(KvSending):
         return self.sequence.num_tokens + self.sequence.num_pending_tokens > self.num_tokens
 
     def reserve(self, config: EngineConfig, now: float) -> Reserve | None:
-        """Asks for room. None: the request is about to end."""
+        """The Reserve that asks for room. None: the request is about to end."""
         assert self.target is not None
         sequence, num_computed = self.sequence, self.sequence.num_computed_tokens
         most = min(len(sequence.prompt_tokens) + sequence.sampling.max_tokens, config.max_model_len)
-        num_known = sequence.num_tokens - 1  # some may still be computed again, after a preemption
+        num_known = sequence.num_tokens - 1  # some may have to be computed again, after a preemption
         num_tokens = min(num_known + SPARE_TOKENS + int(num_known * SPARE_SHARE), most - 1)
         if num_tokens <= num_known:
             return None
@@ -90,7 +92,7 @@ class Migration(KvSending):
         )
 
     def commit(self, now: float, age_s: float) -> Commit:
-        """Gives the request to the target, `age_s` after it stopped."""
+        """The Commit, which gives the request to the target, `age_s` after it stopped."""
         sequence = self.sequence
         assert self.target is not None
         assert self.grant is not None
@@ -113,6 +115,6 @@ class Migration(KvSending):
 
 
 def is_movable(sequence: Sequence) -> bool:
-    """Whether it generates by itself, with KV of all of its prompt."""
+    """Whether it generates, is the only sample of its sequence, and has KV of its whole prompt."""
     is_alone = sequence.generates and sequence.state is SequenceState.RUNNING
     return is_alone and sequence.num_output_tokens > 0 and sequence.num_computed_tokens >= len(sequence.prompt_tokens)

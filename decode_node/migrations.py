@@ -3,8 +3,8 @@
 Towards the target this node is what a prefill node is: Reserve, Grant, parts, Commit (`node.handoffs.sender_core`). The
 full blocks of the request leave while it goes on; then it stops, the Commit and the rest follow, and the target
 computes the very next token. Until the Commit is sent the request is here: whatever goes wrong, it goes on, and the
-router hears Stayed. After that it goes on here only if the target says that it did not take it. If that is not known,
-the request ends with an error, and the router's next attempt follows: no token is ever generated twice.
+router hears Stayed. After that it goes on here only if the target says that it did not take it. If no answer comes, the
+request ends with an error, and the router's next attempt follows: no token is ever generated twice.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from node.handoffs.sender_core import KvSenderCore
 from node.outbox import Outbox
 
 REPLY_S = 5.0
-"""How long the target has to answer a Commit: it does so within a turn, and a silent stream ends as soon."""
+"""How long the target has to answer a Commit. It answers within a turn, and a stream that is silent for this long ends
+anyway."""
 
 
 class Migrations(KvSenderCore[Migration]):
-    """What moves is also among the `running`, which end it, and from where it is taken when the target has it."""
+    """A request that moves is also one of `running`, which ends it; it is taken out there once the target has it."""
 
     def __init__(self, engine: Engine, parts: PartsOut, outbox: Outbox, running: RunningRequests) -> None:
         super().__init__(engine, parts, outbox)
@@ -77,12 +78,12 @@ class Migrations(KvSenderCore[Migration]):
     # ---- what the engine did ----
 
     def step_retired(self) -> None:
-        """All that move may have come further."""
+        """A step has retired: each request that moves may have more KV."""
         for attempt_id in self._sendings:
             self._touch(attempt_id)
 
     def preempted(self, sequence: Sequence) -> None:
-        """Its blocks are gone: it will be computed anew, here."""
+        """Its blocks are gone, so it stays and is computed again here."""
         if (migration := self._sendings.get(sequence.attempt_id)) and migration.sequence is sequence:
             self._stay(migration, Overloaded("the request was preempted"))
 
@@ -114,7 +115,7 @@ class Migrations(KvSenderCore[Migration]):
 
     def _commit(self, migration: Migration, now: float) -> None:
         assert migration.target is not None
-        if migration.sequence.num_tokens - 1 > migration.num_tokens:  # tokens that had to follow came all at once
+        if migration.sequence.num_tokens - 1 > migration.num_tokens:  # several forced tokens came at once
             return self._stay(migration, TransferError("the request has outgrown its room"))
         self._engine.sequences.park(migration.sequence)
         age_s = self._engine.clock() - migration.stopped
@@ -128,7 +129,7 @@ class Migrations(KvSenderCore[Migration]):
     # ---- it stays, or is lost ----
 
     def _refused(self, sending: Migration, error: BatonError) -> None:
-        """A lease that ended before the Commit came there is followed by the answer to the Commit."""
+        """If the lease ended before the Commit arrived, the target's answer to the Commit follows and decides."""
         if sending.state is not MigrationState.COMMITTED:
             self._stay(sending, error)
         elif sending.accepted:
@@ -161,7 +162,7 @@ class Migrations(KvSenderCore[Migration]):
             self._outbox.to_router(migration.attempt_id, Stayed(migration.move, error))
 
     def _lose(self, migration: Migration, error: BatonError) -> None:
-        """The target may have the request or not."""
+        """The target may or may not have the request, so it ends here with an error."""
         self._forget(migration, release=True)
         self._running.end_attempt(migration.attempt_id, error)
 

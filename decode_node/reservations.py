@@ -47,10 +47,11 @@ LEASE_OVER = RequestCancelled("the lease is over")
 
 class Reservations:
     """Uses the engine's blocks, and the receiver's slots through `lease_credits`; sends to prefill nodes and routers
-    through `outbox`. At most `max_waiting` Reserves wait, and those of answers that go on here.
+    through `outbox`. At most `max_waiting` Reserves wait; those of requests whose answers have begun (`goes_on`) do not
+    count.
 
     Each attempt is here once, as a waiting Reserve or as a lease. The cost of a turn depends on what its events
-    touched, not on the number of attempts. No deadline is beyond `max_deadline_s`."""
+    touched, not on the number of attempts. No deadline is more than `max_deadline_s` away."""
 
     def __init__(
         self,
@@ -70,14 +71,14 @@ class Reservations:
         self._outbox = outbox
         self._max_waiting = max_waiting
         self._max_deadline_s = max_deadline_s
-        self._planners: dict[str, PartPlanner] = {}  # by prefill node whose stream is up
+        self._planners: dict[str, PartPlanner] = {}  # of prefill nodes whose streams are up
         self._queue = WaitingQueue[AttemptId]()
         self._waiting: dict[AttemptId, Waiting] = {}  # those in the queue
         self._leases: dict[int, Lease] = {}  # by serial
         self._lease_of: dict[AttemptId, Lease] = {}  # the same leases
         self._deadlines = Deadlines[AttemptId]()  # of Reserves and leases
         self._num_long = 0  # how many Reserves and leases are long, see `Waiting.is_long`, `Lease.is_long`
-        self._ready: list[Lease] = []  # committed and complete; some may have ended since
+        self._ready: list[Lease] = []  # committed and complete; some may have ended meanwhile
         # Of leases that ended: the peer, and the answer to a repeated Commit, for as long as one may arrive.
         self._outcomes = ExpiringDict[int, tuple[str, BatonError | None]]()
         self._last_serial = 0
@@ -118,11 +119,11 @@ class Reservations:
 
     @property
     def has_long(self) -> bool:
-        """Whether the KV of a long prompt is on its way, or is to come."""
+        """Whether a long prompt has a lease, or waits for one."""
         return self._num_long > 0
 
     def check_integrity(self) -> None:
-        """Assert that what is queued and leased is counted as it is."""
+        """Assert that long prompts among the Reserves and leases are counted correctly."""
         holders: list[Waiting | Lease] = [*self._waiting.values(), *self._leases.values()]
         assert self._num_long == sum(holder.is_long for holder in holders), "long prompts are miscounted"
 
@@ -163,8 +164,9 @@ class Reservations:
         self._deadlines.set(reserve.attempt_id, deadline)
 
     def grant_waiting(self, now: float, budget: Budget) -> None:
-        """Grant Reserves in the order in which they are due, after all requests before them that wait for blocks here,
-        as long as the budget allows for their tables. Prompts that are due after the first one left begin after it."""
+        """Grant Reserves in the order in which they are due, as long as the budget allows for their tables. A Reserve
+        waits for this node's own requests that wait for blocks and are due earlier; prompts here that are due later
+        than the first Reserve left begin after it."""
         waiting = self._engine.waiting
         waiting.begins_until_s = math.inf
         while self._queue:
@@ -176,7 +178,7 @@ class Reservations:
             self._remove(first)
 
     def _num_blocks(self, reserve: Reserve) -> int:
-        """All full blocks, and one per sample to write to, in each group those that are still read."""
+        """All full blocks that are still read, in each group, and one block per sample and group to write to."""
         return len(self._lacking(reserve, (0,) * self._shape.width)) + self._num_spares(reserve)
 
     def _lacking(self, reserve: Reserve, held: Seq[int]) -> Seq[int]:
@@ -187,7 +189,7 @@ class Reservations:
         return (reserve.num_samples - 1) * self._shape.width
 
     def _room(self, waiting: Waiting) -> list[list[int]] | None:
-        """The blocks of each group that are cached here, if the rest fits. None: there is no room."""
+        """The blocks of each group that are cached here, if there is room for the rest. None: there is no room."""
         engine, reserve = self._engine, waiting.reserve
         before = engine.waiting.num_up_to(waiting.due_s)
         seqs = engine.num_running + before + engine.scheduler.num_reserved_seqs + reserve.num_samples
@@ -196,7 +198,7 @@ class Reservations:
         tables, least = engine.tables, reserve.num_least_tokens
         found = tables.match_from(reserve.block_hashes[: least // self._shape.block_size], least)
         fresh = len(self._lacking(reserve, tables.ends_of(found, least))) + self._num_spares(reserve)
-        # Running sequences need new blocks soon: a grant that took the last ones would only cause a preemption.
+        # Running sequences will need blocks soon: a grant that took the last ones would only cause a preemption.
         spare = engine.num_running * self._shape.width if engine.num_running or self._leases else 0
         return found if self._blocks.can_allocate(fresh + spare, keep=list(chain.from_iterable(found))) else None
 
@@ -231,8 +233,8 @@ class Reservations:
         self._num_long += lease.is_long
         self._blocks.begin_load(lease.written)
         self._engine.scheduler.reserve_seqs(reserve.num_samples)
-        # Beside steps, a long lease's further receives follow in the next turn, which the end of the step begins: this
-        # one took long, and no part comes that soon.
+        # While a step runs, a long lease's further receives are posted in the next turn, when the step ends: this turn
+        # has taken long already, and no part comes that soon.
         self._credits.begin(lease, is_put_off=lease.is_long and self._engine.device_busy_since is not None)
         terms = held[0], lease.num_parts, lease.credits, self._receiver.verify, held[1:]
         self._outbox.to_prefill(lease.peer, Grant(reserve.attempt_id, lease.serial, *terms))
@@ -265,8 +267,8 @@ class Reservations:
         extras: Extras,
         refusal: BatonError | None = None,
     ) -> None:
-        """Take over the lease's request, and answer; a repeat gets the same answer. extras: what goes with the request.
-        refusal: why its parameters cannot be served here; ends the lease."""
+        """Take over the lease's request, and answer; a repeated Commit gets the same answer. extras: see Extras.
+        refusal: why its parameters cannot be served here; it ends the lease."""
         answer = self._commit(peer, commit, now, extras, refusal)
         self._outbox.to_prefill(peer, CommitReply(commit.lease, commit.attempt_id, answer))
 
@@ -291,7 +293,8 @@ class Reservations:
             return refusal
         lease.extras = extras
         lease.state, lease.commit, lease.committed = LeaseState.COMMITTED, commit, now
-        # The Commit restates the deadline. If the Reserve took longer to arrive, this one is earlier and more exact.
+        # The Commit states the deadline again. If the Reserve took longer on its way, this one is earlier and more
+        # exact.
         lease.deadline = min(lease.deadline, now + commit.deadline_s)
         self._deadlines.set(commit.attempt_id, lease.deadline)
         self._note_if_ready(lease)
@@ -319,7 +322,8 @@ class Reservations:
     # ---- ends ----
 
     def release(self, peer: str, release: Release) -> None:
-        """The prefill node, which informs the router itself, gives up the lease. Refuse: no credit will follow."""
+        """The prefill node gives up the lease, and tells the router itself. It gets a Refuse, after which no credit
+        follows."""
         waiting, lease = self._waiting.get(release.attempt_id), self._lease_of.get(release.attempt_id)
         if waiting and waiting.peer == peer:
             self._leave_queue(waiting)
@@ -353,7 +357,7 @@ class Reservations:
         self._outcomes.expire(now)
 
     def _leave_queue(self, waiting: Waiting) -> None:
-        """It will have no lease."""
+        """The Reserve will get no lease."""
         self._remove(waiting)
         self._deadlines.discard(waiting.reserve.attempt_id)
 
@@ -363,7 +367,7 @@ class Reservations:
         self._num_long -= waiting.is_long
 
     def _end(self, lease: Lease, error: BatonError) -> None:
-        """A request that moves is its old node's until the Commit: that one tells the router."""
+        """Until the Commit, a request that moves belongs to its old node, which tells the router."""
         self._give_back(lease, error)
         self._outbox.to_prefill(lease.peer, Refuse(lease.reserve.attempt_id, error))
         if not lease.is_move or lease.state is LeaseState.COMMITTED:
@@ -376,7 +380,7 @@ class Reservations:
         self._blocks.release([*lease.table, *lease.spares])
 
     def _forget(self, lease: Lease, outcome: BatonError | None) -> None:
-        """Remove a lease for which nothing lands any more. Its peer may repeat the Commit until the deadline."""
+        """Remove a lease whose parts can no longer land. Its peer may repeat the Commit until the deadline."""
         del self._leases[lease.serial], self._lease_of[lease.reserve.attempt_id]
         self._credits.end(lease)
         self._num_long -= lease.is_long

@@ -25,16 +25,16 @@ from node.outbox import Outbox
 
 @dataclass(slots=True)
 class Running:
-    """A request in this node's engine and the sequence of each live sample (one for all until a local prompt forks).
-    `move`: of the last Migrate that it was named in, here or where it came from. `started`, `computed`: when the first
-    chunk of a local prompt was scheduled, and its first token sampled."""
+    """A request in this node's engine, and the sequence of each live sample (one for all until a local prompt forks).
+    `move`: the number of the last Migrate for it, here or on the node that it came from. `started`, `computed`: when
+    the first chunk of a local prompt was scheduled, and its first token sampled."""
 
     attempt_id: AttemptId
     received: float
     deadline: float
     sequences: dict[int, Sequence]
-    beams: BeamGroup[Sequence] | None = None  # has the sequences instead
-    samples: tuple[int, ...] = ()  # those of the best beams that are wanted
+    beams: BeamGroup[Sequence] | None = None  # of a beam search, which has the sequences instead
+    samples: tuple[int, ...] = ()  # of a beam search: which of the best beams are wanted
     move: int = 0
     started: float = 0.0
     computed: float = 0.0
@@ -42,7 +42,7 @@ class Running:
     gaps: StepGaps = field(default_factory=StepGaps)
 
     def end(self, error: BatonError | None = None) -> End:
-        """The last message, with what the request's work here took."""
+        """The last message, with the times of the request's work here."""
         prompt = None
         if self.started and self.computed:
             started_s, computed_s = self.started - self.received, self.computed - self.received
@@ -51,8 +51,8 @@ class Running:
 
 
 class RunningRequests:
-    """Releases the sequences that were added to the engine or adopted; sends to routers through `outbox`. `fences` know
-    the stopped samples."""
+    """Releases the sequences that were added to the engine or adopted, and sends to routers through `outbox`. `fences`
+    knows the stopped samples."""
 
     def __init__(self, engine: Engine, outbox: Outbox, fences: Fences) -> None:
         self._engine = engine
@@ -60,7 +60,7 @@ class RunningRequests:
         self._fences = fences
         self._running: dict[AttemptId, Running] = {}
         self._deadlines = Deadlines[AttemptId]()
-        self._adopted: dict[AttemptId, Lease] = {}  # those whose first step has not been launched
+        self._adopted: dict[AttemptId, Lease] = {}  # requests whose first step has not been launched
         self._ended: list[AttemptId] = []
 
     def __len__(self) -> int:
@@ -87,7 +87,7 @@ class RunningRequests:
     # ---- in ----
 
     def add(self, sequence: Sequence, samples: tuple[int, ...], now: float, deadline: float) -> None:
-        """Add a local prompt, which the engine has already: one sequence for all samples."""
+        """Add a local prompt that is already in the engine, as one sequence for all samples."""
         running = Running(sequence.attempt_id, now, deadline, dict.fromkeys(sequence.samples, sequence))
         if sequence.beams is not None:
             running = Running(sequence.attempt_id, now, deadline, {}, sequence.beams, samples)
@@ -95,8 +95,8 @@ class RunningRequests:
         self._add(running)
 
     def adopt(self, lease: Lease, matcher: TokenMatcher | None, now: float) -> None:
-        """Put a request whose KV is all here into the next step. The engine takes over the lease's blocks. matcher:
-        that of a sample without output."""
+        """Put a request whose KV is all here into the next step. The engine takes over the lease's blocks. matcher: of
+        a sample without output."""
         commit, attempt_id = lease.commit, lease.reserve.attempt_id
         assert commit is not None
         stopped = self._fences.stopped(attempt_id)
@@ -155,8 +155,7 @@ class RunningRequests:
             self._outbox.to_router(sequence.attempt_id, started)
 
     def tell_adopted(self, chunks: Iterable[Chunk]) -> None:
-        """Report the adopted requests among these chunks of a step that is to be launched in this turn, which is their
-        first."""
+        """Report those adopted requests whose first step is the one with these chunks, which this turn launches."""
         if self._adopted:
             for attempt_id in self._adopted.keys() & {chunk.sequence.attempt_id for chunk in chunks}:
                 self._outbox.to_router(attempt_id, self._adopted.pop(attempt_id).adopted(self._engine.clock()))
@@ -167,10 +166,10 @@ class RunningRequests:
             running.num_chunks += 1
 
     def sampled(self, token: SampledToken, now: float) -> None:
-        """now: when the step's results were here, the same for all of its tokens."""
+        """now: when the results of the token's step were here."""
         running = self._running.get(token.sequence.attempt_id)
         if running is None or token.sample not in running.sequences:
-            return  # the sample was stopped before it began, and its first token came with others that must follow it
+            return  # the sample was stopped before it began; this is a forced token that came with its first
         running.sequences[token.sample] = token.sequence
         running.computed = running.computed or now
         running.gaps.step(now)
@@ -185,7 +184,7 @@ class RunningRequests:
             self._drop_sample(running, token.sample)
 
     def searched(self, group: BeamGroup[Sequence]) -> None:
-        """A beam search has ended: its best beams are the samples, in order, whichever of these are wanted."""
+        """A beam search has ended: its best beams, in order, are the samples. Only those that are wanted are sent."""
         running = self._running[group.attempt_id]
         wanted = set(running.samples) - self._fences.stopped(running.attempt_id)
         for sample, beam in enumerate(group.best):
@@ -204,7 +203,7 @@ class RunningRequests:
     # ---- ends ----
 
     def stop_samples(self, attempt_id: AttemptId, samples: Iterable[int]) -> None:
-        """End the samples that have sequences of their own; the others end when they fork."""
+        """End the samples that have sequences of their own; others end when their sequence forks."""
         running = self._running.get(attempt_id)
         for sample in samples:
             sequence = running.sequences.get(sample) if running else None

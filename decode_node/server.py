@@ -30,7 +30,7 @@ class DecodeNode(node_pb2_grpc.DecodeNodeServicer):
 
 
 class HandoffStreams:
-    """The streams that other nodes opened, and those to decode nodes that requests move to."""
+    """The streams that other nodes opened, and those to the decode nodes that requests move to."""
 
     def __init__(self, opened_here: HandoffServer, to_others: DecodeLinks) -> None:
         self._both = opened_here, to_others

@@ -15,7 +15,7 @@ class DecodeSettings(NodeSettings):
     prog: ClassVar[str] = "baton-decode"
 
     num_outward_slots: ClassVar[int] = 4
-    """For requests that move to another decode node: parts of one are gathered while those of another are sent."""
+    """For requests that move to another decode node: some parts are gathered while others are sent."""
 
     @model_validator(mode="after")
     def _check_stages(self) -> DecodeSettings:

@@ -1,8 +1,7 @@
 """The prefill node as a state machine: prompts in, KV parts and first tokens out.
 
-In a turn of its loop (`node.core`) it handles the transport's events, sends what is ready, and launches a step.
-The end of a step's layer group triggers a turn, as an event does. `outgoing` handles prompts and their KV from intake
-on.
+In a turn of its loop (`node.core`) it handles the transport's events, sends what is ready, and launches a step. The end
+of a layer group in a step triggers a turn, as an event does. `outgoing` tracks prompts and their KV from intake on.
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ class PrefillCore(RoleCore):
         self._outgoing.end_attempt(attempt_id, error)
 
     def _stop_samples(self, abort: Abort, now: float) -> None:
-        """Nothing to do: the decode node drops them, and the prompt is computed all the same."""
+        """Nothing to do: the decode node drops them, and the prompt has to be computed anyway."""
 
     def _migrate(self, migrate: Migrate, now: float) -> None:
         error = InvalidRequest("a prefill node hands its requests over by itself", "move")

@@ -13,8 +13,8 @@ from node.handoffs.sending import KvSending
 
 
 def needs_decode_node(prefill: Prefill) -> bool:
-    """Whether its samples may have more tokens after the one that is sampled here. A beam search is the decode node's
-    from its first token on."""
+    """Whether its samples may have more tokens after the one that is sampled here. A beam search runs on the decode
+    node from its first token on."""
     if prefill.sampling.beam_width:
         return True
     return bool(prefill.samples) and prefill.sampling.max_tokens - len(prefill.samples[0].output_tokens) > 1
@@ -44,8 +44,8 @@ class Handoff(KvSending):
     state: HandoffState = HandoffState.COMPUTING
     results: list[Tokens | SampleEnd] = field(default_factory=list)
     computed: float | None = None  # when the prompt was computed
-    num_chunks: int = 0  # of the prompt that are computed
-    prefill_s: float = 0.0  # from scheduling of the first chunk to the first token
+    num_chunks: int = 0  # chunks of the prompt that are computed
+    prefill_s: float = 0.0  # from the scheduling of the first chunk to the first token
 
     @property
     def outputs(self) -> dict[int, tuple[int, ...]]:

@@ -11,7 +11,8 @@ from node.parts import RoleParts, assemble
 from prefill_node.core import PrefillCore
 
 WHOLE_TOKENS = 512
-"""A last chunk of at most so many tokens travels in one go: 64 MiB of an 8B model's KV take 0.2 ms over NVLink."""
+"""A last chunk of at most this many tokens travels as a whole: its KV in an 8B model, 64 MiB, takes 0.2 ms over
+NVLink."""
 
 
 def make_role(base: Base) -> RoleParts:

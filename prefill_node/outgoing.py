@@ -25,8 +25,8 @@ from prefill_node.handoff import Handoff, HandoffState, needs_decode_node
 
 SPREAD_SHARE = 0.5
 """The parts of a chunk leave within this share of the time that the prompt's next chunk takes. If those of 8,192 tokens
-left at once, they would keep the decode node's memory, and the threads that take them in, busy for some milliseconds: a
-step that runs meanwhile would be late by a fifth."""
+left at once, they would keep the decode node's memory, and its threads that receive them, busy for some milliseconds: a
+step that runs meanwhile would take a fifth longer."""
 
 
 class Outgoing(KvSenderCore[Handoff]):
@@ -95,7 +95,7 @@ class Outgoing(KvSenderCore[Handoff]):
         self._reserve(handoff, reserve)
 
     def sampled(self, token: SampledToken) -> None:
-        # The clock's time, not the turn's: on a CPU the step was computed within the turn.
+        # The clock is asked again, since on a CPU the step was computed within the turn.
         self._sendings[token.sequence.attempt_id].sampled(token, self._engine.clock())
 
     def advanced(self, sequence: Sequence, device_s: float) -> None:

@@ -1,7 +1,8 @@
-"""Parts on their way to decode nodes, and which of these nodes have taken none for too long.
+"""Parts on their way to decode nodes, and which of these nodes have not taken one for too long.
 
-Heartbeats do not tell: they travel on the control stream, KV perhaps on a network of its own. TCP itself gives up after
-a quarter of an hour. Until then the parts would keep their slots, which those to other decode nodes need, too.
+Heartbeats do not show this: they travel on the control stream, and KV perhaps on another network. TCP itself gives up
+only after a quarter of an hour. Until then the parts would keep their slots, which parts for other decode nodes need
+too.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from collections import Counter
 from baton.deadlines import Deadlines
 
 STUCK_S = 30.0
-"""How long a decode node may take no part although some are on their way to it: as long as NCCL may take to join a
-group at the first one."""
+"""How long a decode node may go without taking a part although some are on their way to it. NCCL may take this long to
+join a group for the first one."""
 
 
 class Flights:
-    """Each part begins and ends once, also one of a stream that is down."""
+    """Each part begins and ends once, even if its stream goes down."""
 
     def __init__(self) -> None:
         self._num = Counter[str]()  # by decode node
@@ -41,5 +42,5 @@ class Flights:
             self._stuck_at.discard(peer)
 
     def take_stuck(self, now: float) -> list[str]:
-        """The decode nodes that have taken none for too long, each once."""
+        """The decode nodes that have taken no part for too long, each once."""
         return self._stuck_at.due(now)

@@ -17,8 +17,8 @@ from node.handoffs.sending import Drain, KvSending
 
 class PartsOut:
     """A prompt's last chunk travels in `layer_groups` groups of layers if it has more than `whole_tokens` tokens.
-    `planners`: of the parts for each decode node whose stream is up, by its incarnation.
-    `flights`: the parts that have not left yet."""
+    `planners`: for each decode node whose stream is up, by incarnation, what plans its parts. `flights`: the parts that
+    were handed to the transport and have not left yet."""
 
     def __init__(self, engine: Engine, sender: SenderRanks, layer_groups: int, whole_tokens: int) -> None:
         self._engine = engine
@@ -41,7 +41,7 @@ class PartsOut:
         return incarnation in self.planners
 
     def tail(self, sequence: Sequence) -> tuple[int, int]:
-        """The block from which on the prompt travels in groups of layers, and the number of groups. Called when its
+        """The first block of the prompt that travels in groups of layers, and the number of groups. Call it when the
         first chunk is scheduled."""
         last_chunk = self._start_of_last_chunk(sequence)
         if sequence.num_tokens - last_chunk > self._whole_tokens:
@@ -49,10 +49,10 @@ class PartsOut:
         return 0, 1
 
     def plan(self, sending: KvSending, grant: Grant) -> tuple[Seq[int], tuple[PlannedPart, ...]]:
-        """Its entries and parts, as the decode node that granted should expect them."""
+        """The entries and the parts to send, as the decode node that granted should expect them."""
         assert sending.target is not None
         shape = self._engine.tables.shape
-        held = (*grant.held, *[0] * shape.width)[: shape.width]  # a grant may say anything
+        held = (*grant.held, *[0] * shape.width)[: shape.width]  # a grant may have any number of these
         least = sending.num_tokens - sending.num_spare_tokens
         entries = shape.lacking(shape.num_columns(sending.num_tokens), least, held)
         tail = sending.grouped_from_block * shape.width, sending.layer_groups
@@ -64,7 +64,7 @@ class PartsOut:
         return self._sender.num_free_slots > 0
 
     def send(self, sending: KvSending, num_layers: int, now: float) -> bool:
-        """Gather and push the parts that are computed, may leave by now, and have a slot at both ends. num_layers: how
+        """Gather and push the parts that are computed, may leave now, and have a slot at both ends. num_layers: how
         many layers of the model have the KV of the prompt's last chunk. False: no slot is free here for the next
         part."""
         if sending.grant is None or sending.target is None:
@@ -95,8 +95,9 @@ class PartsOut:
         return True
 
     def _start_of_last_chunk(self, sequence: Sequence) -> int:
-        """The first token of the last chunk, estimated when the first is scheduled: exact if no other prompt takes of
-        the budget. Otherwise more or less of the prompt travels in groups of layers: as correct, but slower."""
+        """The first token of the last chunk, estimated when the first chunk is scheduled. It is exact if no other
+        prompt uses the budget of tokens; otherwise more or less of the prompt travels in groups of layers, which is
+        correct but slower."""
         rest = sequence.num_tokens - sequence.num_launched_tokens
         if not rest:
             return sequence.num_computed_tokens

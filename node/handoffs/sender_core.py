@@ -2,8 +2,8 @@
 
     reserve --Grant--> parts leave as they are computed and credited --Commit--> the decode node's
 
-Nothing here runs a model. What a Refuse, a CommitReply or the loss of the decode node means for a request is for the
-role to say, in the abstract methods at the end: a prefill node ends it, a decode node may go on with it.
+Nothing here runs a model. The role decides what a Refuse, a CommitReply or the loss of the decode node means for a
+request, in the abstract methods at the end: a prefill node ends it, and a decode node may go on with it.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ S = TypeVar("S", bound=KvSending)
 
 
 class KvSenderCore(ABC, Generic[S]):
-    """Tracks what is on its way, by attempt; sends to decode nodes through `outbox`. The cost of a turn depends on what
-    its events and steps touched, not on the number of requests."""
+    """Tracks the requests on their way, by attempt; sends to decode nodes through `outbox`. The cost of a turn depends
+    on what its events and steps touched, not on the number of requests."""
 
     def __init__(self, engine: Engine, parts: PartsOut, outbox: Outbox) -> None:
         self._engine = engine
         self._parts = parts
         self._outbox = outbox
         self._sendings: dict[AttemptId, S] = {}
-        self._touched: dict[AttemptId, None] = {}  # with news since they last moved on
-        self._starved: dict[AttemptId, None] = {}  # with a part for which no slot was free
-        self._put_off = Deadlines[AttemptId]()  # those whose next part may leave later
+        self._touched: dict[AttemptId, None] = {}  # for which something has changed since `move_on` last visited them
+        self._starved: dict[AttemptId, None] = {}  # whose next part found no free slot
+        self._put_off = Deadlines[AttemptId]()  # whose next part may leave only later
         self._peers: dict[str, DecodePeer] = {}
-        self._draining: dict[tuple[str, int], None] = {}  # peer, lease: drains likewise touched or starved
+        self._draining: dict[tuple[str, int], None] = {}  # (peer, lease): drains likewise
 
     def __len__(self) -> int:
         return len(self._sendings)
@@ -58,7 +58,7 @@ class KvSenderCore(ABC, Generic[S]):
         return [*self._sendings]
 
     def next_deadline(self) -> float | None:
-        """When the next part may leave that is put off, or a decode node has taken none for too long."""
+        """When the next part that was put off may leave, or when a decode node will have taken no part for too long."""
         return earliest(self._put_off.next(), self._parts.flights.next_deadline())
 
     def is_lost(self, incarnation: str) -> bool:
@@ -79,7 +79,7 @@ class KvSenderCore(ABC, Generic[S]):
             self._check_nothing_is_missed(sending)
 
     def _check_nothing_is_missed(self, sending: S) -> None:
-        """Everything that could send a part will be visited by `move_on`."""
+        """Assert that `move_on` will visit it if it could send a part."""
         shape = self._engine.tables.shape
         visited = self._touched.keys() | self._starved.keys()
         if sending.attempt_id not in visited and sending.attempt_id not in self._put_off:
@@ -88,7 +88,7 @@ class KvSenderCore(ABC, Generic[S]):
     # ---- reserve, grant ----
 
     def _reserve(self, sending: S, reserve: Reserve) -> None:
-        """Ask the target for room; without a stream to it, one is opened."""
+        """Ask the target for room; if there is no stream to it, one is opened."""
         assert sending.target is not None
         self._peers.setdefault(sending.target.incarnation, DecodePeer(sending.target))
         sending.reserved, sending.num_tokens = True, reserve.num_tokens
@@ -184,12 +184,12 @@ class KvSenderCore(ABC, Generic[S]):
         self._parts.flights.ended(peer, now)
         known = self._peers.get(peer)
         if known is None or not known.first_lease or lease < known.first_lease:
-            return  # from a stream that is down: everything on it has failed already
+            return  # of an earlier stream, whose requests have all failed already
         error = PeerLost(f"part {part} did not reach decode node {known.target.address}: {reason}")
         if lease in known.leases and (sending := self._sendings.get(known.leases[lease].attempt_id)):
             self._lost(sending, error)
         else:
-            # The lease has ended here, but D's posted receive would wait for this part for ever: break the stream.
+            # The lease has ended here, but D's posted receive would wait for this part forever, so end the stream.
             self._outbox.add(ClosePeer(peer, error.message))
 
     def peer_lost(self, incarnation: str, reason: str) -> None:
@@ -236,14 +236,14 @@ class KvSenderCore(ABC, Generic[S]):
             peer = self._peers.get(incarnation)
             if peer and (drain := peer.drains.get(lease)):
                 if not self._parts.drain(incarnation, lease, drain, now):
-                    continue  # no slot of that part's rank is free; another rank's may be
+                    continue  # no slot of that part's rank is free; other drains may need another rank's
                 if drain.over:
                     peer.forget_drain(lease)
             del self._draining[incarnation, lease]
 
     def _let_go(self, sending: S, release: bool) -> None:
-        """Forget it; parts that the decode node still expects are drained. release: it did not take the request, and
-        needs to be told that its lease is over."""
+        """Forget the request; parts that the decode node still expects are drained. release: the decode node did not
+        take the request, and must be told that the lease is over."""
         del self._sendings[sending.attempt_id]
         self._touched.pop(sending.attempt_id, None)
         self._starved.pop(sending.attempt_id, None)
@@ -260,16 +260,16 @@ class KvSenderCore(ABC, Generic[S]):
     # ---- implemented by the role ----
 
     def _layers_computed(self) -> dict[Sequence, int]:
-        """How many layers have all of their KV, of each sequence that is being computed."""
+        """For each sequence that is being computed, how many of its layers have all of their KV."""
         return {}
 
     @abstractmethod
     def _advance(self, sending: S, now: float) -> None:
-        """Go on with it: it has news, and its parts that could leave have left."""
+        """Go on with the request: something has changed, and all parts that can leave have left."""
 
     @abstractmethod
     def _refused(self, sending: S, error: BatonError) -> None:
-        """The decode node has no lease for it, or none any longer."""
+        """The decode node has no lease for it, or no longer."""
 
     @abstractmethod
     def _commit_refused(self, sending: S, error: BatonError) -> None:

@@ -1,4 +1,4 @@
-"""A sequence's KV on its way from this node to a decode node, and that node as this one sees it."""
+"""A sequence's KV on its way from this node to a decode node, and this node's view of that decode node."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kv_transfer.parts import PlannedPart
 @dataclass(slots=True, kw_only=True, eq=False)
 class KvSending:
     """`parts` are known from the grant on; the decode node derives them from the same numbers. The blocks from
-    `grouped_from_block` on travel by `layer_groups`. The Reserve asked for room for `num_tokens`, of which the last
-    `num_spare_tokens` need not come, and named the first `num_named_blocks` full blocks by hash. `entries`: those of
-    the block table that the parts carry, in their order."""
+    `grouped_from_block` on travel in `layer_groups` groups of layers. The Reserve asked for room for `num_tokens`, of
+    which the last `num_spare_tokens` need not come, and named the first `num_named_blocks` full blocks by hash.
+    `entries`: which entries of the block table the parts carry, in order."""
 
     attempt_id: AttemptId
     sequence: Sequence
@@ -33,12 +33,12 @@ class KvSending:
     parts: tuple[PlannedPart, ...] = ()
     entries: Seq[int] = ()
     credits: int = 0
-    next_part: int = 0  # parts below it are on their way: gathered, or their gather is queued
+    next_part: int = 0  # the parts before it are gathered, or their gather is queued
     next_part_at: float = 0.0  # when the next part may leave
     spread_until: float = 0.0  # when all parts that are computed now should have left
-    num_computed: int = 0  # parts whose blocks were all computed when a part last left
-    num_sent: int = 0  # parts that have left
-    granted: float = 0.0  # when the grant was here
+    num_computed: int = 0  # how many parts had all of their blocks computed when a part last left
+    num_sent: int = 0  # how many parts have left
+    granted: float = 0.0  # when the grant came
     first_ready: float = 0.0  # when the first part was in its slot
     gathered: float = 0.0  # when the last sent part was in its slot
     sent: float = 0.0  # when the last sent part had left
@@ -59,7 +59,7 @@ class KvSending:
         return self.grant is not None and self.num_sent == len(self.parts)
 
     def spread(self, now: float, seconds: float) -> None:
-        """Have the parts that are computed leave evenly over so many seconds from now on; 0: at once, also in a turn
+        """Have the parts that are computed leave evenly over this many seconds from now on; 0: at once, even in a turn
         that began before `now`."""
         if seconds:
             self.spread_until = now + seconds
@@ -67,8 +67,8 @@ class KvSending:
             self.spread_until = self.next_part_at = 0.0
 
     def part_leaves(self, now: float, shape: TableShape) -> None:
-        """The next part is gathered. Of the others that are computed, the next one leaves after an equal share of the
-        time until `spread_until`. shape: of the block table."""
+        """The next part is gathered. The one after it leaves when an equal share of the time until `spread_until` has
+        passed, if it is computed. shape: of the block table."""
         self.next_part += 1
         while self.num_computed < len(self.parts) and self._is_computed(self.parts[self.num_computed], shape):
             self.num_computed += 1
@@ -80,15 +80,15 @@ class KvSending:
         return now < self.next_part_at
 
     def part_sent(self, now: float, flight_s: float) -> None:
-        """A part has left, `flight_s` after it was in its slot, or its stores into D's slot began."""
+        """A part has left, `flight_s` after it was in its slot or after its stores into D's slot began."""
         self.num_sent += 1
         ready = now - flight_s
         self.first_ready = min(self.first_ready, ready) if self.num_sent > 1 else ready
         self.gathered, self.sent = max(self.gathered, ready), now
 
     def ready_part(self, shape: TableShape, num_layers: int) -> PlannedPart | None:
-        """The next part, if D has a slot for it and its KV is computed: in all layers of its blocks, or because the
-        first `num_layers` layers of all blocks are. shape: of the block table."""
+        """The next part, if D has a slot for it and its KV is computed: either all layers of its blocks are, or
+        `num_layers`, the number of computed layers of all blocks, includes its layers. shape: of the block table."""
         if self.next_part >= min(self.credits, len(self.parts)):
             return None
         part = self.parts[self.next_part]
@@ -109,7 +109,7 @@ class KvSending:
         return sequence.num_computed_tokens >= min(self._end_token(part, shape), sequence.num_tokens)
 
     def _end_token(self, part: PlannedPart, shape: TableShape) -> int:
-        """Where its last block ends: parts carry columns in order."""
+        """The first token after its last block, since parts carry columns in order."""
         return (self.entries_of(part)[-1] // shape.width + 1) * shape.block_size
 
 
@@ -131,16 +131,16 @@ class Drain:
 
 @dataclass(slots=True)
 class DecodePeer:
-    """A decode node over one stream, as seen by this node. Lease numbers increase, which identifies repeats and leases
-    of earlier streams."""
+    """This node's view of a decode node, over one stream. Lease numbers only increase, so repeats and leases of earlier
+    streams can be recognized."""
 
     target: DecodeTarget
-    lost: bool = False  # its transport is gone, its stream is about to be closed
+    lost: bool = False  # its transport is gone, and its stream is about to be closed
     first_lease: int = 0  # 0: none yet
     last_lease: int = 0
     leases: dict[int, KvSending] = field(default_factory=dict)
     drains: dict[int, Drain] = field(default_factory=dict)
-    drained: dict[AttemptId, set[int]] = field(default_factory=dict)  # leases of the drains, by attempt
+    drained: dict[AttemptId, set[int]] = field(default_factory=dict)  # the leases in `drains`, by attempt
 
     def forget_drain(self, lease: int) -> None:
         """Forget a drain that has no credits left and can get no more."""

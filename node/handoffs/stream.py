@@ -31,11 +31,12 @@ log = logging.getLogger(__name__)
 
 MAX_WAITING = 10_000
 CONNECT_S = 3.0
-"""Timeout for the transport to connect. No message is sent meanwhile: the peer, which has connected first, bears it."""
+"""Timeout for the transport to connect. No message is sent meanwhile; the peer, which has connected first, tolerates
+that silence."""
 
 
 class PeerTransport(Protocol):
-    """The part of a KV transport that the shell uses. Callable from any thread."""
+    """The part of a KV transport that the shell uses. Any thread may call it."""
 
     def connect(self, peer: str, routes: Sequence[Route], timeout_s: float) -> None:
         """Block until parts can travel between these ranks. Raises TransferError."""
@@ -52,9 +53,9 @@ Post = Callable[[Event], int]
 
 @dataclass(frozen=True, slots=True)
 class HandoffEnd:
-    """This node's end of its handoff streams. `hello` describes it; `post` takes events for the role, which has handled
-    them all once what `handled` returns is done; `limits` are on messages to it; a peer that is silent for `silence_s`
-    is given up."""
+    """This node's end of its handoff streams. `hello` describes it; `post` takes events for the role; `handled` returns
+    a future that is done once the role has handled all events posted so far; `limits` are for messages to this node; a
+    peer that is silent for `silence_s` is given up."""
 
     hello: Hello
     transport: PeerTransport
@@ -67,8 +68,8 @@ class HandoffEnd:
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """The conversions of one end, for reading and writing. `fail`: given an attempt and why a message about it is
-    invalid, the answer to the peer, if any, and the message to handle in its place."""
+    """How one end reads and writes messages. `fail`: for an attempt and the reason why a message about it is invalid,
+    returns the answer to the peer, if any, and the message to handle instead."""
 
     read: Callable[[Any, wire.Limits], Any]
     write: Callable[[Any], Any]
@@ -89,8 +90,8 @@ DECODE_CODEC = Codec(wire.read_prefill_message, wire.write_decode_message, _fail
 
 
 class HandoffStream(Stream[Any]):
-    """One stream. `open_attempts`: the attempts whose handoff is under way on it; `limits`: on messages to this node,
-    which the peer's Hello may widen."""
+    """One stream. `open_attempts`: the attempts whose handoff is under way on it; `limits`: for messages to this node;
+    the peer's Hello may widen them."""
 
     def __init__(self, peer: str, codec: Codec, limits: wire.Limits) -> None:
         super().__init__(MAX_WAITING)
@@ -113,7 +114,8 @@ class HandoffStream(Stream[Any]):
         idle_s: float = math.inf,
         first_s: float = 0.0,
     ) -> str:
-        """Run both directions until the stream ends, also for silence of the peer or lack of use; returns why."""
+        """Run both directions until the stream ends, which it also does if the peer is silent or the stream is not
+        used. Returns why it ended."""
 
         def receive(message: Any) -> None:
             said = self._read(message)
