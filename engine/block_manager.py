@@ -7,12 +7,12 @@
     FREE        else
 
 Block 0 is the null block: graph padding may write to it, it never has an owner, and no count includes it. Tables have
-it where they need no block. The prefix cache keeps the hashes (`engine.prefix_cache`). Every operation is O(1) per
-block named, and takes all blocks of a table at once: a long prompt has thousands, and steps wait while the engine's
-thread goes through them. Misuse is a bug and fails an assertion.
+it where they need no block. The prefix cache keeps the hashes (`engine.prefix_cache`). Every operation costs O(1) per
+block that it is given, and takes all blocks of a table at once: a long prompt has thousands, and steps wait while the
+engine's thread goes through them. Misuse is a bug and fails an assertion.
 
-Blocks may be claimed: that many stay free or evictable for a caller who needs them later. Which blocks these are is
-open until the caller allocates them.
+A caller who will need blocks later may claim a number of them: so many stay free or evictable for it. Which blocks
+these are is open until the caller allocates them.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class BlockState(enum.Enum):
 
 
 class Allocation(NamedTuple):
-    """Blocks that now belong to the caller, and those of them that were evicted for it. An evicted block keeps its
-    content until the caller, or a later owner, writes to it; whatever is to be kept must be copied before that."""
+    """Blocks that now belong to the caller, and which of them were evicted for that. An evicted block keeps its content
+    until the caller, or a later owner, writes to it; to keep the content, copy it before that."""
 
     blocks: list[int]
     evicted: Evicted
@@ -63,7 +63,7 @@ class BlockManager:
         self._in_flight: set[int] = set()  # blocks with readers
         self._loading: set[int] = set()  # blocks with a writer
         self.num_claimed = 0
-        """How many blocks, free or cached, are promised to somebody who will allocate them."""
+        """How many blocks, free or cached, are claimed."""
 
     # ---- counts ----
 
@@ -108,7 +108,7 @@ class BlockManager:
         return self._cache.hash_of(block)
 
     def num_owners(self, block: int) -> int:
-        """How many block tables and leases hold it."""
+        """How many block tables and leases hold the block."""
         return self._ref[block]
 
     def counters(self, block: int) -> tuple[int, int, int]:
@@ -116,7 +116,7 @@ class BlockManager:
         return self._ref[block], self._readers[block], int(block in self._loading)
 
     def since_s(self, block: int) -> float:
-        """When (by `now`) it entered its current state."""
+        """When (by `now`) the block entered its current state."""
         return self._since_s[block]
 
     # ---- for those that follow the content of the prefix cache ----
@@ -136,11 +136,12 @@ class BlockManager:
     # ---- references ----
 
     def can_allocate(self, n: int, keep: Sequence[int] = ()) -> bool:
-        """Whether `allocate(n)` succeeds, even after `acquire(keep)`."""
+        """Whether `allocate(n)` would succeed after `acquire(keep)`."""
         return n <= self.num_unclaimed - sum(map(self._cache.is_evictable, keep))
 
     def claim(self, n: int) -> None:
-        """Keep `n` blocks for the caller, who allocates them later or gives the claim up with `unclaim`."""
+        """Keep `n` blocks for the caller, who gives up the claim with `unclaim` before it allocates them, or does not
+        need them."""
         assert 0 <= n <= self.num_unclaimed, f"{n} blocks claimed of {self.num_unclaimed}"
         self.num_claimed += n
 
@@ -165,7 +166,7 @@ class BlockManager:
         return Allocation(blocks, evicted)
 
     def match(self, hashes: Iterable[BlockHash]) -> list[int]:
-        """The blocks of the longest prefix of `hashes` that is cached and neither loading nor in flight. Changes
+        """The blocks of the longest prefix of `hashes` that is in the cache, and neither loading nor in flight. Changes
         nothing."""
         blocks: list[int] = []
         for block_hash in hashes:
@@ -215,12 +216,12 @@ class BlockManager:
     def fork(
         self, table: Sequence[int], num_computed_tokens: int, spare_blocks: Sequence[int], width: int = 1
     ) -> tuple[list[list[int]], list[tuple[int, int]]]:
-        """Split one table into as many as there are spares, and one more, and say which blocks to copy, as (source,
-        destination).
+        """Split one table into forks: one keeps the table, and each `width` spare blocks make one more. Returns the
+        tables, and the blocks to copy, as (source, destination).
 
-        `table` has columns of `width` blocks, which cover the computed tokens and the next one:
-        `num_computed_tokens // block_size` full columns, which all forks share, and one more, which the next step of
-        each fork writes. The first fork keeps that one, and each other fork takes `width` spares; if it is partly
+        `table` has columns of `width` blocks, which cover the computed tokens and the next one: `num_computed_tokens //
+        block_size` full columns, which all forks share, and one more, which the next step of each fork writes. The
+        first fork keeps that last column, and each other fork takes `width` spares for it; if the column is partly
         filled, its content must be copied. The caller has allocated `table` and the spares; they become the forks'.
         """
         end = num_computed_tokens // self.block_size * width
@@ -236,7 +237,7 @@ class BlockManager:
 
     def seal(self, blocks: Sequence[int], hashes: Sequence[BlockHash]) -> None:
         """Put full blocks whose KV is complete into the prefix cache, each under its hash. A block gets no hash if
-        another block has it, and is left as it is if it has it already."""
+        another block has that hash already; a block that already has its hash is left as it is."""
         assert 0 not in _values(self._ref, blocks), f"one of the blocks {blocks} has no owner"
         assert self._loading.isdisjoint(blocks), f"one of the blocks {blocks} is loading"
         self._cache.add(blocks, hashes)
@@ -267,7 +268,7 @@ class BlockManager:
         Each has one owner, which may release it meanwhile.
 
         hashes: one for each block, which no other block may have; or none at all. From now on, `is_loading` finds a
-        block by its hash, and `match` does once it is loaded, so that sequences can wait for it.
+        block by its hash, so that sequences can wait for it; `match` finds it once it is loaded.
         """
         assert not hashes or len(hashes) == len(blocks), f"{len(hashes)} hashes for {len(blocks)} blocks"
         assert _values(self._ref, blocks) <= {1}, f"one of the blocks {blocks} has not one owner"
@@ -299,7 +300,7 @@ class BlockManager:
     # ---- internal ----
 
     def _settle(self, blocks: Iterable[int]) -> None:
-        """Free the blocks, or make those evictable that have a hash, unless they have an owner, pin or load."""
+        """Of blocks without owner, pin and load, make those with a hash evictable, and free the others."""
         ref, readers, loading, since_s, now = self._ref, self._readers, self._loading, self._since_s, self.now
         for block in blocks:
             if readers[block] or block in loading:
@@ -313,7 +314,7 @@ class BlockManager:
                 self._cache.retire(block)
 
     def _changed(self, blocks: Iterable[int]) -> None:
-        """The blocks enter another state."""
+        """Note that the blocks enter another state now."""
         since_s, now = self._since_s, self.now
         for block in blocks:
             since_s[block] = now
@@ -345,11 +346,11 @@ class BlockManager:
         assert (state is BlockState.CACHED) == self._cache.is_evictable(block), f"block {block} is {state.name}"
         assert times_free == (state is BlockState.FREE), f"block {block} is {state.name}, and {times_free} x free"
         if state is BlockState.LOADING:
-            # Its owner may have released it, but nobody else can acquire it during the load.
+            # Its owner may have released it, but nobody else can acquire it while it loads.
             assert self._ref[block] <= 1, f"block {block} is shared and loading"
             assert not self._readers[block], f"block {block} is read and loading"
 
 
 def _values(column: list[int], blocks: Iterable[int]) -> set[int]:
-    """The values that a column has for the blocks, without a loop in Python."""
+    """The values of these blocks in `column`, without a loop in Python."""
     return set(map(column.__getitem__, blocks))

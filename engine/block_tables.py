@@ -1,10 +1,11 @@
 """The block tables of an engine's sequences: the blocks that a sequence finds in the prefix cache, those that it gets
-in addition, and those that it gives back once no token will read them again. See `baton.table_shape`.
+in addition, and those that it gives back once no token will read them again. `baton.table_shape` says what a table
+looks like.
 
-When a sequence is admitted, it gets blocks for all of its tokens. For groups with a window, that would be too many:
-there it claims as many as it needs at a time, gets a step's columns when the step is scheduled, and claims again what
-falls behind the window. So it always has blocks to go on with, unless those that it gives back are shared. Then it may
-have to wait for the sequence that still reads them, which is behind it.
+When a sequence is admitted, it gets blocks for all of its tokens. If there are groups with a window, that would be too
+many: then it claims as many as it will hold at a time, gets a step's columns when the step is scheduled, and claims as
+many blocks again as it gives back behind the window. So it always has blocks to go on with, unless those that it gives
+back are shared. Then it may have to wait for a sequence that still reads them, which is not as far.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from engine.sequence import Sequence
 
 
 class BlockTables:
-    """A call's cost is proportional to the parts of tables that it names. `blocks`: owns and counts the blocks."""
+    """The cost of a call is proportional to the parts of tables that it is given. `blocks` owns and counts the
+    blocks."""
 
     def __init__(self, config: EngineConfig, blocks: BlockManager) -> None:
         self.shape = config.table_shape
@@ -36,8 +38,8 @@ class BlockTables:
     # ---- the prefix cache ----
 
     def match(self, hashes: Seq[BlockHash]) -> tuple[list[int], BlockHash | None]:
-        """The table of the longest prefix of `hashes` for which everything that the next token reads is cached; and the
-        name of a missing block that cut the prefix short, if one is being loaded. Changes nothing."""
+        """The table of the longest prefix of `hashes` after which everything that the next token reads is cached, and
+        the name (a hash) of a block that cut this prefix short, if one is being loaded. Changes nothing."""
         if self._width == 1 and not self.has_windows:
             hits = self._blocks.match(hashes)
             return hits, next(filter(self._blocks.is_loading, hashes[len(hits) : len(hits) + 1]), None)
@@ -57,8 +59,8 @@ class BlockTables:
         return table, next(filter(self._blocks.is_loading, missing), None)
 
     def _last_gap(self, hashes: Seq[BlockHash], num: int) -> tuple[int, int] | None:
-        """(column, group) of a block that the token after `num` columns reads, but that is not cached: no hit goes
-        beyond that column. None: there is none."""
+        """(column, group) of the last block that the token after `num` columns reads and that is not cached: no hit
+        goes beyond that column. None: there is no such block."""
         for group, window in enumerate(self.shape.windows):
             if window is not None:
                 for column in range(num - 1, self.shape.first_column(group, num * self._block_size) - 1, -1):
@@ -67,18 +69,18 @@ class BlockTables:
         return None
 
     def match_from(self, hashes: Seq[BlockHash], num_tokens: int) -> list[list[int]]:
-        """For each group, the cached blocks from the first column on that a token after `num_tokens` reads, up to the
-        first block that is not cached. Changes nothing."""
+        """For each group, the cached blocks from the first column that a token after `num_tokens` reads up to the first
+        block that is not cached. Changes nothing."""
         firsts = (self.shape.first_column(group, num_tokens) for group in range(self._width))
         return [self._blocks.match(_names(hashes[first:], group)) for group, first in enumerate(firsts)]
 
     def ends_of(self, found: Seq[Seq[int]], num_tokens: int) -> tuple[int, ...]:
-        """For each group, the first column after those that `match_from` found."""
+        """For each group, the column after the last one that `match_from` found."""
         return tuple(self.shape.first_column(group, num_tokens) + len(blocks) for group, blocks in enumerate(found))
 
     def table_of(self, found: Seq[Seq[int]], num_tokens: int, lacking: Seq[int], fresh: Seq[int]) -> list[int]:
-        """A table with the blocks that `match_from` found, and fresh blocks in the entries `lacking`, which include the
-        last one."""
+        """A table with the blocks that `match_from` found, and `fresh` blocks in the entries `lacking`, which include
+        the table's last entry."""
         table = [NULL_BLOCK] * (lacking[-1] + 1)
         for group, blocks in enumerate(found):
             first = self.shape.first_column(group, num_tokens)
@@ -100,8 +102,8 @@ class BlockTables:
     # ---- a sequence's blocks ----
 
     def admit(self, seq: Sequence, hits: list[int]) -> bool:
-        """Give the sequence the hits, as from `match`, and claims to the blocks for all tokens after them. Returns
-        False if too few are left."""
+        """Give the sequence the hits, as returned by `match`, and claims to the blocks for all tokens after them.
+        Returns False if too few blocks are left."""
         num_columns, first = self.shape.num_columns(seq.num_tokens), self.num_columns(hits)
         needed = self._num_needed(hits, num_columns - first)
         if not self._blocks.can_allocate(needed, keep=hits):
@@ -113,8 +115,8 @@ class BlockTables:
         return True
 
     def _num_needed(self, hits: list[int], num_columns: int) -> int:
-        """How many blocks `num_columns` columns need in addition to the hits. Hits that nobody else holds are given
-        back when they fall behind their window, and then claimed."""
+        """How many blocks `num_columns` columns need in addition to the hits. Hits that no other sequence holds count
+        towards them: they are given back when they fall behind their window, and then claimed."""
         if not self.has_windows:
             return num_columns * self._width
         needed = self.shape.most_held(num_columns, self._num_in_flight)
@@ -127,8 +129,8 @@ class BlockTables:
         return needed
 
     def cover(self, seq: Sequence, num_tokens: int) -> Evicted:
-        """Give the sequence the columns for its first `num_tokens` tokens, or as many of these as there are blocks for.
-        Returns the blocks that were evicted."""
+        """Give the sequence the columns for its first `num_tokens` tokens, or as many of them as there are blocks for.
+        Returns the blocks that were evicted for this."""
         lacking = (self.shape.num_columns(num_tokens) - self.num_columns(seq.block_table)) * self._width
         room = seq.num_claimed_blocks + max(0, self._blocks.num_unclaimed)
         taken = max(0, min(lacking, room // self._width * self._width))
@@ -146,8 +148,8 @@ class BlockTables:
         return self.num_columns(seq.block_table) * self._block_size
 
     def give_back_read(self, seq: Sequence, before: int) -> None:
-        """Release the blocks that the token after `before` tokens read, and that the sequence's next token does not. As
-        long as the sequence is growing, claim as many again."""
+        """Release the blocks that the token after `before` tokens read and that the sequence's next token does not
+        read. As long as the sequence is growing, claim as many again."""
         table, released = seq.block_table, 0
         for entry in self.shape.fallen_behind(before, seq.num_computed_tokens):
             self._blocks.release((table[entry],))
@@ -167,17 +169,17 @@ class BlockTables:
             table[entry] = NULL_BLOCK
 
     def release(self, seq: Sequence) -> None:
-        """Release all blocks and claims of the sequence."""
+        """Release all of the sequence's blocks and claims."""
         self._blocks.release(self.take(seq))
 
     def take(self, seq: Sequence) -> list[int]:
-        """Take the sequence's table, which is the caller's from now on, and drop its claims."""
+        """Take the table out of the sequence, and drop its claims. The table's blocks are the caller's from now on."""
         self.give_up_claims(seq)
         table, seq.block_table = seq.block_table, []
         return table
 
     def give_up_claims(self, seq: Sequence) -> None:
-        """Drop the sequence's claims: columns that it lacks it gets as any sequence that generates does."""
+        """Drop the sequence's claims: it gets further columns as any generating sequence does."""
         self._unclaim(seq, seq.num_claimed_blocks)
         seq.num_promised_columns = 0
 
@@ -188,8 +190,8 @@ class BlockTables:
     # ---- checks ----
 
     def check_integrity(self, seq: Sequence) -> None:
-        """Assert that a running sequence has exactly the blocks that its next token reads, and claims only blocks that
-        it does not have yet."""
+        """Assert that a running sequence has exactly the blocks that its next token reads, and that it claims only
+        blocks that it does not have yet."""
         lacking = seq.num_promised_columns * self._width - len(seq.block_table)
         assert seq.num_claimed_blocks <= max(0, lacking), f"{seq.attempt_id} claims {seq.num_claimed_blocks}"
         for group in range(self._width):
@@ -200,5 +202,5 @@ class BlockTables:
 
 
 def _names(hashes: Seq[BlockHash], group: int) -> Iterator[BlockHash] | Seq[BlockHash]:
-    """The names of the group's blocks in these columns."""
+    """The names (hashes) of the group's blocks in these columns."""
     return (of_group(block_hash, group) for block_hash in hashes) if group else hashes

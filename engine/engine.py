@@ -5,13 +5,13 @@ With `async_scheduling` a step is launched before the previous one has retired, 
     schedule N+1 -> launch N+1 -> wait for N -> retire N: tokens out -> schedule N+2 ...
                     (N runs)                    (N+1 runs)
 
-A caller with other work does not wait for N, but calls `compute(wait=False)` again when N is done. To let new requests
-join N+1, it launches N+1 no earlier than `launch_at`.
+A caller with other work does not wait for N, but calls `compute(wait=False)` again when N is done. It launches N+1 no
+earlier than `launch_at`, so that new requests can join it.
 
-A sequence whose token N samples continues in N+1 before the host knows the token. If that token ends the sequence, or N
-chose none, its part of N+1 is dropped; the blocks of an ended sequence are released when N+1 retires, since N+1 writes
-into one of them. A sequence that does not run ahead is not in N+1: its next step is decided when N has retired (see
-`propose`).
+A sequence whose next token is sampled by N is also in N+1, before the host knows the token. If that token ends the
+sequence, or N could not choose one, the sequence's part of N+1 is dropped; the blocks of an ended sequence are released
+when N+1 retires, since N+1 writes into one of them. A sequence that does not run ahead is not in N+1: its next step is
+decided when N has retired (see `propose`).
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from engine.tier import KvTier, allocate
 class Engine:
     """Runs sequences to their end. Owned by one thread; nothing here blocks except the model.
 
-    Sequences arrive by `add` or `adopt`, and leave when they finish or by `sequences.release`. `waiting` knows the
-    waiting sequences, `scheduler` reserves places in the batch, `sequences` also parks sequences, and `beam_search`
-    runs the searches.
+    Sequences come by `add` or `adopt`, and leave when they finish or by `sequences.release`. `waiting` has the waiting
+    sequences, `scheduler` reserves places in the batch, `sequences` also parks sequences, and `beam_search` runs beam
+    searches.
 
-    A sequence's blocks belong to it from its admission until it finishes, is preempted or is released. With
-    `hand_off` it is parked after its prompt and keeps them until it is released. Blocks that others `allocate`, as a
-    role does for its leases, are theirs until they release them to `blocks`, or `adopt` takes them over. `tier` gets
-    each evicted block while its content is still there. `keep_up`, for a data parallel node, takes part in a step of
-    the other nodes unless told that this node is busy. It returns whether one of them has begun the next step, so that
-    it must be called again soon.
+    A sequence's blocks belong to it from its admission until it finishes, is preempted or is released. With `hand_off`
+    it is parked after its prompt and keeps them until it is released. Blocks that a caller gets from `allocate`, as a
+    role does for its leases, are the caller's until it releases them to `blocks`, or `adopt` takes them over. `tier`
+    gets each evicted block while its content is still there. `keep_up`, for a data parallel node, takes part in a step
+    of the other nodes, unless its argument says that this node is busy. It returns whether one of them has begun
+    another step, so that it must be called again soon.
     """
 
     def __init__(
@@ -74,17 +74,17 @@ class Engine:
         self.waiting = self.scheduler.waiting
         self._in_flight: deque[InFlight] = deque()
         self._num_ahead = config.num_steps_ahead
-        self._decided = 0.0  # when the turn of the last plan began
-        self._adopted_since: float | None = None  # the first since the last launch
+        self._decided = 0.0  # when the turn that made the last plan began
+        self._adopted_since: float | None = None  # when the first sequence since the last launch was adopted
         self.sequences = LiveSequences(config, self.blocks, self.tables, self.scheduler, runner, self._in_flight)
         self._forks = Forks(config, self.blocks, self.scheduler, runner, self.sequences, tier)
         self.beam_search = BeamSearch(config, self.blocks, self.scheduler, self.sequences, self._forks)
         self._output = StepOutput(config, self.tables, self.sequences, self._forks)
         self.launches_early = False
-        """Set by the caller while other work may keep this thread from a launch at any time: then steps are launched as
-        soon as there is room."""
+        """Set by the caller while other work could delay a launch on this thread at any time: then steps are launched
+        as soon as there is room."""
         self.counters = StepCounters()
-        """How the time of steps is spent."""
+        """How steps spend their time."""
         self.num_preemptions = 0
         """How many times a sequence was preempted."""
 
@@ -100,14 +100,14 @@ class Engine:
 
     @property
     def only_launches(self) -> bool:
-        """Whether the runner computes on a device of its own, so that a launch only starts the step. The device idles
-        until the launch, so callers defer what can wait until after it. If False, `compute` takes as long as the step
+        """Whether the runner computes on a separate device, so that a launch only starts the step. The device idles
+        until the launch, so callers put off what can wait until after it. If False, `compute` takes as long as the step
         itself, or as its first stage."""
         return self._runner.only_launches
 
     @property
     def has_work(self) -> bool:
-        """Whether something runs or waits. A step may still find no room for it: see `StepResult.again`."""
+        """Whether a sequence runs or waits. There may still be no room for it in a step: see `StepResult.again`."""
         return bool(self.num_running or self.num_waiting)
 
     @property
@@ -117,9 +117,9 @@ class Engine:
 
     @property
     def launch_at(self) -> float | None:
-        """When to launch the next step, by the engine's clock; requests that arrive before can join it. None: at once,
-        or not before the oldest has retired. At once also if sequences wait for room: later ones are behind them; over
-        several stages, of which the first one is free; and while `launches_early`."""
+        """When to launch the next step, by the engine's clock; requests that arrive before then can join it. None: at
+        once, or when the oldest step has retired. It is also at once if sequences wait for room, since later ones would
+        be behind them; with several stages, since the first one is free; and while `launches_early`."""
         if self.config.num_stages > 1:
             return None
         if self.launches_early or not self.has_room or not self.num_running or self._oldest_is_done:
@@ -152,8 +152,8 @@ class Engine:
     # ---- in ----
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence. Raises InvalidRequest, with the numbers, when it can never run. Token ids must be within
-        the vocabulary, which is checked where they are read (`wire.Limits`)."""
+        """Queue a sequence. Raises InvalidRequest, with the numbers, if it can never run. Token ids must be within the
+        vocabulary, which is checked where messages are read (`wire.Limits`)."""
         self._require_possible(seq)
         self.sequences.queue(seq)
 
@@ -171,7 +171,7 @@ class Engine:
         assert all(len(seq.prompt_tokens) + len(output) - 1 == num_computed for output in outputs.values())
         assert len(spare_blocks) == (len(outputs) - 1) * self.tables.shape.width
         table = self.tables.take(seq)
-        self.tables.give_back_behind(table, num_computed)  # there may be nothing behind the windows
+        self.tables.give_back_behind(table, num_computed)  # the table may already have no blocks behind the windows
         seq.move_to(SequenceState.FINISHED)
         seq.started_s = seq.arrived_s
         num_full = num_computed // self.config.block_size
@@ -189,8 +189,8 @@ class Engine:
         return allocate(self.blocks, self._tier, n)
 
     def propose(self, seq: Sequence, draft_tokens: Seq[int]) -> None:
-        """Make the sequence's next step verify these draft tokens. The accepted ones and one more token become its next
-        tokens, all at once. Only the beginning of a long draft is used, and nothing if there are too few blocks.
+        """Have the sequence's next step verify these draft tokens. The accepted ones and one more token become its next
+        tokens, all at once. Of a long draft only the beginning is used, and nothing if there are too few blocks.
         `seq.takes_drafts` must hold."""
         assert seq.takes_drafts
         room = min(
@@ -224,8 +224,8 @@ class Engine:
         return plan
 
     def compute(self, plan: Plan, wait: bool = True) -> StepResult:
-        """Launch the plan's step. Then retire the oldest one in flight, if more are in flight than the engine may be
-        ahead, or if the plan is empty. wait: wait for that step; otherwise it retires only if it is done."""
+        """Launch the plan's step. Then retire the oldest step in flight, if more are in flight than the engine may be
+        ahead by, or if the plan is empty. wait: wait for that step; otherwise it retires only if it is done."""
         result = StepResult()
         if plan.chunks:
             self._launch(plan)
@@ -233,11 +233,12 @@ class Engine:
         if retires:
             self._retire(self._in_flight.popleft(), result)
         self.sequences.release_ended()
-        moved = retires or bool(plan.chunks or plan.preempted)  # others may have room without the preempted
+        moved = retires or bool(plan.chunks or plan.preempted)  # others may have room after a preemption
         result.again = (self.has_work and self.has_room and moved) or (wait and bool(self._in_flight))
         result.again |= self._oldest_is_done
-        # Help in another node's step only if no step of our own can follow at once: two nodes that each joined the
-        # other's step without their own requests would alternate. Results go out first: a meeting may take long.
+        # Take part in another node's step only if no step of our own can follow at once: otherwise two nodes would each
+        # join the other's step without their own requests, in turn. Results go out first, since meeting the others may
+        # take long.
         busy = bool(plan.chunks) or retires
         if busy or not (self._in_flight or result.again):
             result.again |= self._keep_up(busy)
@@ -270,8 +271,8 @@ class Engine:
 
     def retire(self) -> StepResult:
         """Retire the oldest step in flight if it is done. Launches nothing and does not wait. Blocks of ended sequences
-        are released by the next call of `schedule` or `compute`, so that the caller can pass on tokens first: of a long
-        sequence, that takes a millisecond."""
+        are released by the next call of `schedule` or `compute`, so that the caller can pass on tokens first: releasing
+        those of a long sequence takes a millisecond."""
         result = StepResult()
         if self._oldest_is_done:
             self._retire(self._in_flight.popleft(), result)
@@ -320,7 +321,8 @@ class Engine:
             raise InvalidRequest(f"the prompt needs {needed} KV blocks of {self.blocks.num_total}", "prompt")
 
     def check_integrity(self, others: Iterable[Holding] = ()) -> None:
-        """Assert that no block is lost: the engine's own holdings and the role's `others` account for all."""
+        """Assert that no block is lost: the engine's own holdings and those of the role, `others`, account for all
+        blocks."""
         self.scheduler.check_integrity()
         recount(self.blocks, [*self.sequences.holdings(), *others])
         self.sequences.check_integrity()

@@ -2,11 +2,12 @@
 
 Each sequence has `num_launched_tokens`, which catches up with its tokens. A decode is the case where only the last
 token is left (vLLM's v1 scheduler made this the one rule), followed by the sequence's draft tokens, if any. If the
-sequence runs ahead, a token that a launched step is sampling already counts. Every step includes all sequences that
-generate and have a token to compute, or a few that came at once (`TokenMatcher.forced`). Besides them it has prompt
-chunks, of running sequences first and then of waiting ones, in the order in which they are due, within a budget of
-tokens. Single tokens use none of the budget: otherwise a prompt as long as the budget would take one more step whenever
-another sequence generates. The last token of a prompt with several samples does, since each sample is a choice.
+sequence runs ahead, a token counts as soon as a launched step is sampling it. Every step includes all sequences that
+generate and have a token to compute, or a few tokens that came at once (`TokenMatcher.forced`). Besides these it has
+prompt chunks within a budget of tokens, first of running sequences and then of waiting ones, in the order in which they
+are due. The single tokens of decodes use none of the budget: otherwise a prompt as long as the budget would take one
+more step whenever another sequence generates. The last token of a prompt with several samples does use it, since each
+sample is a choice.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from engine.waiting_sequences import WaitingSequences, rank_of
 
 @dataclass(slots=True)
 class Plan:
-    """A step that is decided but not launched. Block tables already cover its chunks. The blocks `evicted` for it keep
-    their content until it is launched."""
+    """A step that is decided but not launched. Block tables already cover its chunks. `evicted`: blocks that were
+    evicted for it, and keep their content until it is launched."""
 
     chunks: list[Chunk] = field(default_factory=list)
     started: list[Sequence] = field(default_factory=list)  # scheduled for the first time
@@ -39,22 +40,22 @@ class Plan:
 
 
 class Scheduler:
-    """Owns the running sequences, and the others in `waiting`; allocates blocks for the chunks that it schedules.
+    """Owns the running sequences and, in `waiting`, the others; allocates blocks for the chunks that it schedules.
 
-    - A waiting sequence is admitted when its lane has room and blocks for all of its tokens after the prefix hit can be
-      allocated, or claimed (`engine.block_tables`). If there are too few blocks, all sequences behind it wait too, so
-      that none starves; if its lane has used up its share, only that lane waits.
+    - A waiting sequence is admitted when its lane has room, and blocks for all of its tokens after the prefix hit can
+      be allocated or claimed (`engine.block_tables`). If there are too few blocks, all sequences behind it wait too, so
+      that it does not starve; if its lane has used up its share, only that lane waits.
     - The sequence that is due first is admitted first: priorities count as waiting time (`baton.priority`).
     - The prompts of a step share a `PromptBudget`, of tokens, of choices for their samples and, with a target for the
       time between tokens, of time.
-    - A sequence waits if the block after its prefix hit is being loaded, until that block is a hit or the load has
-      failed. It holds no blocks meanwhile, and other sequences go ahead of it.
+    - If the block after a sequence's prefix hit is being loaded, the sequence waits until that block is a hit or the
+      load has failed. It holds no blocks meanwhile, and other sequences overtake it.
     - Likewise, a sequence waits while its matcher is being compiled.
-    - Only generating sequences need more blocks. If there are none, the running sequence that is due last is
-      preempted: it gives back all of its blocks and is computed again later, in its turn. Sequences to hand off are
-      never preempted: a prefill node has promised their blocks to a transfer.
-    - Beams of a group are preempted together: if only some were, the others would hold their blocks and wait. A group
-      of which only some beams run again gives way to sequences that are before it in the queue.
+    - Only generating sequences need more blocks while they run. If none are left, the running sequence that is due last
+      is preempted: it gives back all of its blocks and is computed again when its turn comes. Sequences to hand off are
+      never preempted, since a prefill node has promised their blocks to a transfer.
+    - The beams of a group are preempted together: if only some were, the others would wait and keep their blocks. If
+      only some beams of a group run again, the group gives way to sequences that are before it in the queue.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class Scheduler:
         return plan
 
     def _lacking(self) -> dict[Sequence, int]:
-        """By sequence, how many blocks the next step needs that its table lacks."""
+        """How many blocks each running sequence's table lacks for the next step; only sequences that lack some."""
         return {seq: num for seq in self._running if (num := self._num_lacking_blocks(seq)) > 0}
 
     def _extend_tables(self, plan: Plan, lacking: Iterable[Sequence]) -> None:
@@ -144,8 +145,9 @@ class Scheduler:
         return seq.num_tokens_to_go(self._config.max_model_len)
 
     def _preempt_last(self, plan: Plan) -> None:
-        """Preempt the sequence with the highest rank."""
-        # A sequence that lacks a block is never one to hand off, so there is always a victim: at worst itself.
+        """Preempt the sequence with the highest rank, that is, the one that is due last."""
+        # A sequence to hand off never lacks a block, so there is always a victim: at worst the one that needs the
+        # block.
         victim = max((seq for seq in self._running if not seq.hand_off), key=rank_of)
         members = victim.beams.members if victim.beams is not None else (victim,)
         for member in [seq for seq in members if seq.state is SequenceState.RUNNING]:
@@ -159,8 +161,9 @@ class Scheduler:
         plan.preempted.append(victim)
 
     def _preempt_stalled(self, plan: Plan, before: Sequence) -> bool:
-        """Preempt the running members of the last group behind `before` that waits for members in the queue. They have
-        taken their step, so no launched step includes them. Returns False if there is no such group."""
+        """Preempt the running members of a group that is behind `before` and waits for members in the queue; of several
+        groups, the last. They have taken their step, so no launched step includes them. Returns False if there is no
+        such group."""
         stalled = [seq for seq in self._running if _is_stalled(seq) and seq.rank > before.rank]
         if not stalled:
             return False
@@ -170,8 +173,8 @@ class Scheduler:
         return True
 
     def _schedule_running(self, plan: Plan) -> PromptBudget:
-        """Add chunks of the running sequences: first of streams, which wait for no prompt. Returns the budget that is
-        left for prompts."""
+        """Add chunks of the running sequences, first of those that generate, which wait for no prompt. Returns the
+        budget that is left for prompts."""
         prompts = list[tuple[Sequence, int]]()
         has_streams, has_windows = False, self._has_windows
         max_model_len, num_forced = self._config.max_model_len, 0
@@ -190,7 +193,7 @@ class Scheduler:
             elif to_go > 0:
                 prompts.append((seq, to_go))
             elif not seq.hand_off:
-                has_streams = True  # its next token is decided when a step retires, and then waits for this one
+                has_streams = True  # its next token is decided when a step retires, and will then wait for this step
         budget = self._budget(plan, has_streams, num_forced)
         for seq, to_go in prompts:
             if budget.has_room:
@@ -198,8 +201,7 @@ class Scheduler:
         return budget
 
     def _budget(self, plan: Plan, has_streams: bool, num_forced: int) -> PromptBudget:
-        """The budget for prompts beside the chunks that the plan has, of which `num_forced` tokens are of forced
-        runs."""
+        """The budget for prompts beside the chunks in the plan, of whose tokens `num_forced` belong to forced runs."""
         limit_s = self._config.target_itl_s if has_streams else None
         size = StepSize.of(plan.chunks) if limit_s is not None or num_forced else NO_PROMPTS
         return PromptBudget(self._config, self._step_time, size, limit_s, len(plan.chunks))
@@ -239,11 +241,12 @@ class Scheduler:
             self._take_prompt(plan, seq, budget, self._to_go(seq))
 
     def _match(self, seq: Sequence) -> tuple[list[int], BlockHash | None]:
-        """The table of the sequence's prefix hit, and the name of a block that cut it short, if one is being loaded."""
+        """The table of the sequence's prefix hit, and the hash of a block that cut the hit short, if one is being
+        loaded."""
         if seq.lacks_prompt_logprobs:
             return [], None
         block_size = self._config.block_size
-        # At least one token is computed, for its logits, and never into a shared block.
+        # The last token is always computed, for its logits, and into a block that is not shared.
         hashes = seq.block_hashes((seq.num_tokens - 1) // block_size, block_size)
         return self._tables.match(hashes)
 
@@ -280,7 +283,8 @@ class Scheduler:
         plan.chunks.append(chunk)
 
     def check_integrity(self) -> None:
-        """Assert that each sequence is in the one queue for its state, and that the running tables fit."""
+        """Assert that each sequence is in the queue for its state only, and that the tables of running sequences
+        fit."""
         for seq in self._running:
             assert seq.state is SequenceState.RUNNING
             total = seq.num_tokens + seq.num_pending_tokens + len(seq.draft_tokens)
@@ -289,7 +293,7 @@ class Scheduler:
             assert seq.num_computed_tokens <= seq.num_launched_tokens <= total, f"{seq.attempt_id} ran past its tokens"
             covered = self._tables.num_covered_tokens(seq)
             assert seq.num_launched_tokens <= covered, f"{seq.attempt_id}: KV outside its table"
-            most = total + self._config.num_speculative_tokens  # blocks of rejected draft tokens stay
+            most = total + self._config.num_speculative_tokens  # blocks for rejected draft tokens stay
             assert covered < most + self._config.block_size, f"{seq.attempt_id}: its table is too long"
             self._tables.check_integrity(seq)
         num_claimed = sum(seq.num_claimed_blocks for seq in self._running)
@@ -299,13 +303,13 @@ class Scheduler:
 
 
 def _is_forced_run(seq: Sequence, to_go: int) -> bool:
-    """Whether the sequence is a stream of which several tokens came at once, since its matcher left no alternative to
-    them. What a preempted stream computes again is mostly longer, and waits its turn as a prompt."""
+    """Whether the sequence generates and several of its tokens came at once, since its matcher left no alternative to
+    them. What a preempted sequence has to compute again is mostly longer, and waits for its turn as a prompt does."""
     return 0 < to_go <= LEAST_CHUNK and seq.generates and seq.num_launched_tokens >= len(seq.prompt_tokens)
 
 
 def _is_stalled(seq: Sequence) -> bool:
-    """Whether the sequence is a beam that has taken its step and waits for other beams, of which one is in the
+    """Whether the sequence is a beam that has taken its step and waits for its group, of which a beam is in the
     queue."""
     if seq.beams is None or seq.num_computed_tokens < seq.num_tokens:
         return False

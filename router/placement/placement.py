@@ -11,10 +11,9 @@ from router.policies.cost import Prices
 
 
 class Placement(NamedTuple):
-    """`decode` None: the decode node in `prefill` does all the work. `option`: the two as the policy saw them, among
-    all `options`.
-    `has_room`: the node that generates has enough free blocks, see Node.has_room; where no prefill node works, it
-    queues what it has no room for."""
+    """`decode` None: `prefill` is a decode node, which does all the work. `option`: the nodes as the policy saw them,
+    among all `options`. `has_room`: whether the node that generates has enough free blocks, see Node.has_room; without
+    prefill nodes, requests without room wait on the decode node."""
 
     prefill: Node
     decode: Node | None
@@ -23,8 +22,8 @@ class Placement(NamedTuple):
     has_room: bool = True
 
     def num_blocks(self, num_tokens: int, n: int) -> int:
-        """What the request needs of the node that generates: without what is cached there, and one for each of `n`
-        answers that go on there."""
+        """How many blocks the request needs on the node that generates: those for its tokens that are not cached there,
+        and one for each of `n` answers that go on there."""
         if not n:
             return 0
         held = self.option.decode or self.option.prefill
@@ -41,22 +40,23 @@ class Placement(NamedTuple):
 
     @property
     def prefill_s(self) -> float:
-        """What the prompt is expected to take, without the queue before it."""
+        """How long the prompt is expected to take, without the queue before it."""
         return self.option.prefill.prefill_s
 
     @property
     def expected_first_token_s(self) -> float:
-        """As far as the nodes decide: the prefill node's, or that of the decode node alone."""
+        """How long the first token is expected to take on the nodes: on the prefill node, or on the decode node that
+        does all the work."""
         return self.option.prefill.start_s
 
     def estimate(self, policy: str) -> Estimate:
-        """Why it is this one, for the request's timeline."""
+        """What the placement was based on, for the request's timeline."""
         first, last = self.option.prefill, self.option.decode or self.option.prefill
         handoff_s = last.handoff_s if self.decode else 0.0
         return Estimate(policy, self.kind, first.queue_s, first.prefill_s, handoff_s, first.num_cached, last.start_s)
 
     def __str__(self) -> str:
-        """For logs: the nodes, and what the policy knew of them; times in milliseconds."""
+        """For logs: the nodes, and what the policy knew about them, with times in milliseconds."""
         cost_s = Prices.of(self.options).option(self.option)
         first, last = self.option.prefill, self.option.decode or self.option.prefill
         return (

@@ -10,15 +10,16 @@ from typing import NamedTuple
 
 
 class Candidate(NamedTuple):
-    """A node, as a policy sees it for one prompt: a tuple, because each placement makes one of each node.
-    `incarnation` is its own, `node_id` a name that orders what is equal otherwise. Times are in seconds.
+    """A node, as a policy sees it for one prompt: a tuple, which is cheap, because each placement makes one for each
+    node. `incarnation` identifies the node; `node_id` is its name, which orders nodes that are equal otherwise. Times
+    are in seconds.
 
-    backlog, busy: in order of work, how much the node has to compute of other prompts, and to generate. num_cached:
-    leading tokens of the prompt that its prefix cache holds. queue_s: until it would start the prompt. prefill_s: from
-    there to the first token. handoff_s: what a handoff to this decode node usually takes after that. num_running:
-    requests that generate there. fill: share of its KV pool that placed requests will need. bounds_gaps: it computes
-    prompts without letting a stream wait for longer than its --target-itl. held_s: how long requests generate there, so
-    that a pool's worth of them makes room in that time.
+    backlog, busy: sort keys for how much the node has to compute for other prompts, and how much it has to generate;
+    smaller means less work. num_cached: leading tokens of the prompt that its prefix cache holds. queue_s: until it
+    would start the prompt. prefill_s: from there to the first token. handoff_s: what a handoff to this decode node
+    usually takes after that. num_running: requests that generate there. fill: share of its KV pool that placed requests
+    will need. bounds_gaps: it computes prompts without letting a stream wait for longer than its --target-itl. held_s:
+    how long requests generate there; in that time, as many blocks as the pool has become free.
     """
 
     incarnation: str
@@ -36,26 +37,27 @@ class Candidate(NamedTuple):
 
     @property
     def start_s(self) -> float:
-        """Until the prompt's first token, if this node computes it."""
+        """How long until the prompt's first token, if this node computes it."""
         return self.queue_s + self.prefill_s
 
 
 class Option(NamedTuple):
-    """`decode` None: the decode node in `prefill` does all."""
+    """`decode` None: `prefill` is a decode node, which does all the work."""
 
     prefill: Candidate
     decode: Candidate | None
 
     @property
     def alone(self) -> Option:
-        """The node that generates does all."""
+        """The option in which the node that generates does all the work."""
         return Option(self.decode or self.prefill, None)
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The pairs that work together are those that `fits` is true of; `alone`: decode nodes that may do all themselves.
-    There is at least one option. `turn` counts placements on nodes of this version; `num_tokens`: of the prompt."""
+    """What a policy may choose from; there is at least one option. Pairs work together if `fits` is true for them;
+    `alone`: decode nodes that may do all the work themselves. `turn` counts placements on nodes of this version;
+    `num_tokens`: tokens of the prompt."""
 
     prefills: Sequence[Candidate]
     decodes: Sequence[Candidate]
@@ -67,13 +69,13 @@ class Options:
     def pairs(
         self, prefills: Iterable[Candidate] | None = None, decodes: Sequence[Candidate] | None = None
     ) -> Iterator[Option]:
-        """Of these nodes, or of all, in the order given; the decode nodes' order is the inner one."""
+        """The pairs of these nodes, or of all nodes, in the given order: for each prefill node, its decode nodes."""
         inner = self.decodes if decodes is None else decodes
         for prefill in self.prefills if prefills is None else prefills:
             yield from (Option(prefill, decode) for decode in inner if self.fits(prefill, decode))
 
     def __contains__(self, option: object) -> bool:
-        """Whether it is one of them: no policy may choose anything else."""
+        """Whether it is one of these options: no policy may choose anything else."""
         if not isinstance(option, Option):
             return False
         prefill, decode = option
@@ -87,12 +89,12 @@ class Options:
 
 
 class Policy(ABC):
-    """Has no state: its choice follows from what it is given. `uses_decode_alone`: it may place a prompt on a decode
-    node although prefill nodes fit, where the operator allows that (--target-itl)."""
+    """Chooses nodes for a prompt. It has no state: its choice follows from its arguments. `uses_decode_alone`: it may
+    place a prompt on a decode node alone although prefill nodes fit, if the operator allows that (--target-itl)."""
 
     uses_decode_alone = False
     name = ""
-    """The one that it was found by, for reports."""
+    """The name by which it was found, for reports."""
 
     @abstractmethod
     def choose(self, options: Options, draw: Random) -> Option:

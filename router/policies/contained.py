@@ -1,4 +1,4 @@
-"""Policies of other packages, whose failures cost no request."""
+"""Policies of other packages, wrapped so that their failures cost no request."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ log = logging.getLogger(__name__)
 
 
 def contained(policy: Policy) -> Policy:
-    """The policy; one of another package with its failures contained."""
+    """The policy itself or, if it is from another package, a wrapper that contains its failures."""
     return policy if type(policy) in POLICIES.values() else _Contained(policy)
 
 
 class _Contained(Policy):
-    """Chooses as `policy` does. If that fails, the least loaded nodes get the request, since any of the options can
-    answer it."""
+    """Chooses as `policy` does. If that fails, the least loaded nodes get the request, since the nodes of any option
+    can answer it."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy

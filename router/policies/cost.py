@@ -1,11 +1,11 @@
-"""`cost`: the option with the least expected time, of the request and of those that it disturbs.
+"""`cost`: the option with the least expected time for the request and for the requests that it disturbs.
 
     a pair:        queue of P + prefill of what P lacks + handoff                    + a full D + repeated work
     D alone:       queue of D + prefill of what D lacks, in chunks among its decodes + a full D + disturbed streams
 
-All in seconds; the first two are the time to the first token. The shape is that of Mooncake's Algorithm 1 (queue +
-prefill of the uncached rest + transfer: Qin et al. 2024, arXiv 2407.00079) with a price for what a placement does to
-others, as Preble has it (Srivatsa et al. 2024, arXiv 2407.00023).
+All terms are in seconds; the first two are the time to the first token. The shape is that of Mooncake's Algorithm 1
+(queue + prefill of the uncached rest + transfer: Qin et al. 2024, arXiv 2407.00079) with a price for what a placement
+does to others, as Preble has it (Srivatsa et al. 2024, arXiv 2407.00023).
 """
 
 from __future__ import annotations
@@ -18,34 +18,35 @@ from typing import NamedTuple
 from router.policies.base import Candidate, Option, Options, Policy
 
 NUM_BEST = 4
-"""Of each kind of node that are looked at in pairs: but for what does not fit together, the cost of a pair is the sum
-of what each of its nodes costs."""
+"""How many nodes of each kind are looked at in pairs. A few are enough, because the cost of a pair is the sum of what
+each of its nodes costs, unless they do not fit together."""
 NEAR = 0.05
-"""An option is as good as the best if no part of it starts later and it costs at most this share more. One of them is
-drawn: several routers that know the same would otherwise all choose the same nodes, and so would one router for all
-prompts that find nodes idle, which then meet again when a conversation goes on."""
+"""An option is as good as the best one if it costs at most this share more and its nodes start no later. One of these
+options is drawn at random. Otherwise several routers that know the same would all choose the same nodes. So would one
+router for all prompts that find nodes idle, and these would meet again when their conversations go on."""
 HANDOFF_WEIGHT = 0.5
-"""Of a second of handoff, which delays the second token and not the first."""
+"""The price of a second of handoff, which delays the second token and not the first."""
 FULL_S = 0.05
-"""Of a decode node whose pool is spoken for; it rises with the square of the share. Each request makes it slower, and
-those beyond its pool wait."""
+"""The price of a decode node whose pool is taken as a whole; it rises with the square of the share that is taken. Each
+request makes the node slower, and requests beyond its pool wait."""
 BUSY_S = 1e-6
-"""Of each prompt token whose request generates there: with 1,024 of them a step takes some 40 us longer, for all of the
-node's streams. It keeps decode nodes in balance."""
+"""The price of each token of the requests that generate on the decode node: with 1,024 more, a step takes some 40 us
+longer for all of the node's streams. It keeps decode nodes in balance."""
 DISTURBED = 0.01
-"""The price of a second of slower decoding, for each stream that shares steps with a prompt. The target of the node
-bounds each gap; this is for the sum of them."""
+"""The price of a second of slower decoding, for each stream that shares steps with a prompt. The node's target bounds
+each gap; this price is for their sum."""
 
 REPEATED = 4.0
-"""The price of a prompt that is computed although another prefill node has it cached, in queues: the one that is longer
-on three of four prefill nodes. Prompts that come later wait for that work, the more of them the longer the queues are;
-by the theory of queues (M/G/1: Haviv and Ritov 1998) about twice the mean queue all together, which in a rush is twice
-that quartile. While a quarter of the nodes are idle nobody need wait, and one more node with a popular beginning is
-welcome. In a rush on empty caches, a burst of prompts with one beginning would have it computed on every node."""
+"""The price of computing a prompt although another prefill node has it cached, as a multiple of the lower quartile of
+the prefill nodes' queues. Prompts that come later wait for that work, the more of them the longer the queues are. By
+queueing theory (M/G/1: Haviv and Ritov 1998), together they wait for about twice the mean queue, and in a rush the mean
+queue is about twice that quartile. While a quarter of the nodes are idle, no prompt has to wait, and it is good if one
+more node has a popular beginning. In a rush on empty caches, a burst of prompts with a common beginning would otherwise
+have it computed on every node."""
 
 
 class Cost(Policy):
-    """Of options that cost about the same, one is drawn at random."""
+    """Chooses the cheapest option; of several that cost about the same, one at random."""
 
     uses_decode_alone = True
 
@@ -71,8 +72,8 @@ class Cost(Policy):
 
 
 class _Priced(NamedTuple):
-    """What an option costs in seconds, the names of its nodes, which order what costs the same, and what its decode
-    node adds to the price, if that is known."""
+    """What an option costs in seconds; the names of its nodes, which order options of equal cost; and the share of its
+    decode node in the cost, if it was computed separately."""
 
     cost_s: float
     names: tuple[str, ...]
@@ -93,7 +94,8 @@ _PRICE_AND_NAMES = itemgetter(0, 1)
 def _least(
     nodes: Sequence[Candidate], price: Callable[[Candidate], float], draw: Random
 ) -> list[tuple[float, Candidate]]:
-    """The cheapest of them, with their prices; some, drawn at random, if too many are as good as the first."""
+    """The cheapest NUM_BEST nodes with their prices, or NUM_BEST drawn at random if more are as good as the
+    cheapest."""
     if len(nodes) == 1:
         return [(price(nodes[0]), nodes[0])]
     ranked = sorted([(price(node), node.node_id, i) for i, node in enumerate(nodes)])
@@ -109,8 +111,8 @@ def _names(option: Option) -> tuple[str, ...]:
 
 
 class Prices(NamedTuple):
-    """What options cost, in seconds, for a prompt of which a prefill node has `most_cached` tokens. `repeated_s`: of
-    each of them that another prefill node computes once more."""
+    """What options cost, in seconds, for a prompt of which some prefill node has `most_cached` tokens cached.
+    `repeated_s`: the price of each of these tokens that another prefill node computes again."""
 
     most_cached: int
     repeated_s: float
@@ -128,23 +130,23 @@ class Prices(NamedTuple):
         return self.prefill(prefill) + decode_cost(decode) if decode is not None else alone_cost(prefill)
 
     def prefill(self, node: Candidate) -> float:
-        """What a pair's prefill node adds."""
+        """What a pair's prefill node adds to the cost."""
         return node.queue_s + node.prefill_s + self.repeated_s * (self.most_cached - node.num_cached)
 
 
 def alone_cost(node: Candidate) -> float:
-    """Of a decode node that does all."""
+    """The cost of a decode node that does all the work."""
     disturbed_s = node.prefill_s * node.num_running
     return node.queue_s + node.prefill_s + _full_cost(node) + DISTURBED * disturbed_s
 
 
 def decode_cost(node: Candidate) -> float:
-    """What a pair's decode node adds."""
+    """What a pair's decode node adds to the cost."""
     return HANDOFF_WEIGHT * node.handoff_s + _full_cost(node)
 
 
 def _full_cost(node: Candidate) -> float:
-    """What exceeds the pool waits until as much has ended of what is there."""
+    """A request that exceeds the pool waits until as much of the node's work has ended."""
     fill = node.fill
     overfull = fill - 1.0 if fill > 1.0 else 0.0
     return BUSY_S * node.busy[0] + FULL_S * fill * fill + node.held_s * overfull

@@ -8,7 +8,7 @@ from router.policies.base import Option, Options, Policy
 
 
 class LeastLoaded(Policy):
-    """Does not ask what is cached where. Of equal nodes it takes the first by name."""
+    """Ignores what is cached where. Of equal nodes it takes the first by name."""
 
     def choose(self, options: Options, draw: Random) -> Option:
         prefills = sorted(options.prefills, key=lambda node: (node.backlog, node.busy, node.node_id))

@@ -1,4 +1,4 @@
-"""`prefix`: the nodes that hold most of the prompt already, whatever their load; of equal ones the least loaded."""
+"""`prefix`: the nodes that already hold most of the prompt, whatever their load; of equal ones the least loaded."""
 
 from __future__ import annotations
 

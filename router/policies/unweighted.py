@@ -1,4 +1,4 @@
-"""`round-robin` and `random`: every pair gets its share, whatever it has to do."""
+"""`round-robin` and `random`: every pair gets its share, whatever its load."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from router.policies.base import Candidate, Option, Options, Policy
 
 
 class RoundRobin(Policy):
-    """Each placement takes the next node of each kind, by name. Once the pairs would repeat, they shift by one, so that
-    all of them come."""
+    """Each placement takes the next node of each kind, by name. When the pairs would begin to repeat, decode nodes
+    shift by one, so that every pair gets its turn."""
 
     def choose(self, options: Options, draw: Random) -> Option:
         turn = options.turn
@@ -29,7 +29,7 @@ class RandomChoice(Policy):
 
 
 def _from(nodes: Sequence[Candidate], turn: int) -> list[Candidate]:
-    """All of them, beginning with the one whose turn it is."""
+    """All nodes by name, beginning with the one whose turn it is."""
     ordered = sorted(nodes, key=lambda node: node.node_id)
     first = turn % len(ordered) if ordered else 0
     return ordered[first:] + ordered[:first]
