@@ -40,9 +40,9 @@ class MakeMover(Protocol[M]):
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """What a role is built on: a model, and a link for each rank. A simulated model has no grammars.
+    """What a role is built on: a model, and a link for each rank. With a simulated model there are no grammars.
 
-    make_links: makes links with so many slots more, of the same size: for movers of the other direction. Raises
+    make_links: makes further links, with this many slots of the same size, for movers of the other direction; raises
     TransferError. peers: the other data parallel nodes."""
 
     settings: NodeSettings
@@ -56,7 +56,7 @@ class Base:
 
     @property
     def role_options(self) -> RoleOptions:
-        """For the role's core."""
+        """The options of the role's core."""
         return RoleOptions(
             incarnation=self.incarnation,
             max_waiting=self.settings.max_waiting,
@@ -66,7 +66,7 @@ class Base:
         )
 
     def movers(self, make: MakeMover[M], links: Sequence[Link]) -> list[M]:
-        """One for each rank, over these links."""
+        """A mover for each rank, over these links."""
         layout, verify = self.built.layout, self.settings.verify_transfers
         return [
             make(link.transport, link.staging, pool, layout, rank, verify=verify)

@@ -45,7 +45,7 @@ from node.settings import NodeSettings
 from node.tokenizer import TokenizerFiles, read_tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel  # models are imported after engine.model, which makes it faster
+    from transformers import PreTrainedModel  # imported after engine.model, which makes this import faster
 
 log = logging.getLogger(__name__)
 
@@ -54,14 +54,14 @@ _POOL_ADVICE = (
     "the KV pool and its tables do not fit"
 )
 _NOTICED_S = 1.0
-"""The bound for noticing that a data parallel node has ended, once a collective has failed."""
+"""How long it may take to notice that a data parallel node has ended, after a collective has failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to serve after `warm_up`. CUDA graphs are captured for decode steps of `graph_sizes`, for prompts
-    of up to `most_prompt_tokens` when alone. `pools`: that of each rank: of this process as [num_blocks, block_bytes],
-    uint8, which its RankModel owns."""
+    """A model ready to serve after `warm_up`. CUDA graphs are captured for decode steps of `graph_sizes` sequences, and
+    for prompts of up to `most_prompt_tokens` that are alone in their step. `pools`: the pool of each rank; that of this
+    process is [num_blocks, block_bytes], uint8, which its RankModel owns."""
 
     engine: Engine
     runner: TorchModelRunner
@@ -170,7 +170,8 @@ def _meet_peers(settings: NodeSettings, checkpoint: Checkpoint, wake: Callable[[
 
 
 def _same_graphs(settings: NodeSettings) -> dict[str, str]:
-    """What CUDA graphs, and the steps that come before them, depend on: all nodes capture and replay them together."""
+    """The flags on which CUDA graphs, and the steps before their capture, depend: all nodes capture and replay them
+    together."""
     sizes = sorted({min(size, settings.max_num_seqs) for size in settings.cudagraph_capture_sizes or ()})
     flags = {
         "--max-num-seqs": str(settings.max_num_seqs),
@@ -235,7 +236,8 @@ def _build(
 
 
 def _expert_counts(settings: NodeSettings, part: Part, pipeline: Pipeline) -> ExpertCounts | None:
-    """On a GPU only for who needs them: counting takes a decode step a few per cent of its time."""
+    """The counts of chosen experts; on a GPU only if something needs them, since counting makes a decode step a few per
+    cent slower."""
     if part.model.device.type == "cuda" and not settings.enable_eplb:
         return None
     return ExpertCounts.of(part.model, _num_expert_parts(settings, pipeline), part.probed.layers[0])
@@ -262,8 +264,8 @@ def _graph_sizes(settings: NodeSettings, config: EngineConfig, device: torch.dev
 
 
 def _with_tokenizer(settings: NodeSettings, checkpoint: Checkpoint) -> tuple[TokenizerFiles, Checkpoint]:
-    """The checkpoint's tokenizer, with whose EOS answers end, too; if it has none, baton-tiny's with dummy weights,
-    whose output is meaningless."""
+    """The checkpoint's tokenizer, whose EOS token ends answers too. If it has none, and weights are dummies, whose
+    output is meaningless anyway, baton-tiny's."""
     if settings.load_format == "dummy" and not has_tokenizer(checkpoint.path):
         log.warning("%s has no tokenizer: baton-tiny's stands in for it", checkpoint.path)
         return read_tokenizer(EMBEDDED["baton-tiny"]), checkpoint

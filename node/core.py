@@ -51,9 +51,9 @@ if TYPE_CHECKING:
 class RoleOptions:
     """What both roles take besides the engine and what moves KV.
 
-    At most `max_waiting` requests are in a queue, and answers that go on here; none gets more than `max_deadline_s`.
-    `grammars`: compiles what answers must match; without it, requests with structured outputs are refused.
-    `processors`: likewise, for logits processors.
+    At most `max_waiting` requests wait in a queue, not counting those whose answers have begun; no deadline is longer
+    than `max_deadline_s`. `grammars`: compiles what answers must match; without it, requests with structured outputs
+    are refused. `processors`: likewise, for logits processors.
     """
 
     incarnation: str
@@ -99,7 +99,7 @@ class RoleCore(ABC):
         self._plan = self._schedule(now)
         if not self.engine.only_launches:
             self._tell_launched(self._plan, now)
-        if not self._outbox.is_empty:  # else the turn's second half reports both halves' changes
+        if not self._outbox.is_empty:  # otherwise the turn's second half reports the changes of both
             self.block_changes.tell()
 
     def compute(self, now: float) -> bool:
@@ -114,7 +114,7 @@ class RoleCore(ABC):
     def _take(self, result: StepResult) -> None:
         self._take_results(result)
         for sequence, failure in result.failed:
-            # What the request itself asks for fails: no node would fare better, and none is to be avoided for it.
+            # The request itself is the cause: it would fail on any node, so no node should be avoided because of it.
             self._end_attempt(sequence.attempt_id, InvalidRequest(failure))
 
     @property
@@ -138,7 +138,8 @@ class RoleCore(ABC):
             case SessionLost(epoch):
                 self._outbox.epochs.discard(epoch)
                 self.block_changes.record_if_wanted()
-                # Other nodes hear of it, and may tell the router before it notices: it then places the work elsewhere.
+                # Other nodes hear of the refusal, and may tell the router before it notices; it then places the work
+                # elsewhere.
                 lost = NodeUnavailable(f"the router's stream to the {self.role.value} node ended")
                 for attempt_id in [attempt_id for attempt_id in self._attempts() if attempt_id.router_epoch == epoch]:
                     self._end_attempt(attempt_id, lost)
@@ -154,7 +155,7 @@ class RoleCore(ABC):
                 self._stopping = True
 
     def _admit(self, attempt_id: AttemptId, now: float, deadline_s: float, move: int = 0) -> bool:
-        """Whether the attempt is new, or that move of it. If so, end the previous attempt at the request, if it is
+        """Whether the attempt, or this move of it, is new. If so, end the previous attempt at the request if it is
         still here."""
         last = self._fences.last(attempt_id)
         if not self._fences.admit(attempt_id, now, deadline_s, move):
@@ -250,7 +251,7 @@ class RoleCore(ABC):
 
     @abstractmethod
     def _tell_launched(self, plan: Plan, now: float) -> None:
-        """Report the sequences that are in a step for the first time: this one, which is launched in this turn."""
+        """Report the sequences for which this turn's step is the first."""
 
     @abstractmethod
     def _computed(self, result: StepResult, now: float) -> bool:

@@ -1,4 +1,4 @@
-"""What a node serves, whether a model computes it or only takes time, and the node's description of it."""
+"""What a node serves, with a real or a simulated model, and the node's description of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from node.settings import NodeSettings
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
     """`json`: a tokenizer.json. `special_tokens`: bos_token, eos_token, ... by name, for the chat template.
-    `eos_token_id`: None: it has none, or is not known."""
+    `eos_token_id`: None if there is none, or it is not known."""
 
     json: bytes
     chat_template: str
@@ -36,8 +36,8 @@ class TokenizerFiles:
 class ServedModel(Protocol):
     """An engine with all that a role is built on: `build.LoadedModel`, or `simulated.SimulatedModel`.
 
-    pools: the KV pool of each rank, see `KvMover`. graph_sizes: empty without CUDA graphs. experts: None where nothing
-    is counted.
+    pools: the KV pool of each rank, see `KvMover`. graph_sizes: empty without CUDA graphs. experts: None if chosen
+    experts are not counted.
     """
 
     @property
@@ -74,7 +74,7 @@ class ServedModel(Protocol):
 def describe(
     settings: NodeSettings, role: NodeRole, built: ServedModel, incarnation: str, addresses: Sequence[bytes]
 ) -> NodeInfo:
-    """The node's description, without its address. addresses: of the transports of its ranks."""
+    """The node's description, without its address. addresses: those of its ranks' transports."""
     config, tokenizer = built.engine.config, built.tokenizer
     return NodeInfo(
         role=role,

@@ -24,7 +24,7 @@ from baton.messages import Abort, DecodeTarget, Load, Migrate, Prefill, Update
 
 @dataclass(frozen=True, slots=True)
 class SessionOpened:
-    """A router subscribed. Work of an epoch without a session is not taken."""
+    """A router has subscribed. The node takes no work of an epoch without a session."""
 
     epoch: int
 
@@ -87,7 +87,7 @@ class Draining:
 
 @dataclass(frozen=True, slots=True)
 class BlocksWanted:
-    """The router needs a snapshot of the prefix cache anew: it read too slowly for all changes."""
+    """The router needs a new snapshot of the prefix cache, because it read the changes too slowly."""
 
     epoch: int
 
@@ -166,7 +166,7 @@ class Role(Protocol):
         """First half of a turn: handle transfers and deadlines, and decide the next step."""
 
     def compute(self, now: float) -> bool:
-        """Second half, with no event in between: launch the step. True: there is more to do at once.
+        """Second half, with no event in between: launch the step. Returns whether there is more to do at once.
 
         The outputs of `prepare` are already being sent. Nothing here waits for a device: a step's end wakes the loop.
         """
@@ -182,7 +182,7 @@ class Role(Protocol):
         """The outputs since the last call, in order."""
 
     def end_turn(self) -> None:
-        """The turn's outputs are on their way: do what nobody waits for."""
+        """The turn's outputs are on their way: now do the work that nothing waits for."""
 
     def load(self) -> Load: ...
 

@@ -11,7 +11,7 @@ V = TypeVar("V")
 
 
 class ExpiringDict(Generic[K, V]):
-    """A dict whose entries expire, each within a second after its own time.
+    """A dict whose entries expire, each within a second after the time set for it.
 
     Each key is filed once, by the second in which it expires. So an entry costs its place in the dict and a pointer,
     every operation is O(1) amortized, and finding the expired entries is free.
@@ -21,7 +21,7 @@ class ExpiringDict(Generic[K, V]):
         self._values: dict[K, V] = {}
         self._by_second: dict[int, list[K]] = {}
         self._seconds: list[int] = []  # the keys of `_by_second`, as a heap
-        self._longer: dict[K, int] = {}  # expiry of keys that were kept again
+        self._longer: dict[K, int] = {}  # when keys that were kept again expire
 
     def __len__(self) -> int:
         return len(self._values)

@@ -17,8 +17,8 @@ from baton.wire.limits import MAX_MOVES
 from node.expiring_dict import ExpiringDict
 
 UNDER_WAY_S = 60.0
-"""By how much a tombstone outlives the deadline. A stream that is silent for 5 s, or takes 5 s to open, is ended, so
-messages are in flight for a fraction of this at most."""
+"""By how much a tombstone outlives the deadline. A stream ends if it is silent for 5 s or takes 5 s to open, so
+messages are in flight for only a fraction of this time."""
 
 MAX_LEFT = 1_000_000
 """Tombstones and stopped samples that one router's Aborts of unknown work may leave behind: 270 a second for an hour,
@@ -40,10 +40,11 @@ class Fences:
         self._max_deadline_s = max_deadline_s
         self._over = ExpiringDict[_Key, int]()
         self._stopped: dict[AttemptId, set[int]] = {}  # samples aborted one by one
-        # Left by Aborts: keys that were unknown, with their epochs; attempts with stopped samples, by key.
+        # What Aborts have left behind: keys that were unknown, with their epochs; attempts with stopped samples, by
+        # key.
         self._unheard: dict[_Key, int] = {}
         self._partly: dict[_Key, list[AttemptId]] = {}
-        self._num_left = Counter[int]()  # of both, by epoch
+        self._num_left = Counter[int]()  # the number of both, by epoch
 
     def __len__(self) -> int:
         return len(self._over)
@@ -63,8 +64,8 @@ class Fences:
         return AttemptId(attempt_id.router_epoch, attempt_id.request_id, attempt) if attempt >= 0 else None
 
     def fence(self, attempt_id: AttemptId, now: float, deadline_s: float = 0.0) -> bool:
-        """End the attempt and all below it, known here or not. False: it was unknown, like too many of the router's
-        before it, and is not remembered."""
+        """End the attempt and all below it, whether they are known here or not. False: the attempt is unknown and is
+        not remembered, since the router has sent too many of these."""
         key = _key_of(attempt_id)
         highest = self._highest(key)
         if highest < 0 and not self._may_leave(attempt_id, 1):
@@ -72,7 +73,7 @@ class Fences:
         if highest < 0:
             self._unheard[key] = attempt_id.router_epoch
         last_move = (attempt_id.attempt + 1) * MAX_MOVES - 1
-        if last_move > self._number(key):  # what is known already has its deadline
+        if last_move > self._number(key):  # an attempt that is known already has its deadline
             until = self._until(now, deadline_s) if attempt_id.attempt > highest else now
             self._over.keep(key, last_move, until)
         return True
@@ -83,7 +84,7 @@ class Fences:
         """End these samples of the attempt; the others may go on. Does not count as seen. False: see `fence`."""
         key = _key_of(attempt_id)
         if attempt_id.attempt < self._highest(key):
-            return True  # all of it is over
+            return True  # the whole attempt is over
         stopped = self._stopped.get(attempt_id, set())
         if not self._may_leave(attempt_id, len(set(samples) - stopped)):
             return False

@@ -1,7 +1,7 @@
 """Garbage collection of a process that loads a model and then serves.
 
-A full collection of the 500,000 objects of torch and transformers takes a third of a second, by which the start would
-take longer, or during which no step is launched: with several ranks, on none of them. Collections during the imports
+A full collection goes through the 500,000 objects of torch and transformers and takes a third of a second. It would
+make the start longer or, later, keep steps from being launched, on all ranks of a node. Collections during the imports
 would take a fifth of the imports' time; the garbage that is never collected instead is 7 MiB.
 """
 

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Timeouts in seconds. A part is a rank, or the other ranks' host, or a node. join: until all parts have connected.
-    silence: a part that sends nothing for so long is taken to hang; loading_silence: the same while some import and
-    load, which may hold the GIL. report: how long a part may take to report why a start failed, before the end of
-    another one ends it. close: how long ranks may take to end by themselves."""
+    """Timeouts in seconds. A part is a rank, another host of the node, or another data parallel node. join: until all
+    parts have connected. silence: a part that sends nothing for so long is taken to hang; loading_silence: the same
+    while some part imports or loads, which may hold the GIL. report: when a part is lost while the node starts, how
+    long this process waits for the error that explains it. close: how long ranks may take to end by themselves."""
 
     join: float = 300.0
     silence: float = 5.0

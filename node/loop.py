@@ -38,7 +38,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The results of one turn, or of its first half.
+    """What one turn, or its first half, has produced.
 
     `num_handled`: how many events the role had handled by then. With it, the consumer drops outputs that the role made
     before it knew that their stream had ended (see `NodeLoop.post`). `counts` is None between two measurements.
@@ -94,7 +94,8 @@ class NodeLoop:
         self._next_gauge = 0.0
 
     def post(self, event: Event) -> int:
-        """Queue an event and return its number: a `Turn` whose `num_handled` is at least that has seen the event."""
+        """Queue an event and return its number: once a `Turn` has a `num_handled` of at least that, the role has
+        handled the event."""
         return self._put(event)
 
     def wake(self) -> None:
@@ -140,7 +141,7 @@ class NodeLoop:
         return True
 
     def _watch(self, aio: asyncio.AbstractEventLoop, failed: Callable[[BaseException], None]) -> None:
-        """Check again when the current turn or step would be late; lateness is noticed within twice the limit."""
+        """Check again when the current turn or step would be late. Lateness is thus noticed within twice the limit."""
         if self._stopping:
             return
         limit = self._turn_timeout_s
@@ -160,7 +161,7 @@ class NodeLoop:
 
     def _turn(self, role: Role, deliver: Callable[[Turn], object], count: Callable[[], Counts]) -> None:
         self._turn_began = self.clock()
-        self._awake.clear()  # before the inbox is read: what comes later ends the wait below
+        self._awake.clear()  # before the inbox is read, so that what comes later ends the wait below
         while self._inbox:
             taken = self._inbox.popleft()
             self._num_handled += 1

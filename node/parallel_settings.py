@@ -11,7 +11,7 @@ from node.model_settings import ModelSettings
 
 
 class ParallelSettings(ModelSettings):
-    """Among how many processes the model is divided, and how they find each other. See docs/parallel.md."""
+    """Among how many processes a node's model is divided, and how these find each other. See docs/parallel.md."""
 
     tensor_parallel_size: int = Field(
         1,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Mover(PeerTransport, Protocol):
-    """What the shell needs of a role's senders or receivers, of which each rank has one."""
+    """What the shell uses of a role's senders or receivers, of which each rank has one."""
 
     num_slots: int
     """The sum over all ranks."""
@@ -65,7 +65,7 @@ def assemble(
     ranks: Ranks | None = None,
 ) -> NodeParts:
     """Load the model and build the role on it. `wake` is called, on any thread, when the core should have a turn.
-    ranks: the node's further ranks, if it has some. Raises ValueError, OSError or a BatonError, each readable for
+    ranks: the node's other ranks, if there are any. Raises ValueError, OSError or a BatonError, each readable for
     users."""
     base = _make_base(settings, wake, ranks)
     role, built = make_role(base), base.built
@@ -73,7 +73,7 @@ def assemble(
 
     def warm_up() -> None:
         for mover in movers:
-            mover.warm_up()  # not while a rank on another host captures graphs, which is not waited for
+            mover.warm_up()  # not while ranks on other hosts, for which nothing waits, may capture graphs
         built.warm_up()
 
     return NodeParts(

@@ -52,7 +52,8 @@ def check(settings: NodeSettings) -> None:
 
 
 def check_names(settings: NodeSettings) -> None:
-    """What others call this node and its model, before a router refuses it without end. Raises StartupError."""
+    """Check the names of this node and its model now; otherwise routers would refuse the node again and again. Raises
+    StartupError."""
     model, unset = settings.served_model_name, ""
     if not model:
         model, unset = settings.model, ", and is --model if unset"
@@ -73,7 +74,7 @@ def require_free(flag: str, listen: HostPort) -> None:
 
 
 def _check_working_directory() -> None:
-    """Without one oneMKL ends the process, saying that it cannot load torch."""
+    """Without a working directory, oneMKL ends the process, saying that it cannot load torch."""
     try:
         Path.cwd()
     except OSError as error:
@@ -105,7 +106,7 @@ def _check_profile_dir(settings: NodeSettings) -> None:
 
 
 def _check_model(settings: NodeSettings) -> None:
-    """A local folder only: a hub's model is checked after its download."""
+    """Check a local folder; a hub's model is checked after its download."""
     folder = local_folder(settings.model)
     if folder is None:
         return
@@ -146,7 +147,8 @@ def _check_transport(settings: NodeSettings) -> None:
 
 
 def why_no_transport(transport: str, device: str) -> str | None:
-    """Why a node cannot have that transport, as far as it shows before torch is imported; None: no reason found."""
+    """Why a node cannot use that transport, as far as that can be known before torch is imported; None: no reason was
+    found."""
     if transport == "nccl" and (device == "cpu" or not num_gpus()):
         return "nccl moves KV between GPUs, and this node has none"
     names, extra = _PACKAGES.get(transport, ((), ""))
@@ -163,7 +165,7 @@ def _check_structured_outputs(settings: NodeSettings) -> None:
 
 
 def _check_pool(settings: NodeSettings) -> None:
-    """On a CPU, where allocating more memory than there is fails only when it is written to."""
+    """Check the pool's size on a CPU, where allocating too much memory fails only when it is written to."""
     wanted = settings.kv_cache_memory_bytes
     if wanted is None or (settings.device != "cpu" and num_gpus()):
         return

@@ -1,7 +1,7 @@
 """A profile of the engine's next steps, by torch's profiler, as a Chrome trace file (`POST /debug/profile`).
 
 The profiler is started and stopped on the engine's thread, between two turns, because it records the thread that starts
-it. While none runs, a step costs one comparison more (`StepCounters.watcher`).
+it. While no profile is recorded, this costs a step one comparison (`StepCounters.watcher`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 
 DEFAULT_STEPS, MAX_STEPS = 20, 1000
 DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S = 30.0, 45.0
-"""The whole answer must come within `baton.telemetry.http.ANSWER_S`: two turns and writing a file take time too."""
+"""The whole answer must come within `baton.telemetry.http.ANSWER_S`, and two turns and the writing of a file take time
+too."""
 _TURN_S = 15.0
 _SUFFIX = ".pt.trace.json.gz"
 
@@ -51,7 +52,7 @@ def torch_trace() -> Trace:
 
 @dataclass(frozen=True, slots=True)
 class ProfileRequest:
-    """steps: how many to profile. timeout_s: when to stop with the steps that there are."""
+    """steps: how many to profile. timeout_s: when to stop even if there were fewer."""
 
     steps: int = DEFAULT_STEPS
     timeout_s: float = DEFAULT_TIMEOUT_S
@@ -155,7 +156,7 @@ class Profiling:
             if recording.error is not None:
                 raise recording.error
         except DeadlineExceeded:
-            self._call(recording.end)  # once the engine goes on: the next profile could not begin beside this one
+            self._call(recording.end)  # when the engine goes on, since the next profile cannot begin beside this one
             raise
         except Exception as error:
             raise InternalError(f"the profiler failed: {error}") from error
@@ -179,7 +180,7 @@ class Profiling:
 
 
 def _write(trace: Trace, path: Path) -> int:
-    """Write the file, which has its name once it is whole. Returns its size in bytes. Raises InternalError."""
+    """Write the file; it gets its name once it is complete. Returns its size in bytes. Raises InternalError."""
     partial = path.with_name(f".{path.name}")  # torch compresses by the end of the name
     try:
         trace.write(partial)

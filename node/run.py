@@ -1,6 +1,6 @@
 """The lifecycle of a node's process: load, serve, drain, exit.
 
-A host of a node with --node-rank above 0 only has ranks of it: `node.ranks.headless`.
+A host with --node-rank above 0 runs only ranks of the node: `node.ranks.headless`.
 
 exit code 0    stopped by SIGTERM, SIGINT or SIGHUP, all requests finished
           1    could not start, or the engine failed, or requests were left after --drain-timeout
@@ -43,10 +43,10 @@ from node.shell import Node, NodeParts, RoleSide
 log = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.0005
-"""How long a thread may keep the interpreter while others want it. With Python's 5 ms, tokens would wait while a node
-takes over a prompt of 32,000 tokens."""
+"""How long a thread may keep the interpreter while others want it. With Python's default of 5 ms, tokens would wait
+while a node takes over a prompt of 32,000 tokens."""
 _PEERS_MARGIN_S = 2.0
-"""For other data parallel nodes, which hear a moment later that they should drain."""
+"""Extra time for other data parallel nodes, which hear a moment later that they should drain."""
 
 MakeParts = Callable[[NodeSettings, Callable[[], None], Ranks | None], NodeParts]
 """Loads the model and builds the role on it; the second argument wakes the engine's thread, the third is the node's
@@ -79,8 +79,8 @@ def run_node(settings: NodeSettings, role: NodeRole, side: RoleSide, import_part
 
 
 def _end_at_signals() -> None:
-    """While the node starts, a signal ends its process at once, also one that is inside a library. Python's
-    KeyboardInterrupt is no end: it waits for the threads that read weights, and is lost in a callback of a library."""
+    """While the node starts, have a signal end the process at once, even while it is inside a library. Python's
+    KeyboardInterrupt does not help: it waits for the threads that read weights, and is lost in a library's callback."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     end_at_signals()
@@ -178,8 +178,8 @@ def _stopped_by(peers: PeerNodes | None, ranks: Ranks | None) -> asyncio.Future[
 
 
 async def _leave(peers: PeerNodes, node: Node, deadline: float, drained: bool) -> bool:
-    """Wait until all data parallel nodes have drained, since they need this one's experts; if it has given up, only
-    until they know."""
+    """Wait until all data parallel nodes have drained, since they need this node's experts; if this node has given up,
+    only until they know that."""
     left_s = max(0.0, deadline - time.monotonic()) if drained else 0.0
     leave = asyncio.get_running_loop().run_in_executor(None, peers.leave, left_s + _PEERS_MARGIN_S, drained)
     ends: list[asyncio.Future[Any]] = [leave, node.failure]

@@ -64,11 +64,12 @@ from node.loop import Turn
 log = logging.getLogger(__name__)
 
 MAX_UPDATES = 100_000
-"""Queued for one router, some minutes of tokens: with more, it does not read and its session is ended."""
+"""The most updates queued for one router, some minutes of tokens. If there are more, the router does not read, and its
+session ends."""
 UPDATES_PER_MESSAGE = 8192
 PIECES_BYTES_PER_MESSAGE = 128 * 1024
-"""A message with so much of prompts' logprobs takes no more updates: reading it keeps the router busy for 1 ms. All
-those of a backlog would together be more than a message may have."""
+"""A message with this many bytes of prompt logprobs takes no more updates: reading it keeps the router busy for 1 ms,
+and all logprobs of a backlog together could exceed the size of a message."""
 LOAD_PERIOD_S = 0.1
 """The shortest interval between reports of a changed load; an unchanged one is sent every HEARTBEAT_S."""
 
@@ -120,13 +121,13 @@ class Sessions:
                 session.end(output.reason)
         for epoch, updates in by_epoch.items():
             if session := self._meant(epoch, turn):
-                for update in updates:  # those of a lost session are counted no more: nothing would end them
+                for update in updates:  # those of a lost session are not counted, since nothing would end them
                     self._metrics.sent(update)
                     _log(update)
                 session.put(*updates)
 
     def _feed(self, output: BlocksChanged | BlocksHeld, turn: Turn) -> None:
-        """What the prefix cache holds, for the router that asked or for all."""
+        """Pass on what the prefix cache holds, to the router that asked or to all."""
         for epoch in [output.epoch] if isinstance(output, BlocksHeld) else self._by_epoch:
             if session := self._meant(epoch, turn):
                 was_empty = session.blocks.is_empty
@@ -138,7 +139,7 @@ class Sessions:
                     session.wake()
 
     def _meant(self, epoch: int, turn: Turn) -> _Session | None:
-        """The epoch's session, unless the turn's outputs are for an earlier one, whose end the role had not seen."""
+        """The epoch's session, unless the turn's outputs are for an earlier session whose end the role had not seen."""
         session = self._by_epoch.get(epoch)
         return session if session and turn.num_handled >= session.opened else None
 
@@ -222,7 +223,7 @@ class Sessions:
 
     def _receive_all(self, session: _Session, message: node_pb2.RouterMessage) -> None:
         if self._by_epoch.get(session.epoch) is not session:
-            return  # read before its call has ended: the epoch's work is that of its new session
+            return  # read before the old call ended, but the epoch's work now belongs to its new session
         for single in wire.split_router_message(message):
             self._receive(session, single)
 

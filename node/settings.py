@@ -23,7 +23,7 @@ _GPU_LAYER_GROUPS = 4
 
 
 class NodeSettings(ParallelSettings):
-    """What a prefill node and a decode node take alike."""
+    """The settings that prefill and decode nodes have in common."""
 
     gpu_batched_tokens: ClassVar[int] = _BATCHED_TOKENS
     """The role's default of --max-num-batched-tokens on a GPU."""
@@ -34,7 +34,8 @@ class NodeSettings(ParallelSettings):
     captured_mixed_tokens: ClassVar[int] = 1024
     """The most tokens of prompts beside decodes in a step with a CUDA graph."""
     has_streams: ClassVar[bool] = True
-    """Whether it has steps with decodes, which --target-itl bounds; a cluster is started with it for all nodes."""
+    """Whether the role has steps with decodes, which --target-itl bounds. A cluster is started with that flag for all
+    nodes."""
     num_outward_slots: ClassVar[int] = 0
     """Staging slots besides --kv-slots, for parts to nodes of the same role."""
 
@@ -198,8 +199,9 @@ class NodeSettings(ParallelSettings):
 
     @property
     def captures_graphs(self) -> bool:
-        """On a GPU. Steps of a model in stages are launched op by op: they are those of a prefill node, whose chunks
-        are mostly too long for a graph, and a stage's graph would need hidden states at an address of its own."""
+        """Whether CUDA graphs are captured on a GPU. Steps of a model in stages are launched op by op: only prefill
+        nodes have stages, most of their chunks are too long for a graph, and a stage's graph would need hidden states
+        at a fixed address."""
         return not self.enforce_eager and self.pipeline_parallel_size == 1
 
     def layer_groups(self, on_gpu: bool) -> int:

@@ -40,8 +40,8 @@ from node.status import Health, NodeStatus, admin_pages
 log = logging.getLogger(__name__)
 
 GRACE_S = 0.5
-"""Time for the last messages to be sent, once the server accepts no more calls; and for the engine's thread to say
-whether anything is left."""
+"""Time to send the last messages, once the server accepts no more calls; and for the engine's thread to say whether any
+work is left."""
 THREAD_STOP_S = 10.0
 AUDIT_S = 30.0
 """Timeout of an audit, which waits for the current turn."""
@@ -178,7 +178,7 @@ class Node:
         status = NodeStatus(info, self._parts.tokenizer, self._auditor, self._gate)
         node_pb2_grpc.add_NodeStatusServicer_to_server(status, self._server)  # type: ignore[no-untyped-call]
         self._health = Health(self._server, ["baton.v1.NodeStatus", self._side.service])
-        # Before the first turn, in which a data parallel node may take part in others' steps, which are their warm-up.
+        # Before the first turn, in which a data parallel node may take part in steps that the others take to warm up.
         warm_up = self._loop.run_engine_call(self._parts.warm_up)
         self._loop.start(self._parts.role, self._deliver, self._failed, self._parts.count)
         await self._end_of(asyncio.wrap_future(warm_up))
@@ -201,7 +201,7 @@ class Node:
         return False
 
     async def _until_idle(self) -> None:
-        """Query the role itself, again after each turn that ends idle: the last turn's state may be older than work
+        """Ask the role itself, again after each turn that ends idle: the state of the last turn may be older than work
         that has just arrived."""
         while True:
             self._idle.clear()

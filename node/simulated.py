@@ -1,4 +1,4 @@
-"""The parts of a node with `--engine simulated`: a profile in the place of a model, and slots without memory."""
+"""The parts of a node with `--engine simulated`: a profile instead of a model, and slots without memory."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SimulatedModel:
     graph_sizes: list[int] = dataclasses.field(default_factory=lambda: [1])  # steps cost as with CUDA graphs
     pools: tuple[None] = (None,)
     experts: None = None
-    on_gpu: bool = True  # in the sizes of slots and steps, which the profile is of
+    on_gpu: bool = True  # for the sizes of slots and steps, since profiles describe GPUs
 
     def warm_up(self) -> None:
         """Nothing is compiled."""
@@ -84,7 +84,7 @@ def make_simulated_base(settings: NodeSettings, wake: Callable[[], None]) -> Bas
 def slots_for(
     settings: NodeSettings, profile: Profile, built: SimulatedModel, clock: Callable[[], float] = time.monotonic
 ) -> Slots:
-    """As many and as large as suit the profile's link, unless settings say otherwise."""
+    """As many slots, and as large ones, as suit the profile's link, unless settings say otherwise."""
     bandwidth = settings.kv_link_bandwidth or profile.link.bandwidth_gb_s
     block_bytes = built.layout.rank_block_bytes
     sizes = slot_sizes(settings.model_copy(update={"kv_link_bandwidth": bandwidth}), block_bytes, built.on_gpu)
@@ -156,7 +156,7 @@ def _told(settings: NodeSettings, name: str, otherwise: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _ModelFiles:
-    """`special_ids`: tokens that stand for no text."""
+    """`special_ids`: tokens that do not stand for text."""
 
     tokenizer: TokenizerFiles
     generation_defaults: GenerationDefaults

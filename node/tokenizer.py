@@ -1,4 +1,5 @@
-"""A model's tokenizer and chat template, as sent to routers, which need no model folder and run none of its code."""
+"""A model's tokenizer and chat template, as they are sent to routers, which need no model folder and run none of its
+code."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ __all__ = ["TokenizerFiles", "read_tokenizer"]
 
 def read_tokenizer(path: Path) -> TokenizerFiles:
     """The tokenizer of the checkpoint in `path`, converted to a fast one if necessary. Raises UnsupportedModel."""
-    if problem := why_no_tokenizer(path):  # for some models, transformers would make up an empty one
+    if problem := why_no_tokenizer(path):  # for some models, transformers would otherwise make an empty tokenizer
         raise UnsupportedModel(f"{path}: {problem}")
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)

@@ -17,7 +17,7 @@ class Wakeup:
         self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def set(self) -> None:
-        if self._calls.empty():  # else the waiting thread has yet to look, and will find this work too
+        if self._calls.empty():  # otherwise the waiting thread has not looked yet, and will find this work too
             self._calls.put(None)
 
     def clear(self) -> None:

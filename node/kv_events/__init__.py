@@ -1,1 +1,1 @@
-"""Which blocks enter and leave the prefix cache: told to routers, and published over ZMQ as vLLM does."""
+"""Tells routers which blocks enter and leave the prefix cache, and publishes the same over ZMQ as vLLM does."""

@@ -1,4 +1,4 @@
-"""Which blocks enter and leave a node's prefix cache, told to its routers and to whoever else follows it."""
+"""Tells a node's routers, and whatever else follows the prefix cache, which blocks enter and leave it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from node.outbox import Outbox
 
 
 class BlockFollower(Protocol):
-    """Is told of all changes of the prefix cache, on the engine's thread: see `node.kv_events.publisher.KvEvents`."""
+    """Learns of all changes of the prefix cache, on the engine's thread: see `node.kv_events.publisher.KvEvents`."""
 
     def sealed(self, tokens: Seq[int], cache_salt: str, hashes: Seq[BlockHash], first: int) -> None: ...
 
@@ -22,10 +22,10 @@ class BlockFollower(Protocol):
 
 
 class BlockChanges:
-    """Has the engine record changes while a router is subscribed or somebody follows. Engine's thread only.
+    """Has the engine record changes while a router is subscribed or there is a follower. Engine's thread only.
 
-    Of a model with several KV groups, the blocks of the first stand for all: they have the hashes that others know, and
-    of layers without a window all blocks.
+    If a model has several KV groups, only blocks of the first one count: it has the hashes that others know and, if
+    there are layers without a window, all of their blocks.
     """
 
     def __init__(self, engine: Engine, outbox: Outbox) -> None:
@@ -36,7 +36,7 @@ class BlockChanges:
         self._records = False
 
     def follow(self, follower: BlockFollower) -> None:
-        """Tell it of all blocks that enter or leave the prefix cache. Before the first turn."""
+        """Tell the follower of all blocks that enter or leave the prefix cache. Call it before the first turn."""
         self._follower = follower
         self.record_if_wanted()
 
@@ -46,9 +46,10 @@ class BlockChanges:
         self._engine.sequences.on_sealed = on_sealed
 
     def record_if_wanted(self) -> None:
-        """After a router was subscribed, or its session has ended: record changes as long as somebody is told."""
+        """Call it when a router has subscribed, or its session has ended: changes are recorded while there is a router
+        or a follower."""
         wanted = bool(self._outbox.epochs) or self._follower is not None
-        if wanted != self._records:  # to begin anew would drop what others are still to be told
+        if wanted != self._records:  # starting again would drop changes that others have not been told
             self._records = wanted
             self._engine.blocks.record_changes(wanted)
 
@@ -65,13 +66,13 @@ class BlockChanges:
             self._outbox.add(BlocksChanged(changes))
 
     def tell_follower(self) -> None:
-        """Once a turn, when its outputs are on their way: no token waits for it."""
+        """Tell the follower, once a turn, when the turn's outputs are on their way: no token waits for this."""
         if self._follower is not None:
             self._follower.turned(self._untold)
             self._untold = {}
 
     def tell_held(self, epoch: int) -> None:
-        """A snapshot for one router. Changes until now are for the others."""
+        """Send a snapshot to one router, after the changes so far to the others."""
         self.tell()
         held = self._engine.blocks.hashes()
         self._outbox.add(BlocksHeld(epoch, [name for name in held if is_of_first_group(name)]))

@@ -1,12 +1,12 @@
-"""What one router has yet to hear of the blocks in this node's prefix cache.
+"""The changes of this node's prefix cache that one router has not been told yet.
 
     engine's thread                 asyncio thread
     BlocksHeld     a snapshot   ->  KvFeed  --take-->  KvEvents, at most one every KV_PERIOD_S
     BlocksChanged  each turn    ->
 
-Changes add up until the router is ready to read, and of each block only the last one is sent. A router that reads too
-slowly loses its backlog and gets a new snapshot, which is smaller; the feed therefore never holds much more than the
-hashes of the prefix cache.
+Changes are collected until the router is ready to read, and only the last one of each block is sent. A router that
+reads too slowly loses its backlog and gets a new snapshot, which is smaller; the feed therefore never holds much more
+than the hashes of the prefix cache.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ KV_PERIOD_S = 0.1
 """The shortest interval between messages to one router, except those of one large batch: reading one costs the router
 as much as reading the tokens of a step."""
 MAX_EVENTS = 256
-"""In one message, of the 1,024 that a router accepts: to read and store these takes it 0.1 to 0.4 ms, during which no
-token passes."""
+"""The most hashes in one message, of which a router accepts up to 1,024: to read and store these takes it 0.1 to 0.4
+ms, during which no token passes."""
 MAX_BACKLOG = 32_768
-"""Changes that wait for one router, beside its snapshot: 4 MB. With more, a new snapshot replaces them."""
+"""The most changes that wait for one router, beside its snapshot: 4 MB. If there are more, a new snapshot replaces
+them."""
 
 
 class KvFeed:
@@ -37,7 +38,7 @@ class KvFeed:
         self._removed: dict[BlockHash, None] = {}
         self._follows = False  # whether changes are of interest: a snapshot has come, and nothing was dropped since
         self._begins = False  # whether the next message is the first one of a snapshot
-        self._num_snapshot = 0  # hashes of the snapshot, until it is sent
+        self._num_snapshot = 0  # how many hashes the snapshot has, until it is sent
         self._sequence = 0
         self.lacks_snapshot = False
         """Whether the backlog was dropped. The owner asks the engine for a snapshot, and sets this to False."""
@@ -68,7 +69,7 @@ class KvFeed:
             self._drop()
 
     def take(self) -> KvEvents:
-        """The next message; what is left is for those after it. Not for an empty feed."""
+        """The next message; the rest follows in later ones. Do not call it if the feed is empty."""
         assert not self.is_empty
         removed = _pop(self._removed, self._max_events)
         stored = _pop(self._stored, self._max_events - len(removed))
@@ -86,7 +87,7 @@ class KvFeed:
 
 
 def _pop(hashes: dict[BlockHash, None], most: int) -> tuple[BlockHash, ...]:
-    """Takes up to `most` of them out, in their order: the router finds blocks fastest that came one after another."""
+    """Remove up to `most` hashes, in their order, since the router finds blocks fastest that came one after another."""
     popped = tuple(itertools.islice(hashes, most))
     for block_hash in popped:
         del hashes[block_hash]

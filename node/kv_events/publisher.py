@@ -4,10 +4,10 @@
     sealed: tokens and parent of each block   ->   queue   ->   PUB: [topic, sequence number, msgpack]
     turned: what the prefix cache gained and lost                ROUTER: batches that a subscriber missed
 
-The same changes of the prefix cache that our own router hears (`node.kv_events.feed`), one batch per turn. The engine's
-thread never waits: if the publisher falls behind by `max_queue_size` batches, what follows begins with
-AllBlocksCleared, after which subscribers know less than the cache holds, never more. vLLM,
-`vllm/distributed/kv_events.py`; events are arrays, which all its readers understand.
+These are the changes of the prefix cache that baton's routers get too (`node.kv_events.feed`), one batch per turn. The
+engine's thread never waits: if the publisher falls behind by `max_queue_size` batches, the next one begins with
+AllBlocksCleared, after which subscribers know less than the cache holds, but never more. The format is that of vLLM,
+`vllm/distributed/kv_events.py`; events are arrays, which all of its readers understand.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _POLL_S = 0.1
 _PAUSE_S = 0.005
-"""Before a batch is sent, unless others wait: the thread that sends the turn's tokens wants the CPU meanwhile."""
+"""A pause before a batch is sent, unless other batches wait: the thread that sends the turn's tokens needs the CPU
+meanwhile."""
 _CLOSE_S = 2.0
 _INT_BITS = 64
 
@@ -41,8 +42,8 @@ class _Event(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=
 
 
 class BlockStored(_Event, tag="BlockStored"):
-    """Blocks that follow each other, after the one whose hash is the parent's. extra_keys: of each block, what its hash
-    contains beside its tokens and its parent: the first block's cache_salt."""
+    """Consecutive blocks after the block with the parent hash. extra_keys: for each block, what its hash covers besides
+    its tokens and its parent, which is the first block's cache_salt."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -80,14 +81,14 @@ class KvEvents:
         self._sealed: dict[BlockHash, tuple[BlockHash | None, Sequence[int], str]] = {}
 
     def sealed(self, tokens: Sequence[int], cache_salt: str, hashes: Sequence[BlockHash], first: int) -> None:
-        """Blocks `first` and those after it of a sequence have got their hashes; `hashes` begins with block 0's."""
+        """A sequence's blocks from number `first` on have got their hashes; `hashes` begins with block 0's."""
         size = self._block_size
         for i in range(first, len(hashes)):
             parent = hashes[i - 1] if i else None
             self._sealed[hashes[i]] = (parent, tokens[i * size : (i + 1) * size], "" if i else cache_salt)
 
     def turned(self, changes: Mapping[BlockHash, bool]) -> None:
-        """The end of a turn. Of each hash, whether the prefix cache holds it now."""
+        """The turn ends. changes: for each hash, whether the prefix cache holds it now."""
         events: list[Any] = []
         if removed := [as_int(block_hash) for block_hash, is_held in changes.items() if not is_held]:
             events.append(BlockRemoved(removed))
@@ -112,7 +113,7 @@ class KvEvents:
 
 
 def as_int(block_hash: BlockHash) -> int:
-    """As vLLM shortens a SHA-256 for its readers."""
+    """The integer to which vLLM shortens a SHA-256 for its readers."""
     return int.from_bytes(block_hash, "big") & (1 << _INT_BITS) - 1
 
 
@@ -149,7 +150,7 @@ class KvEventPublisher:
         return self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def publish(self, events: list[Any]) -> None:
-        """Never blocks. On any thread, one at a time."""
+        """Queue a batch. Never blocks. For any thread, but one at a time."""
         if self._lost:
             events = [AllBlocksCleared(), *events]
         try:

@@ -1,10 +1,11 @@
-"""The other data parallel nodes, as seen by this one: all step in waves, and end together.
+"""The other data parallel nodes, as seen by this one. All nodes step in waves (a step that all take together), and end
+together.
 
     all have loaded -> waves of steps -> one is told to stop, so all drain -> all have drained -> all leave
 
-Rank 0 forwards the messages of each node to the others. Each node has experts that the others need, so a node that dies
-or hangs ends them all; they name it as they end, and routers go on elsewhere. How they find each other:
-`node.peers.data_parallel`.
+Rank 0 forwards the messages of each node to the others. Each node has experts that the others need, so if a node dies
+or hangs, all of them end and name it in their logs; routers go on elsewhere. `node.peers.data_parallel` has how they
+find each other.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class RendezvousInfo:
 
 
 class PeerNodes:
-    """Implements `engine.model.parallel.data_parallel.Waves`. links: to all others on rank 0, else to rank 0.
-    wake: called on another thread when the engine should step for others.
+    """Implements `engine.model.parallel.data_parallel.Waves`. links: on rank 0 to all other nodes, else only to rank 0.
+    wake: called on another thread when the engine should take part in a step of the others.
 
     Watches the others from the beginning, and ends this process if one is lost before `leave`.
     """
@@ -112,9 +113,9 @@ class PeerNodes:
         self._broadcast(stopping=True)
 
     def leave(self, timeout_s: float, drained: bool = True) -> bool:
-        """Wait until all nodes have drained; meanwhile this one, which has, still takes part in their steps. After
-        that, the loss of a node no longer matters. drained: False if this node gives up instead. Returns False if some
-        have not drained in time."""
+        """Wait until all nodes have drained. This one, which has drained, takes part in their steps meanwhile. After
+        that, the loss of a node no longer matters. drained: False if this node gives up before it has drained. Returns
+        False if some nodes have not drained in time."""
         deadline = time.monotonic() + timeout_s
         with self._state:
             if drained:
@@ -133,7 +134,7 @@ class PeerNodes:
             self._state.notify_all()
 
     def why_lost(self, timeout_s: float) -> str | None:
-        """Which node is lost, as a line for people, if that is noticed in time."""
+        """Which node is lost, as a line for people, if this is noticed in time."""
         with self._state:
             self._state.wait_for(lambda: self._why_lost is not None, timeout_s)
             return self._why_lost
@@ -160,7 +161,7 @@ class PeerNodes:
     def _forward(self, message: dict[str, Any], of: int) -> None:
         for rank, link in self._links.items():
             if rank != of:
-                with contextlib.suppress(OSError):  # the watcher notices
+                with contextlib.suppress(OSError):  # the watcher notices it
                     link.send(**message)
 
     def _watch(self) -> None:

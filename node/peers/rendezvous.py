@@ -1,7 +1,7 @@
 """How processes on several hosts find each other: one listens, the others connect and send a hello, which says who they
 are and what they serve; the answer is what they need to go on, or why they are refused.
 
-As between torch's processes, nothing is authenticated here: the network among these processes must be their own.
+As with torch.distributed, nothing is authenticated here: the network among these processes must be closed to others.
 """
 
 from __future__ import annotations

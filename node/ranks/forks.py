@@ -28,14 +28,14 @@ log = logging.getLogger(__name__)
 BEAT_S = 0.2
 MAX_MESSAGE = 64 * 1024
 MAX_ERROR_CHARS = 4096
-"""Of an error that a rank reports: as JSON it has up to twelve times as many bytes, and a longer message would come cut
-off."""
+"""The most characters of an error that a rank reports. As JSON it has up to twelve times as many bytes, and a longer
+message would be cut off."""
 HAS_ENDED = "has ended"
 ENDED_LOADING = "has ended while it loaded its part"
 
 
 class LossReason(NamedTuple):
-    """Why a rank was lost. is_secondary: perhaps only because another rank ended before."""
+    """Why a rank was lost. is_secondary: it may have been lost only because another rank ended before."""
 
     text: str
     is_secondary: bool = False
@@ -80,7 +80,7 @@ class RankPipe(NamedTuple):
         return message
 
     def failed(self, error: Exception) -> None:
-        """Report why this rank fails. A RuntimeError may only be the consequence of another rank's end."""
+        """Report why this rank fails. A RuntimeError may be just the consequence of another rank's end."""
         with contextlib.suppress(OSError):
             text = (str(error) or repr(error))[:MAX_ERROR_CHARS]
             self.send(error=text, met=isinstance(error, RuntimeError))

@@ -131,7 +131,7 @@ class _Host:
         link.send(stopping=True)
 
     def _take_ready(self) -> None:
-        """A rank that has loaded is given less time to be silent."""
+        """From now on, ranks that have loaded may be silent for a shorter time only."""
         for rank in self._forks.all:
             if not rank.ready:
                 rank.take_ready(rank.peek())

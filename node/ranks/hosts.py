@@ -3,8 +3,8 @@
     each host joins, and each of its ranks -> all are sent the address of the TCPStore
     -> a stream to each rank carries steps and moves of KV; a link to each host, which watches its ranks, heartbeats
 
-How they join: `node.ranks.joining`; what runs on them: `node.ranks.headless`. A host that dies, hangs or loses a rank
-ends the node, which names it; and when the node ends, it ends its hosts.
+How they join: `node.ranks.joining`; what runs on them: `node.ranks.headless`. If a host dies, hangs or loses a rank,
+the node ends and names that host in its log. When the node ends, it ends its hosts.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _HostRank:
             self.wire.handle(message)
 
     def lost(self) -> None:
-        """Fail all that waits for the rank."""
+        """Fail everything that waits for the rank."""
         self.wire.lost()
         if not self.ready.done():
             self.ready.set_exception(RuntimeError(f"rank {self.number} {HAS_ENDED}"))
@@ -86,7 +86,7 @@ class OtherHosts:
         self._over = threading.Event()
         self._in_order = False
         self._ended: set[int] = set()
-        """Hosts that have reported that they end with the node."""
+        """The hosts that have reported that they end with the node."""
         self._threads: list[threading.Thread] = []
         self._on_lost: OnLost = lambda reason, ready: None
 
@@ -136,7 +136,7 @@ class OtherHosts:
             rank.stream.limit_sends(timeout_s)
 
     def serves(self, stop: Callable[[], object]) -> None:
-        """The node serves from now on, and nothing holds the GIL for long any more. stop: called on another thread when
+        """The node serves from now on, so nothing holds the GIL for long any more. stop: called on another thread when
         a host is told to stop, until the node ends (`stop`)."""
         for link in self._links.values():
             with contextlib.suppress(OSError):  # the watcher notices

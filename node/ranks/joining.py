@@ -1,4 +1,4 @@
-"""How hosts and their ranks join a node that is spread over several hosts, as rank 0 sees it.
+"""How hosts and their ranks join a node that is spread over several hosts, from the view of rank 0.
 
     each host says its number and its flags, each of its ranks its number and its weights
     -> rank 0 admits it, or refuses it and names the flag
@@ -43,7 +43,7 @@ compared by fingerprint; of a secret, only whether there is one."""
 
 
 def rendezvous_of(settings: NodeSettings) -> RendezvousEndpoint:
-    """At which rank 0 waits for the other hosts of the node."""
+    """The address at which rank 0 waits for the other hosts of the node."""
     address = HostPort(settings.master_addr, settings.master_port)
     return RendezvousEndpoint(address, "--master-addr", "--master-port", "host of this node")
 
@@ -146,8 +146,8 @@ class JoiningHosts:
                 self._lost(member, f"has been silent for {limit_s:g} s")
 
     def _lost(self, member: tuple[str, int], why: str) -> None:
-        """It may be started again. A host is dropped with its ranks: if its machine vanished, nobody closes their
-        links."""
+        """Drop a host or a rank, which may be started again and join anew. A host is dropped with its ranks: if its
+        machine has vanished, nothing closes their links."""
         log.warning("%s %s, and is waited for", self._name(*member), why)
         self._joined.pop(member).close()
         if member[0] == HOST:

@@ -43,9 +43,9 @@ _NULL_BLOCK = 1
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A rank's part of the model, and what is the same on all ranks: sizes, what the layers of all stages keep of the
-    heads that one rank has, and the KV groups of these layers. expert_exchange_s: see `DataParallel.exchange_s`; None
-    on a GPU, and where a rank has all experts."""
+    """A rank's part of the model, and what is the same on all ranks: the sizes, the KV that the layers of all stages
+    keep for one rank's heads, and the KV groups of these layers. expert_exchange_s: see `DataParallel.exchange_s`; None
+    on a GPU, and if a rank has all experts."""
 
     model: PreTrainedModel
     probed: Probe
@@ -84,8 +84,8 @@ def load_part(
 
 
 def device_of(settings: NodeSettings, rank: int = 0) -> torch.device:
-    """Where that rank computes; of several GPUs, each of a host's ranks has that of its number there, which becomes the
-    current one of this thread. Raises ValueError."""
+    """The device on which that rank computes. Each of a host's ranks has the GPU of its number on that host, which
+    becomes this thread's current one. Raises ValueError."""
     has_cuda = torch.cuda.is_available()
     if settings.device == "cuda" and not has_cuda:
         raise ValueError("--device: cuda is not available on this machine")
@@ -127,13 +127,15 @@ def _limits(settings: NodeSettings, checkpoint: Checkpoint, device: torch.device
         limits = dataclasses.replace(limits, padding=padding)
     has_windows = getattr(checkpoint.config.get_text_config(), "sliding_window", None) is not None
     if settings.num_gpu_blocks_override is not None and not has_windows:
-        # Report too few now, not after the weights are loaded: only then it is known which layers have a window.
+        # Report a pool that is too small now, and not after the weights are loaded, when it is known which layers have
+        # a window.
         dataclasses.replace(limits, num_blocks=settings.num_gpu_blocks_override + _NULL_BLOCK)
     return limits
 
 
 def _with_windows(limits: EngineConfig, windows: tuple[int | None, ...]) -> EngineConfig:
-    """The smallest pool that works for tables of such groups. Nothing falls behind a window as long as the context."""
+    """The sizes, with the smallest pool that works for tables of these groups. No block falls behind a window that is
+    as long as the context."""
     shorter = tuple(window if window and window < limits.max_model_len else None for window in windows)
     limits = dataclasses.replace(limits, num_blocks=sys.maxsize, windows=shorter)
     return dataclasses.replace(limits, num_blocks=limits.most_blocks(limits.max_model_len) + _NULL_BLOCK)

@@ -16,7 +16,7 @@ from node.slots import slot_sizes
 
 _CPU_POOL_BYTES = GIB
 _GRAPHS_BYTES = GIB
-"""Kept free for CUDA graphs, or more: a quarter of it besides the logits that they keep."""
+"""Bytes kept free for CUDA graphs; if their logits take much, a quarter of this besides the logits."""
 
 
 def num_blocks(
@@ -36,8 +36,8 @@ def num_blocks(
 def _pool_bytes(
     settings: NodeSettings, limits: EngineConfig, block_bytes: int, logits_bytes: int, memory: ProfiledMemory | None
 ) -> tuple[int, str]:
-    """Bytes of the pool, and the flag that would enlarge it. On a CPU at most what the node could ever fill.
-    logits_bytes: of a row."""
+    """The bytes of the pool, and the flag that would enlarge it. On a CPU, at most what the node could ever fill.
+    logits_bytes: those of one row."""
     requested = settings.kv_cache_memory_bytes
     if requested is not None:
         return requested, f"--kv-cache-memory-bytes ({requested})"
@@ -63,8 +63,9 @@ def graph_bytes(settings: NodeSettings, limits: EngineConfig, logits_bytes: int)
 
 
 def _profile(model: PreTrainedModel, probed: Probe, limits: EngineConfig, pipeline: Pipeline) -> ProfiledMemory:
-    """Compute the largest steps over a few blocks, which stay allocated until another runner takes over the model. As
-    often as there are stages: the last time with all that a stage has sent of steps before, and keeps."""
+    """Compute the largest steps over a few blocks, which stay allocated until another runner takes over the model. This
+    is done as often as there are stages, so that the last time a stage also holds what it has sent for earlier
+    steps."""
     with out_of_memory("--max-num-batched-tokens, --max-num-seqs: lower them, a step does not fit the GPU"):
         runner = TorchModelRunner(model, profile_config(limits), probed, pipeline=ProfilingPipeline(pipeline))
 

@@ -48,7 +48,7 @@ class PoolWire:
         return found
 
     def handle(self, message: Mapping[str, Any]) -> None:
-        """Handle what the rank says of its pool. Raises what a malformed message causes."""
+        """Handle a message of the rank about its pool. Raises whatever a malformed message causes."""
         if "answers" not in message:
             self.pool.handle(message)
             return
@@ -58,7 +58,7 @@ class PoolWire:
             answer.set_result(dict(message))
 
     def lost(self) -> None:
-        """Fail all that waits for an answer: there will be none."""
+        """Fail everything that waits for an answer, since none will come."""
         with self._lock:
             self._is_lost = True
             requests = list(self._requests.values())

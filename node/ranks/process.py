@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def run_rank(link: RankLink, settings: NodeSettings) -> None:
-    """Until the node closes the rank. Raises what loading raises, and RuntimeError when another rank is lost."""
+    """Run until the node closes the rank. Raises what loading raises, and RuntimeError when another rank is lost."""
     name = f"{settings.node_id or settings.listen.port}/{link.number}"
     configure_logging(settings.log_levels(), name, log_format=settings.log_format)
 
@@ -34,7 +34,7 @@ def run_rank(link: RankLink, settings: NodeSettings) -> None:
 
 
 def _load(link: RankLink, settings: NodeSettings) -> tuple[RankModel, Serve]:
-    """The rank's model, and what serves its pool."""
+    """Load the rank's model, and make the server of its pool."""
     import torch
 
     from engine.model.load.checkpoint import Checkpoint
@@ -48,7 +48,7 @@ def _load(link: RankLink, settings: NodeSettings) -> tuple[RankModel, Serve]:
     from node.ranks.pool_links import make_link
 
     gc.freeze()
-    # Joined after the imports, which take seconds: rank 0 has its own meanwhile.
+    # The rank joins after the imports, which take seconds; rank 0 imports at the same time.
     checkpoint, device = Checkpoint.find(settings.model, settings.revision), device_of(settings, link.number)
     everyone, peers = link.join(device, partial(fingerprint_of, settings, checkpoint))
     pipeline = Pipeline(everyone, settings.pipeline_parallel_size)

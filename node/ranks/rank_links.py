@@ -3,8 +3,8 @@
 `ForkedRankLink`: rank 0 is on this host and forked the rank: steps and the requests that move KV arrive in shared
 memory. `RemoteRankLink`: rank 0 is on another host, and they arrive over a `RankStream`.
 
-The rank's process moves the KV of its pool itself: two processes that use one GPU take turns on it, of half a
-millisecond and more, so rank 0 must not copy there.
+The rank's process moves the KV of its pool itself. Rank 0 must not copy there, because two processes that use one GPU
+take turns on it, each for half a millisecond or more.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ class ForkedRankLink:
         return join_group(store, self.number, self._size, device, message["host"]), peers
 
     def ready(self, device: torch.device, serve: Serve) -> None:
-        # Requests are handled between steps, on the thread that launches them: those before it are launched.
+        # Requests are handled between steps, on the thread that launches steps, so all earlier steps are launched by
+        # then.
         self._server = serve(self._pipe.send_of_pool, lambda do: do(), self._fail)
         self._pipe.send(ready=True)
 
@@ -121,7 +122,7 @@ class RemoteRankLink:
         return item
 
     def _read(self, server: PoolServer, device: torch.device) -> None:
-        """Requests for the pool are handled at once, so before any step that was sent after them can begin."""
+        """Requests for the pool are handled at once, before any step that was sent after them can begin."""
         try:
             if device.type == "cuda":
                 import torch

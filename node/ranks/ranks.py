@@ -3,8 +3,9 @@
     fork, before there are threads or a GPU context  ->  join the group  ->  each loads its part
     ->  pools: all are ready  ->  steps  ->  close
 
-A rank that dies or hangs ends the node at once, since its KV is lost; the router goes on elsewhere. While the ranks
-load, rank 0 first has a moment to report the loss in the line that ends a failed start. A rank dies with its node.
+If a rank dies or hangs, the node ends at once, since that rank's KV is lost; the router goes on elsewhere. While the
+ranks load, rank 0 first gets a moment to report the loss in the line that ends a failed start. A rank dies with its
+node.
 """
 
 from __future__ import annotations
@@ -51,13 +52,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _READER_S = 5.0
-"""How long to wait for the thread that handles what ranks report: a copy that it requests may find the ring full."""
+"""How long to wait for the thread that handles the ranks' reports: a copy that it requests may have to wait while the
+ring is full."""
 RunRank = Callable[[RankLink, NodeSettings], None]
 """The body of a rank's process: it loads its part of the model, reports, and serves until the node closes it."""
 
 
 class HostRanks(Protocol):
-    """The other ranks of the node on this host, or those of all other hosts: how rank 0 reaches them, and learns of
+    """The other ranks of the node on this host, or all ranks on other hosts: how rank 0 reaches them and learns of
     their loss. `send` is for the engine's thread, the other methods are for the main thread."""
 
     @property
@@ -78,7 +80,7 @@ class HostRanks(Protocol):
         """Which of them was lost, and why, if that becomes known in time."""
 
     def limit_sends(self, timeout_s: float) -> None:
-        """How long `send` waits for a rank that reads nothing."""
+        """Set how long `send` waits for a rank that reads nothing."""
 
     def end(self, timeout_s: float) -> None:
         """Wait until they have ended, and kill those that have not in time. If all are ready, they have been told to

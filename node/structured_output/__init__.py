@@ -1,1 +1,2 @@
-"""What answers must match: grammars are compiled beside the engine, and each sequence has a matcher of its own."""
+"""The grammars that answers must match. They are compiled on threads beside the engine's, and each sequence has a
+matcher of its own."""

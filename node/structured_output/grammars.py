@@ -1,4 +1,4 @@
-"""Compiles what answers must match, on threads beside the engine's, and keeps what was compiled last.
+"""Compiles the grammars that answers must match, on threads beside the engine's, and keeps the most recent ones.
 
 matcher(structured, output) -> GrammarMatcher: at once; when a thread has compiled it, it is `ready` or has an `error`,
 and the loop is woken
@@ -31,9 +31,9 @@ _BYTES_KEPT = 512 * 2**20
 
 _MAX_DEBT_S = 2.0
 _TOKEN_S = 0.005
-"""What one matcher may take of the engine's thread, on which all sequences wait for it: so much, and so much more for
-each token. Of 1,000 schemas the worst came to 20 ms beyond that (llguidance); of `s: s s s | "a" | "b" | ""` the 100th
-token takes 30 ms and the 200th 200 ms."""
+"""How long one matcher may keep the engine's thread, on which all sequences wait for it: this long in all, and this
+long again for each token. Of 1,000 schemas the worst came to 20 ms beyond that (llguidance); of `s: s s s | "a" | "b" |
+""` the 100th token takes 30 ms and the 200th 200 ms."""
 TOO_SLOW = "it takes too long to find the tokens that may come next, which ambiguous grammars are known for"
 
 
@@ -83,7 +83,7 @@ class Grammars:
         return compiled
 
     def _submit(self, work: Callable[[], T]) -> Future[T]:
-        """Run it on one of the threads, which may begin now."""
+        """Run the work on one of the threads, which may be started for it."""
         others = threading.stack_size(COMPILE_STACK_BYTES)
         try:
             return self._threads.submit(work)
@@ -91,7 +91,7 @@ class Grammars:
             threading.stack_size(others)
 
     def _drop_oldest(self) -> None:
-        """Down to the limits, but for the newest."""
+        """Drop grammars until the limits are kept, but never the newest one."""
         num_bytes = sum(kept.num_bytes for kept in self._kept.values())
         while len(self._kept) > _NUM_KEPT or (num_bytes > _BYTES_KEPT and len(self._kept) > 1):
             _, dropped = self._kept.popitem(last=False)
@@ -134,7 +134,7 @@ class GrammarMatcher:
         self._pending = list(tokens)
         self._state = state
         self._debt_s = debt_s
-        self._run = deque[int]()  # the tokens that must come next, as far as they are known; maybe 60,000
+        self._run = deque[int]()  # the tokens that must come next, as far as they are known; there may be 60,000
 
     @property
     def ready(self) -> bool:
@@ -169,8 +169,8 @@ class GrammarMatcher:
         return GrammarMatcher(self._compiled, itertools.chain(self._pending, tokens), state, self._debt_s)
 
     def fill(self, mask: NDArray[np.int32]) -> None:
-        """Also finds forced tokens, if there is a first one: that takes longer than a mask (20 us, 5 us), and a GPU
-        computes the forward meanwhile."""
+        """Also finds forced tokens, if there are any. That takes longer than a mask (20 us instead of 5), and a GPU
+        computes the forward pass meanwhile."""
         state = self._current()
         began = thread_time()
         state.fill(mask)

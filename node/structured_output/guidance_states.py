@@ -15,11 +15,11 @@ from baton.tokenizer_decoder import replace_metaspace
 from node.structured_output.grammar_state import NO_TOKEN_LEFT
 
 _NOT_VERBOSE = "\n<non-verbose/>"
-"""Ends what the library says of an error, where it would go on with its inner state."""
+"""The end of the library's error message; after it, the library would add its inner state."""
 _NOTHING_MATCHES = "NoExtensionBias"
 _FORCED_TOKEN_BYTES = 1600
-"""What all states of a grammar keep of a text that must come next, for each of its tokens: the lexer's states, about
-400 bytes for each character. A regular expression like a{190000} takes 60 MB, which the library bounds no further."""
+"""What all states of a grammar together keep for each token of a text that must come next: the lexer's states, about
+400 bytes for each character. A regular expression like a{190000} takes 60 MB, which the library does not limit."""
 
 
 class GuidanceBackend:
@@ -31,7 +31,7 @@ class GuidanceBackend:
         if replace_metaspace(read) | _drop_tokens_from(vocab_size, read):
             tokenizer = json.dumps(read)
         known = LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_token_ids or None)
-        # To the library all added tokens in angle brackets are special, too: it never takes them for their text.
+        # The library takes all added tokens in angle brackets for special ones: it never matches them by their text.
         added = {token["content"]: token["id"] for token in read.get("added_tokens") or ()}
         self._special_tokens = {text: token for text, token in added.items() if known.is_special_token(token)}
         self._tokenizer = known

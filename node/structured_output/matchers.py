@@ -1,4 +1,4 @@
-"""What the answers of a node's requests must match, some of it still being compiled."""
+"""The matchers of a node's requests, some of which are still being compiled."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class Matchers:
         return matcher
 
     def compile_ahead(self, sampling: SamplingParams) -> None:
-        """Begin to compile what `make` will be asked for, which then raises nothing. Raises InvalidRequest."""
+        """Begin to compile what `make` will be asked for, so that `make` raises nothing then. Raises InvalidRequest."""
         if sampling.structured_outputs is not None:
             self._known_grammars().matcher(sampling.structured_outputs)
 
     def take_failed(self) -> list[tuple[AttemptId, InvalidRequest]]:
-        """Attempts for whose matchers nothing can be compiled, each once, and why."""
+        """The attempts whose grammars cannot be compiled, each once, and why."""
         failed = list[tuple[AttemptId, InvalidRequest]]()
         compiling, self._compiling = self._compiling, []
         for attempt_id, matcher in compiling:
-            was_ready = matcher.ready  # asked first: it may become so at any time
+            was_ready = matcher.ready  # asked first, since it may become ready at any time
             if (error := matcher.error) is not None:
                 failed.append((attempt_id, InvalidRequest(error, "structured_outputs")))
             elif not was_ready:

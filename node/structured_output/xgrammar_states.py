@@ -57,7 +57,7 @@ class XgrammarState:
                 self.error = NO_TOKEN_LEFT
 
     def forced(self) -> list[int]:
-        """None: of a text that must come next, the library's masks leave every way to cut it into tokens."""
+        """There are none: if a text must come next, the library's masks allow every way to cut it into tokens."""
         return []
 
     def copy(self) -> XgrammarState:
