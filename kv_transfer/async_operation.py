@@ -52,7 +52,7 @@ def no_signal(stream: Any) -> None:
 
 
 def no_announce(header: bytes) -> None:
-    """A `RemoteSlot.announce` that does nothing, where `push` is early enough."""
+    """A `RemoteSlot.announce` that does nothing, for carriers with which `push` is early enough."""
 
 
 class RemoteSlot(NamedTuple):

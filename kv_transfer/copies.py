@@ -1,4 +1,5 @@
-"""The interface of the copies between the pool and the slots, and the copies of a node that has neither."""
+"""The interface of the copies between pool and slots, and its implementation for simulated nodes, which have
+neither."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from kv_transfer.parts import MAX_PIECES, Checksums, PartHeader
 from kv_transfer.slices import Rows
 
 Mark = Any
-"""A point in the device's work, from `Copies.mark`."""
+"""A point in the device's queue of work, from `Copies.mark`."""
 
 Move = Callable[[], None]
 """Launches a copy."""

@@ -19,7 +19,7 @@ class EventQueue:
     def __init__(self, wake: Callable[[], None]) -> None:
         self.wake = wake
         self._listener: Listener | None = None
-        self._lock = threading.Lock()  # guards the next four
+        self._lock = threading.Lock()  # guards the next four attributes
         self._ended: list[OperationEvent] = []  # for the subscriber
         self._events: list[TransportEvent] = []  # for `poll`
         self._is_new = False  # `poll` has something new since `wake` was last called

@@ -1,4 +1,5 @@
-"""Common base of a rank's sender and receiver, each with its own transport and slots, and a pool viewed as slices."""
+"""The common base of a rank's sender and receiver. Each has its own transport and slots, and both see the pool as
+slices."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ class PartFailed:
 
 
 class SentLayout:
-    """A node's layout, with its layers in the form in which they are sent to a peer. `rows`: of its slices, each
-    computed once."""
+    """A node's layout, with its layers in the form in which they are sent to a peer. `rows`: the rows of its slices,
+    each computed once."""
 
     def __init__(self, layout: KvLayout) -> None:
         self.layout = layout
@@ -46,8 +47,8 @@ class KvMover:
     """The mover of one rank, over a transport that no other mover uses.
 
     pool_bytes: [num_blocks, bytes of a block on that rank], uint8, on the staging's device. `verify`: the node requires
-    checksums on all its parts. spin_wait: see SlotCopies. Without a pool, on a simulated node, no byte is copied. For a
-    pool on another host, staging and transport are those of a link to it.
+    checksums on all of its parts. spin_wait: see SlotCopies. A simulated node has no pool, and no byte is copied. For
+    the pool of another rank's process (a RemotePool), staging and transport are those of a link to it.
     """
 
     def __init__(
@@ -69,7 +70,8 @@ class KvMover:
         self.transport = transport
         self.num_slots = staging.num_slots
         self.part_blocks = part_blocks_for(staging.slot_bytes, self.block_bytes)
-        """The most whole blocks in a part; a part of smaller pieces may have more blocks, within as many bytes."""
+        """The most whole blocks in a part. A part with only some layers or heads may have more blocks, within as many
+        bytes."""
         assert self.part_blocks > 0, "a slot is too small for a block"
         self._staging = staging
         self._copies = _copies(staging, pool_bytes, layout, self.part_blocks, spin_wait)
@@ -78,7 +80,8 @@ class KvMover:
         self._lock = threading.RLock()  # guards the slots' states and owners
 
     def batched(self) -> AbstractContextManager[None]:
-        """For parts that are sent, or expected, one right after the other: this costs the caller less."""
+        """A context for parts that are sent, or expected, one right after the other, which then cost the caller
+        less."""
         return self.transport.batched()
 
     @property
@@ -101,7 +104,7 @@ class KvMover:
         raise NotImplementedError
 
     def _free_slots(self) -> None:
-        """Free the slots that nothing uses any more."""
+        """Free the slots that are no longer used."""
 
     def _sent_layout(self, layers: tuple[LayerKv, ...] | None) -> SentLayout:
         """The layout with these layers; None: with those of the pool."""
@@ -117,8 +120,8 @@ class KvMover:
         return rows
 
     def _usual_rows(self) -> set[Rows]:
-        """The rows of whole blocks, and of one layer, as they are and as they may be converted: the GPU kernels of
-        parts do not depend on the size."""
+        """The rows of whole blocks and of one layer, both as they are and converted. The GPU kernels for parts depend
+        on these forms, but not on the size of rows."""
         one_layer = self.held._replace(layer_end=self.held.layer_start + 1)
         quantized = self._sent_layout(tuple(as_quantized(layer) for layer in self.layout.layers))
         can_convert = self.layout.converts(quantized.layout)

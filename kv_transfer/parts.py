@@ -3,11 +3,12 @@
     0                            num_pieces * piece_bytes, rounded up to 8
     | piece | piece | ...        | checksum of each piece, with the part's tag, if asked for |
 
-A part carries the same slice of each of its blocks, from one rank to another: block by block, then layer by layer, K
-then V, head by head. Of a block of a KV group these are the group's layers in that slice, which may be none. A piece
-is a range of a block that is contiguous at the sender. `PartPlanner` computes a request's parts; both sides derive them
-from numbers that both know. Between a quantized pool and one that is not, parts are quantized: the side whose pool is
-not converts. The header repeats the contents of tag and plan, since transports match by tag alone and check nothing.
+A part carries the same slice of each of its blocks, from one rank to another, in the order of blocks, then layers, K
+before V, then heads. Of a block of a KV group it carries the group's layers that are in the slice, possibly none. A
+piece is a range of a block that is contiguous at the sender. `PartPlanner` computes a request's parts; both sides
+derive them from numbers that both know. If only one of the two pools is quantized, parts are quantized, and the side
+with the other pool converts. The header repeats what the tag and the plan say, since transports match by tag alone and
+check nothing.
 """
 
 from __future__ import annotations
@@ -66,10 +67,10 @@ def part_blocks_for(slot_bytes: int, block_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PlannedPart:
-    """A part as both sides plan it: from rank `source` to rank `target`, `kv_slice` of the blocks [first, first +
-    num_blocks) of those that travel for a request, `num_bytes` of each. layers: of the model as they are sent, which
-    say what a byte means. groups: the KV group of each block; empty: there is one group. With several groups,
-    `num_bytes` is that of the group with the most layers in the slice."""
+    """A part as both sides plan it: from rank `source` to rank `target`, it carries `kv_slice`, `num_bytes` each, of
+    the blocks [first, first + num_blocks) of those that travel for a request. layers: the model's layers in the form in
+    which they are sent. groups: the KV group of each block; empty: there is one group. With several groups, `num_bytes`
+    is that of the group with the most layers in the slice."""
 
     first: int
     num_blocks: int
@@ -82,12 +83,12 @@ class PlannedPart:
 
     @property
     def end_layer(self) -> int:
-        """All its layers are below this one."""
+        """One more than the number of its last layer."""
         return self.kv_slice.layer_end
 
 
 class _Round(NamedTuple):
-    """For each pair of ranks a slice and its bytes per block; a part has up to `most` blocks."""
+    """Parts of up to `most` blocks, one for each pair of ranks: its slice, and the bytes of that slice per block."""
 
     most: int
     slices: tuple[tuple[KvSlice, int], ...]
@@ -96,7 +97,7 @@ class _Round(NamedTuple):
 class PartPlanner:
     """Plans the parts of requests between two nodes of compatible layouts. part_blocks: how many of a rank's blocks its
     slots hold, at the sender and at the receiver. Parts come in rounds of one part per pair of ranks, in the order of
-    `pairs`, so a part's number alone identifies its pair. own: the one of the two layouts that is this node's."""
+    `pairs`, so a part's number alone identifies its pair. own: which of the two layouts is this node's."""
 
     def __init__(
         self, sender: KvLayout, receiver: KvLayout, part_blocks: tuple[int, int], own: KvLayout | None = None
@@ -113,14 +114,14 @@ class PartPlanner:
         return self.pairs[part % len(self.pairs)]
 
     def plan(self, first: int, end: int, grouped_from: int = 0, num_groups: int = 1) -> tuple[PlannedPart, ...]:
-        """The parts of the entries [first, end) of a request's block table, in sending order: all layers, as many
-        blocks at a time as fit; from `grouped_from` on by layer groups, all blocks of one group before any of the
-        next."""
+        """The parts for the entries [first, end) of a request's block table, in the order of sending. A part has all
+        layers of as many blocks as fit; from entry `grouped_from` on, parts go by layer groups, all blocks of one group
+        before any of the next."""
         return self._plan(range(end), first, grouped_from, num_groups)
 
     def of_entries(self, entries: Sequence[int], grouped_from: int = 0, num_groups: int = 1) -> tuple[PlannedPart, ...]:
-        """The parts of these entries of a request's block table, which are sorted; by layer groups from the entry
-        `grouped_from` on. A part's blocks are counted along `entries`."""
+        """The parts for these (sorted) entries of a request's block table; from the entry `grouped_from` on by layer
+        groups. A part's blocks are counted along `entries`."""
         return self._plan(entries, 0, bisect.bisect_left(entries, grouped_from), num_groups)
 
     def _plan(self, entries: Sequence[int], first: int, grouped_from: int, num_groups: int) -> tuple[PlannedPart, ...]:
@@ -167,13 +168,13 @@ class PartPlanner:
 
 
 def _can_have_checksums(num_pieces: int, piece_bytes: int) -> bool:
-    """Whether a slot has room for so many, and they can be computed; a part without pieces has none."""
+    """Whether a slot has room for this many checksums, and they can be computed. A part without pieces has none."""
     return num_pieces == 0 or (num_pieces <= MAX_PIECES and piece_bytes > 0 and piece_bytes % CHECKSUM_BYTES == 0)
 
 
 class Checksums(NamedTuple):
-    """The checksums of a part are at that byte of its slot, each combined (XOR) with the part's tag: what a slot has of
-    another part, which came in place of this one or before it, has the wrong ones."""
+    """The checksums of a part are at byte `at` of its slot, each combined (XOR) with the part's tag, so that the bytes
+    of another part, which came earlier or in place of this one, have wrong checksums."""
 
     at: int
     tag: int
@@ -209,8 +210,8 @@ class PartHeader(NamedTuple):
 
     @property
     def message_bytes(self) -> int:
-        """Bytes that the transport moves besides this header; one at least, as messages cannot be empty: for a drained
-        part, and for one whose blocks have no layer in the slice."""
+        """Bytes that the transport moves besides this header. At least one, since messages cannot be empty, even for a
+        drained part and for one whose blocks have no layer in the slice."""
         return max(1, self._checksums_at + self.num_pieces * CHECKSUM_BYTES if self.checked else self.payload_bytes)
 
     def pack(self) -> bytes:

@@ -20,7 +20,7 @@ from kv_transfer.staging import Staging
 from kv_transfer.transport import Arrived, Failed, OperationEvent, PeerDisconnected, Sent, Transport
 
 _LAUNCH_S = 300.0
-"""How long to wait for earlier steps to be launched; their own deadlines are shorter."""
+"""How long to wait until earlier steps are launched; their own deadlines are shorter."""
 AfterSteps = Callable[[Callable[[], None]], None]
 Send = Callable[..., None]
 """Sends its keyword arguments to the other end; for any thread."""
@@ -32,8 +32,8 @@ events."""
 class PoolServer:
     """pool_bytes: [num_blocks, block_bytes], uint8, of that layout. make_link: raises TransferError. after_steps: calls
     its argument once all earlier steps are launched, on the thread that launches them. fail: called on any thread when
-    a transport fails, without which the rank is of no use. `handle` is for one thread, which launches the steps, or
-    none, but uses the same CUDA stream."""
+    a transport fails, since the rank is then of no use. `handle` is for one thread: the one that launches steps, or one
+    that launches none but uses the same CUDA stream."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class PoolServer:
                 self._answer(message, partial(self._open, message))
             case "connect":
                 link = self._links[message["link"]]
-                link.begin_connect(message["peer"])  # here, so that a disconnect that comes next knows of it
+                link.begin_connect(message["peer"])  # here, so that a disconnect that comes next knows of the call
                 connect = partial(link.connect, message["peer"], bytes.fromhex(message["address"]), message["within_s"])
                 threading.Thread(target=self._answer, args=(message, connect), name="kv-connect", daemon=True).start()
             case "warm_up":
@@ -129,7 +129,7 @@ class _Link:
             case "push":
                 self._copies.when_done(message["slot"], partial(self._push, message))
             case "expect":
-                # An earlier step may use the blocks of the slots' parts, even one that is not launched yet.
+                # An earlier step, even one that is not launched yet, may use the blocks of the slots' parts.
                 marked = Future[Mark]()
                 self._after_steps(lambda: marked.set_result(self._copies.mark()))
                 with self._transport.batched():
@@ -147,7 +147,7 @@ class _Link:
         self._copies.warm_up(map(_rows, kinds), gathers)
 
     def begin_connect(self, peer: str) -> None:
-        """One call of `connect` follows."""
+        """Note that one call of `connect` follows."""
         with self._polling, self._links:
             self._connecting[peer] = self._connecting.get(peer, 0) + 1
             self._unwanted.discard(peer)
@@ -199,7 +199,8 @@ class _Link:
         self._transport.push(message["peer"], message["tag"], message["slot"], message["num_bytes"], header)
 
     def _post(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
-        """Mostly the slot's last copy is done: then at once, since the copies' thread would call after the batch."""
+        """Post a receive when the slot's last copy is done. Mostly it is; then this happens at once, since the copies'
+        thread would do it only after the batch."""
         expect = partial(self._expect, peer, tag, slot, num_bytes)
         if self._copies.is_done(slot):
             expect()
@@ -231,8 +232,8 @@ class _Link:
                 self._send(event="failed", reason=reason, **named)
 
     def _num_damaged(self, slot: int, data: bytes) -> int:
-        """The number of damaged pieces in the slot, computed ahead; 0 for a part that will be refused for its
-        header."""
+        """The number of damaged pieces in the slot, computed in advance; 0 for a part that will be refused because of
+        its header."""
         try:
             header = PartHeader.parse(data)
         except TransferError:

@@ -1,4 +1,4 @@
-"""Groups a node's movers: one sender, or one receiver, per rank.
+"""Groups a node's movers: one sender or one receiver per rank.
 
 All ranks hold the same blocks under the same numbers, each its own slice of them (`KvLayout.ranks`). A part goes from
 one rank of a node to one rank of another; all parts of a request form one plan (`PartPlanner`) under one lease.
@@ -59,7 +59,7 @@ class _Ranks(Generic[Mover]):
             self.ranks[route.rank].transport.connect(rank_name(peer, route.peer_rank), route.address, left_s)
 
     def disconnect(self, peer: str) -> None:
-        """Harmless for a peer that is not connected."""
+        """Does nothing for a peer that is not connected."""
         for route in self._connected.pop(peer, ()):
             self.ranks[route.rank].transport.disconnect(rank_name(peer, route.peer_rank))
 
@@ -151,7 +151,8 @@ class ReceiverRanks(_Ranks[KvReceiver]):
         is_last: bool,
         uploads: bool = True,
     ) -> bool:
-        """Expect the part of that number in these blocks. is_last: no later one goes to its rank. See KvReceiver."""
+        """Expect the part of that number in these blocks. is_last: no later part goes to the same rank. See
+        KvReceiver."""
         name = rank_name(peer, part.source)
         mover = self.ranks[part.target]
         mark = not_before[part.target]

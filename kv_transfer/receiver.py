@@ -61,8 +61,8 @@ ReceiverEvent = PartLanded | PartUnused | PartRefused | PartFailed | PeerDisconn
 
 class _Plan(NamedTuple):
     """An expected part: it goes to `kv_slice` of its blocks, `num_bytes` in all. land: launches the scatter. header:
-    that of the part without checksums, from a sender whose pool holds the slice in one piece per block, or per layer
-    where blocks of the KV groups differ. digest: of the layout as it is sent."""
+    the header that the part has without checksums if the sender's pool holds the slice in one piece per block (or per
+    layer, if blocks of KV groups differ). digest: of the layout as it is sent."""
 
     peer: str
     lease: int
@@ -85,7 +85,7 @@ class KvReceiver(KvMover):
     transport has it connected.
 
     A part lands as soon as it arrives, on the transport's thread, to which this subscribes. The engine gets the event
-    afterwards and is woken only if it can make progress, and does not poll soon anyway: waking another thread of the
+    afterwards, and is woken only if it can make progress and does not poll soon anyway: waking another thread of the
     same interpreter takes some 0.1 ms, as long as a part. One lock guards what both threads use: a part has either
     landed before its lease is withdrawn, or never lands.
 
@@ -109,7 +109,8 @@ class KvReceiver(KvMover):
         self._plans: dict[int, _Plan] = {}  # by slot: parts that have not arrived
         self._landing: list[int] = []  # slots that a copy reads, or did at the last check; in the order of the copies
         self._unawaited: int | None = None  # the slot of the last copy, if the engine's stream does not wait for it yet
-        # Leases with parts not yet expected, for lack of a slot or of a turn: whether parts of it have arrived.
+        # By lease, for leases with parts that are not expected yet, for lack of a slot or of a turn: whether parts have
+        # arrived.
         self._partial: dict[int, bool] = {}
         self._is_called = False  # the engine was woken and has not polled since
         self._polls_soon = False  # see `polls_soon`
@@ -127,13 +128,14 @@ class KvReceiver(KvMover):
 
     @property
     def num_freed_slots(self) -> int:
-        """How often a slot became free, ever. On any thread."""
+        """How many times slots have become free so far. On any thread."""
         with self._lock:
             self._free_slots()
             return self._staging.num_freed
 
     def mark(self) -> Mark:
-        """All work queued on the device so far, which includes that of the earlier owners of newly allocated blocks."""
+        """A mark after all work queued on the device so far, including that of earlier owners of newly allocated
+        blocks."""
         return self._copies.mark()
 
     def expect(
@@ -153,9 +155,10 @@ class KvReceiver(KvMover):
         are in the pool. groups: the blocks' KV groups, if there are several. uploads: see `SlotCopies.scatter`; not
         done once parts of the lease are on their way. False: no slot is free.
 
-        is_last: now all parts of the lease are expected. From then on the engine is woken when the last missing part
-        lands; until then, unless it `polls_soon`, for each part that lands while a slot is free, and else when its slot
-        becomes free. One turn for each part is enough: it competes with the transport's thread for the interpreter.
+        is_last: now all parts of the lease are expected. From then on the engine is woken only when the last missing
+        part lands. Until then, unless it `polls_soon`, it is woken for each part: when the part lands if a slot is
+        free, or else when the part's slot becomes free. It is not woken twice for a part, since its turns compete with
+        the transport's thread for the interpreter.
 
         The part is copied into the pool's `blocks`, in order: into `kv_slice` of each, or all that this rank holds. The
         copy waits for `not_before` and for no other work on the device. Only the receiver may write the blocks until
@@ -210,16 +213,17 @@ class KvReceiver(KvMover):
         return events
 
     def polls_soon(self, soon: bool) -> None:
-        """Whether the engine will poll without being woken, since a step is under way. Until it says that it will not,
-        it is woken for a lease of which nothing is on its way any more, but not for each part, and the transport may be
-        late: such turns, and a thread that spins, would delay the launches of steps. Cheap if nothing changes."""
+        """Say whether the engine will poll without being woken, since a step is under way. While it will, it is not
+        woken for each part, but only for a lease of which nothing is on its way any more, and the transport may be
+        late: turns for single parts, and a thread that spins, would delay the launches of steps. Cheap if nothing
+        changes."""
         if soon == self._polls_soon:
             return
         self.transport.relax(soon)
         with self._lock:
             self._polls_soon = soon
             if not soon and self._events:
-                self._call_engine()  # it may not have been woken for these
+                self._call_engine()  # it may not have been woken for parts that have landed meanwhile
 
     def warm_up(self) -> None:
         self._copies.warm_up(self._usual_rows(), gathers=False)
@@ -279,8 +283,8 @@ class KvReceiver(KvMover):
         return PartLanded(*plan.name, plan.num_bytes, time.monotonic() - began)
 
     def _land(self, slot: int, plan: _Plan) -> None:
-        """Launch the part's copy, and call the engine if it can go on: see `expect`. It polls only once the copy is
-        launched, and so may be called before."""
+        """Launch the part's copy, and wake the engine if it can go on: see `expect`. The engine may be woken first,
+        since its poll waits until the copy is launched."""
         self._landing.append(slot)
         self._unawaited = slot
         if is_partial := plan.lease in self._partial:
@@ -300,9 +304,9 @@ class KvReceiver(KvMover):
         self._unawaited = None
 
     def _is_wanted(self, slot: int, plan: _Plan, data: bytes) -> bool:
-        """Whether the part is to land. Raises TransferError if it is not the planned one, or is damaged."""
+        """Whether the part should land. Raises TransferError if it is not the planned one, or is damaged."""
         if data == plan.header and not plan.withdrawn and not self.verify:
-            return True  # as nearly all are: there is nothing to parse
+            return True  # as nearly all are, so that nothing need be parsed
         header = PartHeader.parse(data)
         if header.drain or plan.withdrawn:
             return False
@@ -324,8 +328,8 @@ class KvReceiver(KvMover):
             raise TransferError(text)
 
     def _free_slots(self) -> None:
-        """Free the slots that no copy reads any more; copies finish in order. Called when a slot is wanted: the end of
-        a copy wakes the engine only while a lease has parts that are not expected yet."""
+        """Free the slots that no copy reads any more; copies finish in order. Called when a slot is needed, since the
+        end of a copy wakes the engine only while a lease has parts that are not expected yet."""
         num_done = len(self._landing)
         while num_done and not self._copies.is_done(self._landing[num_done - 1]):
             num_done -= 1

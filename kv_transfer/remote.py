@@ -30,14 +30,14 @@ _OPEN_S = 90.0
 _WARM_UP_S = 300.0
 _CLOSE_S = 10.0
 _MARGIN_S = 1.0
-"""Extra time for the answer that the other host's own deadline has passed."""
+"""Extra time, so that the other process can answer that its own deadline has passed."""
 
 
 class Wire(Protocol):
     """The connection to the process that has the pool. Messages keep their order. For any thread."""
 
     def send(self, **message: Any) -> None:
-        """Send a message. Does nothing if the process is lost, since that ends this one as well."""
+        """Send a message. Does nothing if the process is lost, since this process then ends as well."""
 
     def request(self, timeout_s: float, **message: Any) -> dict[str, Any]:
         """Send a message and wait for the answer. Raises TransferError with the error that the other process reports,
@@ -45,7 +45,7 @@ class Wire(Protocol):
 
 
 class RemoteLink(NamedTuple):
-    """The `node.base.Link` of such a pool."""
+    """The `node.base.Link` of a pool in another process."""
 
     staging: RemoteSlots
     transport: RemoteTransport
@@ -97,7 +97,7 @@ class RemoteCopies:
     def __init__(self, wire: Wire, link: int, part_blocks: int) -> None:
         self.most_pieces = max(part_blocks, MAX_PIECES)
         self.num_damaged_in: dict[int, int] = {}
-        """By slot: how many damaged pieces its process has found."""
+        """By slot: how many damaged pieces the pool's process has found."""
         self._wire, self._link = wire, link
 
     def mark(self) -> Mark:
@@ -173,7 +173,7 @@ class RemoteTransport(EventSource):
 
     @contextlib.contextmanager
     def batched(self) -> Iterator[None]:
-        """Receives are one message."""
+        """Send the receives that are posted within the context as one message."""
         with self._holding:
             self._num_holds += 1
         try:

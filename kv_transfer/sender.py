@@ -26,8 +26,8 @@ __all__ = ["KvSender", "PartFailed", "PartSent", "PeerDisconnected", "SenderEven
 
 @dataclass(frozen=True, slots=True)
 class PartSent:
-    """The part has left its slot, `flight_s` after the push, which follows the gather into the slot, or the launch of
-    the stores at the peer. Only the decode node knows whether it was delivered."""
+    """The part has left its slot, `flight_s` after its push. The push follows the gather into the slot, or the launch
+    of the stores into the peer's slot. Only the decode node knows whether the part was delivered."""
 
     peer: str
     lease: int
@@ -63,8 +63,8 @@ class KvSender(KvMover):
     transport has it connected.
 
     The pool is only read. `send` itself starts the copy out of it, so work queued on the current stream afterwards may
-    reuse the blocks. Their contents must be complete before: on a GPU the copy does not wait for queued work. The part
-    is handed to the transport when the copy is done; at once if it is stored into a slot from
+    reuse the blocks. The blocks' KV must be complete before: on a GPU the copy does not wait for queued work. The part
+    is handed to the transport when the copy is done, or at once if it is stored into a slot from
     `Transport.acquire_remote_slot`.
     """
 
@@ -142,7 +142,7 @@ class KvSender(KvMover):
             self._push_placed()
 
     def drain(self, peer: str, lease: int, part: int) -> bool:
-        """Use up the credit of a part that is not needed, by an empty part. False: no slot is free."""
+        """Use up the credit of a part that is not needed, with an empty part. False: no slot is free."""
         out = self._take(peer, PartHeader(lease, part, 0, self.held, 0, 0, self._own.digest, drain=True))
         if out is not None:
             self._push(out)
@@ -173,7 +173,7 @@ class KvSender(KvMover):
             self._check_slots(self._gathering, self._flying)
 
     def _take(self, peer: str, header: PartHeader) -> _Outgoing | None:
-        """Take a slot for the part, to be filled. None: no slot is free."""
+        """Take a slot to be filled with the part. None: no slot is free."""
         tag = tag_of(header.lease, header.part)  # raises before a slot is taken
         slot = self._staging.take(SlotOwner(peer, header.lease, header.part))
         if slot is None:

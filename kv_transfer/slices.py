@@ -10,8 +10,8 @@ from baton.layout import KvLayout, KvSlice
 
 class Rows(NamedTuple):
     """A slice in one rank's pool, viewed as `per_block` rows per block. It consists of the bytes [offset, offset +
-    row_bytes) of a block's rows `runs[group]`, where the block belongs to that KV group; if there is only one run, it
-    holds for all groups. In this order, the rows are the slice's bytes. A row is sent as `sent_bytes` bytes.
+    row_bytes) of a block's rows `runs[group]`, where `group` is the block's KV group; if there is only one run, it
+    holds for all groups. In this order, these rows make up the slice. A row is sent as `sent_bytes` bytes.
     is_converted: rows are sent in another form than in the pool, which may have the same number of bytes."""
 
     per_block: int
@@ -40,10 +40,10 @@ class Rows(NamedTuple):
 
 
 def rows_of(layout: KvLayout, rank: int, kv_slice: KvSlice, sent: KvLayout) -> Rows:
-    """The rows of `kv_slice` in that rank's pool, which must hold all of it. If it has all heads that the rank holds,
-    there is one row per block, or one per layer where blocks of different KV groups have the slice at different places.
-    Otherwise there is one row for each layer's K and V, which requires `layout.has_equal_runs`. sent: the layout as it
-    is sent."""
+    """The rows of `kv_slice` in that rank's pool, which must hold all of it. If the slice has all heads that the rank
+    holds, there is one row per block, or one per layer if blocks of different KV groups have the slice at different
+    places. Otherwise there is one row for each layer's K and V, which requires `layout.has_equal_runs`. sent: the
+    layout as it is sent."""
     held = layout.ranks[rank]
     assert kv_slice.overlap(held) == kv_slice
     is_converted = sent.layers[0].form != layout.layers[0].form
@@ -76,8 +76,8 @@ class RankPair(NamedTuple):
 
 
 def pair_ranks(sender: KvLayout, receiver: KvLayout) -> tuple[RankPair, ...]:
-    """The pairs with which each rank of the receiver gets everything that it holds exactly once. If several ranks of
-    the sender hold the same slice, the first one sends it. The layouts must be compatible."""
+    """The pairs of ranks through which each rank of the receiver gets everything that it holds exactly once. If several
+    ranks of the sender hold the same slice, the first one sends it. The layouts must be compatible."""
     sources = {held: rank for rank, held in reversed(list(enumerate(sender.ranks)))}
     return tuple(
         RankPair(source, target, kv_slice)

@@ -25,19 +25,18 @@ __all__ = ["Mark", "SlotCopies"]
 
 
 class SlotCopies:
-    """Gathers blocks into slots, or scatters slots into blocks, on a stream of its own; on a CPU at once. One thread at
-    a time, and one copy at a time per slot, since each slot has one set of ids on either side and one event.
+    """Gathers blocks into slots, or scatters slots into blocks, on a stream of its own; on a CPU at once. Use it from
+    one thread at a time, with one copy at a time per slot, since each slot has one event and one set of ids on host and
+    device.
 
     pool_bytes: [num_blocks, block_bytes], uint8, on the staging's device, of that layout. If rows are sent in another
     form than the pool's, a gather quantizes them, and a scatter dequantizes them.
 
     A copy does not wait for steps under way; steps launched after a gather wait for it, those launched after
     `make_stream_wait` wait for a scatter. Steps are launched on the thread that calls `mark`, `gather` and
-    `make_stream_wait`, on its current device: that of rank 0, whatever rank's blocks these are, since whatever other
-    ranks do with KV begins with a broadcast from rank 0. The AsyncOperation that a copy returns is over when the copy
-    is; it belongs to the slot, and is invalid once the slot has another copy. spin_wait: `when_done`'s thread spins
-    until a copy is done, some 0.1 ms, instead of sleeping, since a wake-up takes as long again and the part waits for
-    it.
+    `make_stream_wait`, on its current device. The AsyncOperation that a copy returns is over when the copy is; it
+    belongs to the slot, and is invalid once the slot has another copy. spin_wait: the thread of `when_done` spins until
+    a copy is done, some 0.1 ms, instead of sleeping, since a wake-up would take as long again and delay the part.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class SlotCopies:
         self._watch = EventThread(device, "kv-copies")
 
     def mark(self) -> Mark:
-        """All work queued so far on the current stream."""
+        """A mark after all work queued so far on the current stream."""
         if self._stream is None:
             return None
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -90,8 +89,9 @@ class SlotCopies:
         marks is done. Calling the result launches the copy, on any thread, even one that launches no steps. The slot's
         previous copy must be done.
 
-        in_advance: nothing waits for this call, so it uploads the ids, 90 us in which two threads compete for the
-        interpreter. A scatter of 32 or 96 MiB then takes an H200 21 or 57 us; reading the ids over the bus, 33 or 68.
+        in_advance: nothing waits for this call, so it also uploads the ids. That takes 90 us, in which two threads
+        compete for the interpreter. A scatter of 32 or 96 MiB then takes an H200 21 or 57 us, instead of 33 or 68 if it
+        reads the ids over the bus.
         """
         memory, move = self._staging.memory(slot), _nothing
         if ids:
@@ -123,8 +123,8 @@ class SlotCopies:
         self._watch.add(self._done[slot], after)
 
     def warm_up(self, kinds: Iterable[Rows], gathers: bool) -> None:
-        """Compile the GPU kernels that copies of such rows need, using slot 0 and the null block. gathers: as they
-        are sent, with checksums; else as they arrive. Call once, before the first copy."""
+        """Compile the GPU kernels that copies of such rows need, using slot 0 and the null block. gathers: those of
+        gathers, with checksums; otherwise those of scatters. Call once, before the first copy."""
         if self._stream is None:
             return
         for rows in kinds:
@@ -138,7 +138,7 @@ class SlotCopies:
                 block_checksums(self._staging.memory(0)[: rows.sent_bytes].view(1, rows.sent_bytes))
 
     def num_damaged(self, slot: int, header: PartHeader) -> int:
-        """How many of the pieces that have arrived in the slot, at least one, differ from their checksums. header: the
+        """How many of the pieces in the slot, of which there is at least one, differ from their checksums. header: the
         part's, already checked. Waits some tens of microseconds for a GPU."""
         memory, checksums = self._staging.memory(slot), header.checksums
         assert checksums is not None

@@ -35,7 +35,7 @@ NOBODY = SlotOwner("", 0, 0)
 class Slots:
     """`num_slots` slots of `slot_bytes`. Owned by the mover and used by one thread at a time, except `renew`.
 
-    These have no memory: whoever moves their bytes only takes the time for it. `Staging` has memory.
+    These slots have no memory, since simulated transfers only take time; those of `Staging` have.
     """
 
     def __init__(self, num_slots: int, slot_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -47,7 +47,7 @@ class Slots:
         self._since_s = [clock()] * num_slots
         self._free = deque(range(num_slots))
         self.num_freed = 0
-        """How often a slot became free, ever."""
+        """How many times slots have become free so far."""
 
     @property
     def num_free(self) -> int:
@@ -57,7 +57,7 @@ class Slots:
         return self._states[slot]
 
     def take(self, owner: SlotOwner = NOBODY) -> int | None:
-        """A free slot for `owner`, now held by the caller: the one free for longest. None: no slot is free."""
+        """Take a free slot for `owner`, the one that has been free for longest. None: no slot is free."""
         if not self._free:
             return None
         slot = self._free.popleft()
@@ -96,7 +96,7 @@ class Slots:
         assert self._states[slot] is SlotState.IN_FLIGHT
 
     def forget_retired(self) -> None:
-        """The transport is closed: nothing can touch memory that slots had before."""
+        """The transport is closed, so nothing can touch memory that slots had before."""
 
     def check_integrity(self) -> None:
         """Assert that the free list matches the states."""

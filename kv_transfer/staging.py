@@ -83,7 +83,7 @@ class Staging(Slots):
         return self._allocate(self.slot_bytes)
 
     def forget_retired(self) -> None:
-        """The transport is closed: nothing can touch the retired memory any more."""
+        """The transport is closed, so nothing can touch the retired memory any more."""
         with self._exchange:
             self._retired.clear()
 

@@ -103,10 +103,10 @@ class Transport(Protocol):
         """
 
     def acquire_remote_slot(self, peer: str, tag: int, num_bytes: int) -> RemoteSlot | None:
-        """The peer's slot for that tag, if it is already granted for `num_bytes` and can be reached. The caller stores
-        the message into its first `num_bytes` instead of its own slot, and must call `push` as soon as the stores have
-        begun, whatever happens to the peer: the memory is not reused until they are over. None: `push` sends the
-        caller's slot."""
+        """The peer's slot for that tag, if it is already granted for `num_bytes` and this process can store into it.
+        The caller stores the message into its first `num_bytes` instead of its own slot, and must call `push` as soon
+        as the stores have begun, whatever happens to the peer: the memory is not reused until they are over. None:
+        `push` sends the caller's slot."""
 
     def push(
         self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes, storing: AsyncOperation = DONE
@@ -126,11 +126,11 @@ class Transport(Protocol):
         transport itself has failed, after calling `wake`: then nothing works any more, and the process must end."""
 
     def batched(self) -> AbstractContextManager[None]:
-        """What is called within the context may begin only at its end, and then costs the caller less."""
+        """A context: calls within it may take effect only at its end, and cost the caller less."""
 
     def relax(self, relaxed: bool) -> None:
-        """Whether events may come some 0.3 ms later than they could, which leaves the interpreter to threads that
-        compute. At first they may not."""
+        """Set whether events may come some 0.3 ms later than they could, which leaves the interpreter to threads that
+        compute. Initially they may not."""
 
     def disconnect(self, peer: str) -> None:
         """Forget the peer: each operation with it still under way ends with Failed. No PeerDisconnected. Harmless when

@@ -1,5 +1,5 @@
 """Host memory that other processes of the same host and user can map. It has no name in a file system, so nothing is
-left behind: it is freed with the last process that has it mapped."""
+left behind: it is freed when the last process that maps it ends."""
 
 from __future__ import annotations
 

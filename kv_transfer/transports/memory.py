@@ -39,7 +39,7 @@ _LATE_BYTE = 0xEE
 
 @dataclass(eq=False, slots=True)
 class _Operation:
-    """A push, or a posted receive, under way."""
+    """A push or a posted receive that is under way."""
 
     owner: MemoryTransport
     peer: str
@@ -60,7 +60,7 @@ class _Operation:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Transfer:
-    """A push and the receive that it matched: the bytes may move now."""
+    """A push and its matching receive, whose bytes may move now."""
 
     push: _Operation
     receive: _Operation
@@ -244,7 +244,7 @@ class MemoryTransport(EventSource):
 
 
 def _copy(source: Tensor, target: Tensor) -> None:
-    """Done when it returns, since whoever hears of it copies on, on another stream. It waits for no step."""
+    """The copy is done when this returns, since the next copy runs on another stream. It does not wait for steps."""
     if target.device.type != "cuda":
         target.copy_(source)
         return

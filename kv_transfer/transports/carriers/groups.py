@@ -70,7 +70,7 @@ class GroupCarrier:
         self._host = host
         self._make = make
         self._lanes: list[Lane] = []
-        self._closed: list[Lane] = []  # some may still be aborting their group
+        self._closed: list[Lane] = []  # lanes that may still be aborting their groups
 
     def start(self, name: str) -> None:
         if self.device.type == "cuda":

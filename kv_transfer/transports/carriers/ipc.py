@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 _PLACE = struct.Struct(f"<QQ{REGION_BYTES}s")
 """A slot's offset in its region, its flag and the flags' region; the slot's region follows."""
 _MOST_REGIONS = 4096
-"""Most regions that a peer may name: each transfer that was cut off may add one."""
+"""The most regions that a peer may name; each transfer that was cut off may add one."""
 
 
 class _Place(NamedTuple):
@@ -122,7 +122,7 @@ class IpcCarrier:
         else:
             self._memory, self._open_flag_writer = HostMemory(), HostFlagWriter
         self._ways: list[IpcSending] = []
-        # By address: the memory of slots, retired or not, stays allocated until the end.
+        # By address, since the memory of slots, retired or not, stays allocated until the end.
         self._places: dict[int, bytes] = {}
         self._flags, self._flag_at = CompletionFlags(), dict[int, int]()
         self.memory = self.export_slot(staging.memory(0))
@@ -154,7 +154,7 @@ class IpcCarrier:
         _written_to.extend(self._ways)
 
     def export_slot(self, memory: Tensor) -> bytes:
-        """The place by which peers find a slot's memory."""
+        """The place that tells peers where a slot's memory is."""
         address = memory.data_ptr()
         if address not in self._places:
             region, offset = self._memory.export(memory)
@@ -180,7 +180,7 @@ class IpcSending:
         self._open_flag_writer = open_flag_writer
         self._forget = forget
         self._mapped: dict[bytes, Tensor] = {}
-        self._flag_writers: dict[bytes, FlagWriter | None] = {}  # by region; None: it cannot be had
+        self._flag_writers: dict[bytes, FlagWriter | None] = {}  # by region; None: it cannot be opened
         self._copies: list[Copy] = []
 
     @property

@@ -42,7 +42,7 @@ class SimulatedCarrier:
         pass
 
     def transfer(self, num_bytes: int) -> TimedOperation:
-        """So many bytes, behind all others of this node."""
+        """An operation that moves this many bytes, after all others of this node."""
         begins = max(self._clock(), self._free_from)
         self._free_from = begins + num_bytes / self._bytes_per_s
         return TimedOperation(self._free_from, self._clock)

@@ -14,7 +14,7 @@ _MAGIC = b"BTNC"
 _SUM_BYTES = 16
 _MOST_BYTES = 64 << 10
 MOST_HOSTS = 64
-"""Each of them is dialled."""
+"""The most addresses of a machine; each of them is dialled."""
 _ID = re.compile(r"[0-9a-f]{32}")
 _HEX = re.compile(r"(?:[0-9a-f]{2})*")
 

@@ -1,4 +1,4 @@
-"""How two transports connect: one dials all addresses of the other at once, and opens the first that answers.
+"""How two transports connect: one dials all addresses of the other at once, and uses the first connection that answers.
 
 With a cluster secret, HELLO and WELCOME carry nonces, and OPEN and PROOF prove that each end knows the secret
 (`baton.rpc.cluster_secret`). Until then, a connection belongs to no link.
@@ -91,13 +91,13 @@ class Connector:
     def accept(self) -> None:
         if (accepted := self._listener.accept()) is not None:
             connection, host = accepted
-            with contextlib.suppress(OSError):  # it is broken already
+            with contextlib.suppress(OSError):  # the connection is broken already
                 self._ends.put(PendingPeer(Channel(connection), host))
         for end in self._ends.of(PendingPeer)[:-_STRANGERS]:
             self._ends.close(end)
 
     def answered(self, dial: Dial) -> None:
-        """The attempt is over: the address is reachable or not."""
+        """The attempt is over, and the address is reachable or not."""
         channel = dial.channel
         if error := channel.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.lose(dial, os.strerror(error))

@@ -29,7 +29,7 @@ from kv_transfer.transports.pair.poller import ChannelPoller
 from kv_transfer.transports.threaded import resolve
 
 _UNCLAIMED = 256
-"""Most unclaimed connections: their peers are unknown, or dialled slightly before `connect` named them."""
+"""The most unclaimed connections. Their peers are unknown, or dialled slightly before `connect` named them."""
 
 
 class Links:
@@ -266,7 +266,7 @@ class Links:
         self._leave(inward)
 
     def _or_drop(self, link: Link, act: Callable[..., None], *args: object) -> None:
-        """Call `act`. A failure ends the link, since no carrier can continue after one."""
+        """Call `act`. If it fails, the link ends, since no carrier can continue after a failure."""
         try:
             act(link, *args)
         except TransferError as error:

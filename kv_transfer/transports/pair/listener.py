@@ -1,4 +1,4 @@
-"""Where a transport is dialled."""
+"""The socket at which a transport is dialled."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ log = logging.getLogger(__name__)
 
 
 class Listener:
-    """Accepts connections. Owns the socket, and a descriptor that it can spare: a process that has no other left hangs
-    up on whoever dials. A connection that is not accepted stays at the head of the queue, so the one who dials would
-    get no answer, and the thread that waits here no rest."""
+    """Accepts connections. Owns the socket and a spare descriptor. If a process has no other descriptor left, it uses
+    the spare one to accept a connection and close it. Otherwise the connection would stay at the head of the queue: the
+    process that dials would get no answer, and the thread that waits here would be woken again and again."""
 
     def __init__(self, listening: socket.socket) -> None:
         listening.setblocking(False)
@@ -42,7 +42,7 @@ class Listener:
     def _hang_up(self, error: OSError) -> None:
         log.warning("connection refused port=%d reason=%s", self.port, error)
         self._give_up_spare()
-        with contextlib.suppress(OSError):  # another thread may take what was given up
+        with contextlib.suppress(OSError):  # another thread may take the descriptor that was given up
             self._socket.accept()[0].close()
         with contextlib.suppress(OSError):
             self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)

@@ -21,7 +21,7 @@ from kv_transfer.transports.pair.grants import GrantTable
 
 _GRANT_S = 1e-3
 _MOST_GRANTS = 1 << 16
-"""Most open grants of one peer: far more than it has slots."""
+"""The most open grants of one peer, far more than it has slots."""
 
 
 class Messages:
@@ -69,7 +69,7 @@ class Messages:
     # ---- agreed with the peer ----
 
     def grant(self, link: Link, inward: Inbound) -> None:
-        """The peer's connection is there: grant all that is expected on it."""
+        """The peer's connection is open: grant everything that is expected on it."""
         for expect in link.expects.values():
             self._grant(inward, expect)
 
@@ -184,7 +184,7 @@ class Messages:
             self._emit(item[1])
 
     def report_all_failed(self) -> None:
-        """Emit all pending Failed: the thread is over."""
+        """Emit all pending Failed events, since the thread is over."""
         for _, failed in self._failing:
             self._emit(failed)
 

@@ -21,18 +21,18 @@ E = TypeVar("E", bound=HasChannel)
 K = TypeVar("K")
 
 _SPIN_S = 2e-3
-"""A part that is stored directly into its slot takes 0.05 to 0.4 ms on an H200."""
+"""How long to spin: a part that is stored directly into its slot takes 0.05 to 0.4 ms on an H200."""
 _PAUSE_S = 20e-6
-"""With what Linux adds to a sleep, 75 us and more: a tenth of the time that 256 MiB take over NVLink."""
+"""A pause after that. Linux makes it 75 us or more, a tenth of the time that 256 MiB take over NVLink."""
 _RELAXED_PAUSE_S = 200e-6
 _EAGER_S = 5e-3
 _REST_S = 0.1
 
 
 def pause_s(idle_s: float, is_urgent: bool, is_relaxed: bool = False) -> float:
-    """How long to wait before polling operations that wake no thread, `idle_s` after their last progress. is_urgent:
-    one takes about as long as a kernel. Zero while such an operation may be running, so that no sleep adds to a
-    request's latency; then briefly, then a tenth of the time since the last progress. is_relaxed: see
+    """How long to wait before polling operations whose progress wakes no thread, `idle_s` after their last progress.
+    is_urgent: one of them takes only about as long as a kernel. Zero while such an operation may be running, so that no
+    sleep adds to a request's latency; then briefly, then a tenth of the time since the last progress. is_relaxed: see
     `Transport.relax`."""
     if is_urgent and not is_relaxed and idle_s <= _SPIN_S:
         return 0.0
@@ -72,7 +72,7 @@ class ChannelPoller(Generic[E]):
         self._poll.close()
 
     def wait(self, timeout_s: float | None) -> list[tuple[int, int]]:
-        """(descriptor, mask) of each connection that is ready for what it waits for."""
+        """(descriptor, mask) of each connection that is ready to be read or written, as far as it waits for that."""
         for descriptor, end in self._ends.items():
             mask, before = end.channel.wants, self._masks.get(descriptor, 0)
             if mask == before:

@@ -25,7 +25,7 @@ _TRANSPORT_BYTES = 2 + 16
 _HAS_ENDPOINTS = 0x40
 _LENGTH = 0x3F
 _MOST_TRANSPORTS = 64
-"""Half of UCX's own limit; addresses here have a handful."""
+"""Half of UCX's own limit; the addresses of nodes have a handful."""
 
 
 def is_worker_address(address: bytes) -> bool:

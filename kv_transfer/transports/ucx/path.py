@@ -1,4 +1,4 @@
-"""Which path UCX takes to a peer, and why it takes no faster one.
+"""Which path UCX takes to a peer, and why it does not take a faster one.
 
 UCX chooses silently, and a copy over NVLink is 400 times as fast as one through the host's TCP stack.
 """
@@ -57,7 +57,8 @@ def path_of(endpoint: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the path depends on at this end. `tls`: UCX_TLS. `resources`: what UCX found, as in `path_of`."""
+    """What the path depends on at this end. `tls`: the value of UCX_TLS. `resources`: the transports and devices that
+    UCX found, as in `path_of`."""
 
     on_gpu: bool
     exportable: bool

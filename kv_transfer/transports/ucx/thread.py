@@ -56,7 +56,7 @@ class Operation:
     buffers: tuple[Any, Any]
     requests: list[Any] = field(default_factory=list)
     error: str = ""
-    """Why not all requests were started."""
+    """If not all requests were started, the reason."""
 
     @property
     def is_over(self) -> bool:
@@ -259,8 +259,8 @@ class UcxThread(TransportThread):
             _close_endpoint(link)
 
     def _refuse(self, tag: int, mask: Any) -> None:
-        """Receive messages that no receive is posted for into too few bytes, which ends each at once for both sides. To
-        receive one in full would be to wait for its sender, which may hang."""
+        """Receive messages without a posted receive into too small a buffer, which ends each of them at once for both
+        sides. To receive one in full would mean to wait for its sender, which may hang."""
         self._refused = [request for request in self._refused if not request.completed]
         while message := self._worker.tag_probe(ucx.UCXXTag(tag), mask, remove=True):
             self._refused.append(self._worker.tag_recv_with_handle(Array(self._scrap), message))
