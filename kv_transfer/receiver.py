@@ -156,9 +156,8 @@ class KvReceiver(KvMover):
         done once parts of the lease are on their way. False: no slot is free.
 
         is_last: now all parts of the lease are expected. From then on the engine is woken only when the last missing
-        part lands. Until then, unless it `polls_soon`, it is woken for each part: when the part lands if a slot is
-        free, or else when the part's slot becomes free. It is not woken twice for a part, since its turns compete with
-        the transport's thread for the interpreter.
+        part lands. Until then, unless it `polls_soon`, it is woken once for each part: when the part lands if a slot is
+        free, else when its slot becomes free. Turns compete with the transport's thread for the interpreter.
 
         The part is copied into the pool's `blocks`, in order: into `kv_slice` of each, or all that this rank holds. The
         copy waits for `not_before` and for no other work on the device. Only the receiver may write the blocks until
