@@ -117,7 +117,7 @@ def rules() -> list[str]:
     points = re.findall(r"(?m)^- ", sections["kv blocks"].split("###")[0])
     found += [f"blocks {number + 1}" for number in range(len(points))]
     rows = re.findall(r"(?m)^\| ([^|]+?) \|", sections["when something goes wrong"])
-    return found + [row for row in rows if row != "what" and not row.startswith("-")]
+    return found + [row for row in rows if row != "what happens" and not row.startswith("-")]
 
 
 # ---- check of the table against the tree ----
