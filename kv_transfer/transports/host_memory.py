@@ -1,5 +1,5 @@
 """Host memory that other processes of the same host and user can map. It has no name in a file system, so nothing is
-left behind: it is freed when the last process that maps it ends."""
+left behind: it is freed when no process maps it any more."""
 
 from __future__ import annotations
 
