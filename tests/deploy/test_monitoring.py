@@ -16,6 +16,7 @@ import yaml
 from baton.errors import TransferError
 from baton.node_info import NodeRole
 from baton.telemetry.metrics import outcome_labels
+from baton.telemetry.timeline import STAGES
 from tools.metrics_page import node_registry, router_registry
 
 ROOT = Path(__file__).resolve().parents[2]
