@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLParserLimits
 
 from baton.errors import InvalidRequest
 from baton.structured_output.constraint import StructuredKind, StructuredOutput
-from baton.structured_output.guidance_options import with_limited_whitespace
+from baton.structured_output.guidance_schema import guidance_schema
 from baton.structured_output.structural_lark import structural_grammar
 from baton.structured_output.structural_tag import load_structural_tag
 
@@ -46,8 +46,8 @@ def guidance_grammar(structured: StructuredOutput, special_tokens: Mapping[str, 
 
 
 def _json_grammar(schema: Any) -> str:
-    """Raises ValueError."""
-    limited = with_limited_whitespace(schema)
+    """Raises ValueError or InvalidRequest."""
+    limited = guidance_schema(schema)
     json.dumps(limited, allow_nan=False)  # raises for an infinity, as 1e999 is read, of which the library makes a null
     return LLMatcher.grammar_from_json_schema(limited)
 

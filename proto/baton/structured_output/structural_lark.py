@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from baton.errors import InvalidRequest
-from baton.structured_output.guidance_options import with_limited_whitespace
+from baton.structured_output.guidance_schema import guidance_schema
 from baton.structured_output.structural_tag import PARAM, Format, trigger_of
 
 _MAIN = "main"
@@ -61,7 +61,7 @@ class _Writer:
             case "const_string":
                 return self._literal(wanted["value"])
             case "json_schema":
-                return f"%json {json.dumps(with_limited_whitespace(wanted['json_schema']))}"
+                return f"%json {json.dumps(guidance_schema(wanted['json_schema']))}"
             case "regex":
                 return f"/{_escaped(wanted['pattern'])}/"
         name = f"grammar_{len(self._others)}"

@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from baton.structured_output.subschemas import subschemas
+
 _IGNORED = (
     "contains",
     "dependencies",
@@ -43,21 +45,12 @@ _HARMLESS = frozenset({"items", "prefixItems", "properties", "patternProperties"
 _CONSTRAINING = frozenset(name for names in _TYPED.values() for name in names) | _HARMLESS | {*_CHOOSING, *_IGNORED}
 _CLASS_OR_ESCAPE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 _LOOK_AROUND = re.compile(r"\(\?<?[=!]")
-_SCHEMAS = ("additionalProperties", "items", "additionalItems")
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")
 
 
 def why_unsupported(schema: Any) -> str | None:
     """The first part of the schema that XGrammar would ignore, or None."""
-    waiting = [schema]
-    while waiting:
-        found = waiting.pop()
-        if isinstance(found, dict):
-            if reason := next(_reasons(found), None):
-                return f"XGrammar does not enforce {reason}"
-            waiting += _children(found)
-    return None
+    reason = next((reason for found in subschemas(schema) for reason in _reasons(found)), None)
+    return reason and f"XGrammar does not enforce {reason}"
 
 
 def why_unsupported_regex(regex: str) -> str | None:
@@ -68,14 +61,6 @@ def why_unsupported_regex(regex: str) -> str | None:
     if "^" in plain[1:] or "$" in plain[:-1]:
         return "XGrammar does not enforce ^ and $ inside of regular expressions"
     return None
-
-
-def _children(schema: Mapping[str, Any]) -> Iterator[Any]:
-    yield from (schema[name] for name in _SCHEMAS if name in schema)
-    if isinstance(names := schema.get("propertyNames"), dict):
-        yield {"type": "string", **names}
-    yield from (child for name in _LISTS if isinstance(schema.get(name), list) for child in schema[name])
-    yield from (child for name in _MAPS if isinstance(schema.get(name), dict) for child in schema[name].values())
 
 
 def _reasons(schema: Mapping[str, Any]) -> Iterator[str]:
