@@ -29,6 +29,7 @@ MOE = "baton-tiny-moe"
 SEED = 20_26
 NUM_PROMPTS = 16
 MAX_TOKENS = 20
+YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 16}
 WAYS = ("1", "tp2", "tp4", "ep2", "ep4")
 """Ranks, and whether each has a part of every expert or some of them whole."""
 CI = {(MOE, "ep2", "tp4"), (MOE, "1", "ep4"), ("qwen3_moe", "tp2", "ep4")}
@@ -148,7 +149,14 @@ def made(family: str, root: Path) -> tuple[Path, list[Reference]]:
         "initializer_range": 0.2,  # logits far apart, and experts
     }
     config: Any = (
-        GptOssConfig(**shape, intermediate_size=64, sliding_window=32, num_local_experts=8, num_experts_per_tok=3)
+        GptOssConfig(
+            **shape,
+            intermediate_size=64,
+            sliding_window=32,
+            num_local_experts=8,
+            num_experts_per_tok=3,
+            rope_parameters=YARN,
+        )
         if family == "gpt_oss"
         else Qwen3MoeConfig(**shape, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=3)
     )

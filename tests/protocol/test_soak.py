@@ -8,7 +8,7 @@ from router.requests.kv_flows import MAX_PAIRS
 from tests.protocol.soak import Reading, Soak
 
 MIB = 1 << 20
-BOUNDED = {"router.requests.kv_flows._totals": MAX_PAIRS}
+BOUNDED = {"router.kv_flows._totals": MAX_PAIRS}
 """What may grow up to a bound, since each start of a node makes new pairs."""
 
 
