@@ -111,6 +111,7 @@ class Dispatcher:
         now = time.monotonic()
         self._core.node_lost(incarnation, reason, now)
         self._carry_out(now)
+        self._arm()  # requests may wait for it to come back, until an earlier deadline
 
     def drain_node(self, incarnation: str, drains: bool) -> None:
         """See RouterCore.drain_node."""

@@ -60,6 +60,24 @@ async def test_a_request_that_waits_in_vain_for_a_lost_node_ends_though_nothing_
     dispatcher.close()
 
 
+async def test_a_request_whose_two_nodes_are_lost_ends_though_nobody_is_left_to_be_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recovery, "RETURN_S", 0.02)
+    dispatcher = Dispatcher(RouterCore(1), RequestMetrics(RouterMetrics(new_registry(ROUTER)), lambda: "m"))
+    for name in ("d1", "d2"):
+        dispatcher.node_up(info(name, NodeRole.DECODE), lambda message: None)
+    ended: asyncio.Queue[RequestEvent] = asyncio.Queue()
+    dispatcher.submit(RoutedRequest("r", (1, 2), 1, SamplingParams(), 60.0), ended.put_nowait, time.monotonic())
+    dispatcher.node_lost("d1", "reset")
+    dispatcher.node_lost("d2", "reset")
+    async with asyncio.timeout(5):
+        event = await ended.get()
+    assert isinstance(event, RequestEnd)
+    assert isinstance(event.error, InternalError)
+    dispatcher.close()
+
+
 async def test_an_attempt_that_waited_is_counted_by_what_it_follows() -> None:
     """Whatever has come meanwhile."""
     registry = new_registry(ROUTER)
