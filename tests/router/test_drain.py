@@ -15,7 +15,7 @@ from baton.v1 import generation_pb2_grpc
 from router.offload.threads import INLINE_SIZE
 from tests.router.conftest import Router, says
 from tests.router.fake_node import PATIENCE_S
-from tests.router.test_nodes import answer, text_of
+from tests.router.nodes.test_nodes import answer, text_of
 
 
 async def test_draining_lets_requests_end(nodes):

@@ -12,7 +12,7 @@ _HEAD = """\
 # API
 
 Written by `python -m tools.api_reference` from the code that serves it: change that, not this page. The column *test*
-names one test, below `tests/`, that covers the line. `tests/router/test_ranges.py` tests every range and type.
+names one test, below `tests/`, that covers the line. `tests/router/http/test_ranges.py` tests every range and type.
 
 A field that is null is the same as one that is not there. *unset* says what applies then; *the model's* is what its
 `generation_config.json` says. A value outside its range is a 400 that names field, value and range. [Structured
@@ -27,7 +27,7 @@ _REFUSED = """\
 ## Refused fields
 
 Fields of other servers and APIs that would change an answer in a way that is not served here are a 400 that names them,
-unless the endpoint's table above has them. `tests/router/test_unsupported.py` tests them all.
+unless the endpoint's table above has them. `tests/router/http/test_unsupported.py` tests them all.
 
 """
 _NO_EFFECT = """\

@@ -15,10 +15,10 @@ from baton.errors import Overloaded
 from router.http.limits import Bodies, WebSockets
 from tests.router.conftest import Router, on_shared_loop, says
 from tests.router.fake_node import PATIENCE_S, Answer
+from tests.router.http.responses_api.shapes import HI
+from tests.router.http.test_access import bearer, running
 from tests.router.http_shapes import CHAT
 from tests.router.http_wire import echo, peer, serving
-from tests.router.responses.shapes import HI
-from tests.router.test_access import bearer, running
 
 websockets = pytest.importorskip("websockets", reason="OpenAI's client needs it for this, and so does the router")
 

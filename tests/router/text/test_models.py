@@ -18,7 +18,7 @@ from router.text.tokenizer import Tokenizer
 from router.versions import version_of
 from tests.router.rig import info
 
-CHECKPOINT = Path(__file__).parents[2] / "engine" / "checkpoints" / "baton-tiny"
+CHECKPOINT = Path(__file__).parents[3] / "engine" / "checkpoints" / "baton-tiny"
 
 
 def test_nodes_compile_structured_outputs_with_one_backend_that_the_router_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ from router.offload.request_templates import RequestTemplates, question_of
 from router.offload.template_worker import render
 from tests.router.conftest import on_shared_loop, says
 from tests.router.fake_node import FakeCluster
+from tests.router.http.test_access import running
 from tests.router.http_shapes import CHAT, error_of
-from tests.router.test_access import running
 from tests.router.tiny_tokenizer import tiny_tokenizer
 
 CHATS = "/v1/chat/completions"

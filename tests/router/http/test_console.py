@@ -20,7 +20,7 @@ from router.requests.kv_flows import KvFlow, KvFlows
 from router.workers.siblings import Siblings, WorkerPlace
 from tests.router.conftest import Router, on_shared_loop, says
 from tests.router.fake_node import FakeCluster
-from tests.router.test_access import bearer, running
+from tests.router.http.test_access import bearer, running
 
 COMPLETION = {"prompt": "a", "max_tokens": 4}
 

@@ -11,10 +11,20 @@ from router.http.body import validate
 from router.http.responses_api.schemas import ResponsesRequest
 from tests.router.conftest import on_shared_loop, says
 from tests.router.fake_node import Answer
+from tests.router.http.responses_api.shapes import (
+    HI,
+    LOGPROBS,
+    PATH,
+    TOOL,
+    events_of,
+    message,
+    messages_of,
+    output_of,
+    post,
+)
+from tests.router.http.test_tool_calls import ANSWER, ARGUMENTS, CALL, WEATHER, prompt_of
 from tests.router.http_shapes import error_of
 from tests.router.matching import matches
-from tests.router.responses.shapes import HI, LOGPROBS, PATH, TOOL, events_of, message, messages_of, output_of, post
-from tests.router.test_tool_calls import ANSWER, ARGUMENTS, CALL, WEATHER, prompt_of
 from tests.router.tiny_tokenizer import tiny_tokenizer
 
 pytestmark = on_shared_loop

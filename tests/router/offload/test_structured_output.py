@@ -26,7 +26,7 @@ from router.text.models import ServedModel
 from router.text.structured_output import structured_output_of
 from router.text.tokenizer import Tokenizer
 
-CHECKPOINT = Path(__file__).parents[2] / "engine" / "checkpoints" / "baton-tiny"
+CHECKPOINT = Path(__file__).parents[3] / "engine" / "checkpoints" / "baton-tiny"
 
 SCHEMA = {"type": "integer"}
 AS_JSON = StructuredOutput(StructuredKind.JSON, '{"type":"integer"}')

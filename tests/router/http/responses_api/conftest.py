@@ -13,7 +13,7 @@ import pytest_asyncio
 from baton.node_info import NodeRole
 from tests.router.conftest import Router, says
 from tests.router.fake_node import FakeCluster
-from tests.router.test_tool_calls import TEMPLATE
+from tests.router.http.test_tool_calls import TEMPLATE
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -14,7 +14,7 @@ from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
 from tests.router.conftest import Router, says
 from tests.router.fake_node import PATIENCE_S
-from tests.router.test_access import running
+from tests.router.http.test_access import running
 
 GENEROUS = (("grpc.max_send_message_length", 2**28), ("grpc.max_metadata_size", 2**20))
 

@@ -26,8 +26,8 @@ from router.workers.siblings import Siblings, WorkerPlace
 from tests.baton.test_timeline import named
 from tests.router.conftest import Router, on_shared_loop, says
 from tests.router.fake_node import FakeCluster
+from tests.router.http.test_access import bearer, running
 from tests.router.http_shapes import error_of
-from tests.router.test_access import bearer, running
 
 
 async def complete(client: httpx.AsyncClient, prompt: str | list[str], request_id: str) -> None:

@@ -10,7 +10,7 @@ from router.reasoning_parsers import REASONING_PARSERS
 from router.reasoning_parsers.tags import Qwen3Parser
 from router.text.answer_reader import AnswerReader, AnswerReading, Parsers
 from router.tool_parsers import TOOL_PARSERS, CallListParser, CallStart, Content, Part, Thought, ToolParser, merge
-from tests.router.test_tool_parsers import CASES
+from tests.router.text.test_tool_parsers import CASES
 from tests.router.tool_outputs import TOOLS
 
 KINDS: dict[str, type[ToolParser]] = {**TOOL_PARSERS, "granite": CallListParser}

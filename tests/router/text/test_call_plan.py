@@ -16,7 +16,7 @@ from router.text.constraints import constrained, format_of
 from router.text.generation_request import GenerationRequest
 from router.tool_parsers import TOOL_PARSERS, CallStart
 from tests.router.matching import matches
-from tests.router.test_tool_parsers import joined
+from tests.router.text.test_tool_parsers import joined
 
 CITY: dict[str, Any] = {
     "type": "object",

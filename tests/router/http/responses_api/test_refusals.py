@@ -9,7 +9,7 @@ from baton.errors import InvalidRequest
 from router.http.body import validate
 from router.http.responses_api.schemas import ResponsesRequest
 from router.http.responses_api.store import ResponseStore, StoredResponse
-from tests.router.responses.shapes import HI, LOGPROBS, TOOL
+from tests.router.http.responses_api.shapes import HI, LOGPROBS, TOOL
 
 
 def item(**fields: Any) -> dict[str, Any]:

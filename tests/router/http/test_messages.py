@@ -12,8 +12,8 @@ from baton.errors import CacheExhausted, InternalError, Overloaded
 from router.http.anthropic.events import ContentBlocks
 from tests.router.conftest import Router, says
 from tests.router.fake_node import Answer
+from tests.router.http.test_access import running
 from tests.router.http_wire import peer
-from tests.router.test_access import running
 from tests.router.tiny_tokenizer import tiny_tokenizer
 
 USER = {"role": "user", "content": "hi"}

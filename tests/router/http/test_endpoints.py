@@ -10,8 +10,8 @@ from pydantic import SecretStr
 from baton.messages import KvEvents
 from tests.router.conftest import Router, says
 from tests.router.fake_node import FakeCluster
+from tests.router.http.test_access import bearer, running
 from tests.router.http_shapes import CHAT, error_of
-from tests.router.test_access import bearer, running
 from tests.router.tiny_tokenizer import CHAT_TEMPLATE
 
 

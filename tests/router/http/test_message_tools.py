@@ -13,9 +13,9 @@ import pytest
 from baton.node_info import NodeRole
 from tests.router.conftest import Router, says
 from tests.router.fake_node import FakeCluster
+from tests.router.http.test_messages import MESSAGE, USER, error_of, events
+from tests.router.http.test_tool_calls import TEMPLATE
 from tests.router.matching import matches
-from tests.router.test_messages import MESSAGE, USER, error_of, events
-from tests.router.test_tool_calls import TEMPLATE
 from tests.router.tiny_tokenizer import tiny_tokenizer
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
