@@ -3,8 +3,8 @@
 from dataclasses import asdict
 
 from baton.address import HostPort
-from benchmarks.hostile import Row, table
-from benchmarks.hostile_victim import BEGIN, END, LOST, TOKEN, Victim
+from benchmarks.hostile.run import Row, table
+from benchmarks.hostile.victim import BEGIN, END, LOST, TOKEN, Victim
 
 SIZES = {"router": 1, "decode-0": 2}
 ROW = Row("a case", "400", 1.0, 20.0, 80.0, 0, SIZES, SIZES, [], "ok", "yes")

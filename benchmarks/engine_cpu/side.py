@@ -39,7 +39,7 @@ def prompts(num: int, length: int = CONTEXT, seed: int = 0) -> list[list[int]]:
 
 def open_runner(name: str, dtype: str, folder: Path, threads: int) -> Runner:
     module = {"baton": "baton", "llama.cpp": "llama_cpp"}.get(name, "transformers")
-    runner: Runner = importlib.import_module(f"benchmarks.engine_cpu_{module}").open_runner(
+    runner: Runner = importlib.import_module(f"benchmarks.engine_cpu.{module}_side").open_runner(
         name, dtype, folder, threads
     )
     return runner

@@ -16,7 +16,7 @@ from baton import PROTOCOL_VERSION
 from baton.address import HostPort
 from baton.rpc.channels import CHANNEL_OPTIONS
 from baton.v1 import common_pb2, node_pb2, node_pb2_grpc
-from benchmarks.hostile_case import Attack
+from benchmarks.hostile.case import Attack
 
 WAIT_S = 10.0
 PROMPT = [17 + i for i in range(32)]

@@ -45,7 +45,7 @@ class _Clock(StoppingCriteria):  # type: ignore[misc]
 
 
 class GenerateRunner:
-    """See `benchmarks.engine_cpu_side.Runner`."""
+    """See `benchmarks.engine_cpu.side.Runner`."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -16,8 +16,8 @@ import grpc.aio
 
 from baton.address import HostPort
 from baton.v1 import generation_pb2, generation_pb2_grpc
-from benchmarks.hostile_case import Attack, case
-from benchmarks.hostile_watch import get, has_socket, many_descriptors
+from benchmarks.hostile.case import Attack, case
+from benchmarks.hostile.watch import get, has_socket, many_descriptors
 
 PIECE_BYTES = 1024 * 1024
 PATIENCE_S = 120.0

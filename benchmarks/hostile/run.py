@@ -1,6 +1,6 @@
 """The effects of hostile clients and peers on others: `python -m benchmarks.hostile --save before.json`
 
-Runs one case after another against a cluster on this machine and a victim's stream (see `hostile_victim`). Measures the
+Runs one case after another against a cluster on this machine and a victim's stream (see `hostile.victim`). Measures the
 outcome for the attacker, the victim's longest gap, the processes' memory, and whether they are alive and pass their
 integrity checks. A case that leaves a process dead, larger or unable to serve is followed by a fresh cluster.
 `--against` also prints an earlier run, possibly of older code, in whose tree these files run unchanged.
@@ -23,12 +23,12 @@ from pydantic import Field
 
 from baton.address import HostPort
 from baton.settings import Settings, parse
-from benchmarks import hostile_http, hostile_nodes, hostile_peers  # noqa: F401 - they register their cases
 from benchmarks.cluster import running_cluster
-from benchmarks.hostile_case import CASES, UP, Attack, Case
-from benchmarks.hostile_stranger import Stranger
-from benchmarks.hostile_victim import Seen, Victim
-from benchmarks.hostile_watch import Memory, cluster_processes, few_descriptors, get, integrity
+from benchmarks.hostile import clients, nodes, peers  # noqa: F401 - they register their cases
+from benchmarks.hostile.case import CASES, UP, Attack, Case
+from benchmarks.hostile.stranger import Stranger
+from benchmarks.hostile.victim import Seen, Victim
+from benchmarks.hostile.watch import Memory, cluster_processes, few_descriptors, get, integrity
 from benchmarks.http_stream import Connection
 from benchmarks.tables import Table
 
@@ -129,7 +129,7 @@ async def _run(case: Case, attack: Attack) -> str:
 async def _serves(http: HostPort) -> str:
     """`yes`, or the reason why not."""
     status, text = await get(http, "/ready")
-    answer = await hostile_http.exchange(http, hostile_http.post("/v1/completions", hostile_nodes.BODY), 10.0)
+    answer = await clients.exchange(http, clients.post("/v1/completions", nodes.BODY), 10.0)
     return "yes" if status == 200 and answer == "200" else f"/ready {status} {text[:80]}, a request {answer}"
 
 
@@ -222,7 +222,3 @@ def main(argv: Sequence[str] | None = None) -> None:
         "not_whole": [name for name, row in rows.items() if row["integrity"] != "ok" or row["serves"] != "yes"],
     }
     print(json.dumps({"benchmark": "hostile", **summary, "cases": rows}))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Another client's stream while a cluster is attacked: `python -m benchmarks.hostile_victim HOST:PORT`, run by
+"""Another client's stream while a cluster is attacked: `python -m benchmarks.hostile.victim HOST:PORT`, run by
 `benchmarks.hostile` in a separate process, so that the attacker's work does not distort its times.
 
 Streams one answer after another and writes a line for each event: the time (`time.monotonic`, the same in all processes
@@ -85,7 +85,7 @@ class Victim:
         self._events: list[tuple[float, str]] = []
 
     async def __aenter__(self) -> Victim:
-        command = [sys.executable, "-m", "deploy.child", str(os.getpid()), "benchmarks.hostile_victim"]
+        command = [sys.executable, "-m", "deploy.child", str(os.getpid()), "benchmarks.hostile.victim"]
         self._process = await asyncio.create_subprocess_exec(
             *command, str(self._address), stdout=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL
         )

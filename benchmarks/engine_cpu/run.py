@@ -1,7 +1,7 @@
 """Steps on a CPU, in fp32, bf16, int8 and AWQ, beside transformers and llama.cpp: `python -m benchmarks.engine_cpu`.
 
 Writes a checkpoint with random weights, and for llama.cpp a GGUF file of the same weights. Each side is a process of
-its own (`benchmarks.engine_cpu_side`), and they take turns, sample by sample, so that what else the machine does meets
+its own (`benchmarks.engine_cpu.side`), and they take turns, sample by sample, so that what else the machine does meets
 them all. First each side's greedy answers are compared with the logits of transformers in fp32. Times are the fastest
 of all samples, which on a shared machine is what a side can do; medians are in the JSON line. `--peers-python` names a
 Python with the packages of the other sides: transformers, and torchao, gguf and llama-cpp-python, which no node needs.
@@ -22,9 +22,8 @@ from typing import Any, ClassVar
 from pydantic import Field, field_validator
 
 from baton.settings import Settings, parse
-from benchmarks.checks import WrongAnswers
-from benchmarks.engine_cpu_answers import check
-from benchmarks.engine_cpu_side import DECODES, PROMPTS
+from benchmarks.engine_cpu.answers import check
+from benchmarks.engine_cpu.side import DECODES, PROMPTS
 from benchmarks.random_checkpoint import write_checkpoint
 from benchmarks.tables import Table
 from tools.quantize import FORMATS, write
@@ -75,7 +74,7 @@ class Side:
     @classmethod
     def start(cls, name: str, dtype: str, folder: Path, settings: CpuBenchSettings) -> Side:
         python = sys.executable if name == "baton" else settings.peers_python
-        command = [python, "-m", "benchmarks.engine_cpu_side", name, dtype, str(folder), str(settings.threads)]
+        command = [python, "-m", "benchmarks.engine_cpu.side", name, dtype, str(folder), str(settings.threads)]
         environment = {**os.environ, "OMP_NUM_THREADS": str(settings.threads)}
         pipe = subprocess.PIPE
         return cls(name, subprocess.Popen(command, text=True, env=environment, stdin=pipe, stdout=pipe))
@@ -157,10 +156,3 @@ def table(results: dict[str, dict[str, Any]]) -> Table:
         for name, side in sides.items()
     ]
     return Table(["ms, fastest", *cells], rows)
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except WrongAnswers as error:
-        raise SystemExit(f"wrong answers: {error}") from None

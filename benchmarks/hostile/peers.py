@@ -22,10 +22,10 @@ from baton import PROTOCOL_VERSION
 from baton.address import HostPort
 from baton.block_hash import chain
 from baton.v1 import common_pb2, node_pb2, node_pb2_grpc
-from benchmarks.hostile_case import Attack, case, case_with
-from benchmarks.hostile_http import exchange, post
-from benchmarks.hostile_stranger import PROMPT, WAIT_S, Stranger, outcome, own_endpoint, pack, sampling, stranger
-from benchmarks.hostile_watch import get
+from benchmarks.hostile.case import Attack, case, case_with
+from benchmarks.hostile.clients import exchange, post
+from benchmarks.hostile.stranger import PROMPT, WAIT_S, Stranger, outcome, own_endpoint, pack, sampling, stranger
+from benchmarks.hostile.watch import get
 
 LOOKED_AFTER_S = 5.0
 WINDOWS, WINDOW_S = 4, 5.0

@@ -29,7 +29,7 @@ def open_runner(name: str, dtype: str, folder: Path, threads: int) -> EngineRunn
 
 
 class EngineRunner:
-    """See `benchmarks.engine_cpu_side.Runner`."""
+    """See `benchmarks.engine_cpu.side.Runner`."""
 
     def __init__(self, dtype: str, folder: Path) -> None:
         dtype, quantization = _SETTINGS[dtype]

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from baton.address import HostPort
-from benchmarks.hostile_watch import Process
+from benchmarks.hostile.watch import Process
 
 UP = "--device=cpu --log-level=warning --drain-timeout=5"
 

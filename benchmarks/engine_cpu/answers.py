@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.checks import WrongAnswers
-from benchmarks.engine_cpu_side import prompts
+from benchmarks.engine_cpu.side import prompts
 
 Answers = list[list[int]]
 

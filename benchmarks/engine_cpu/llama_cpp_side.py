@@ -72,7 +72,7 @@ def _name(name: str) -> str:
 
 
 class LlamaRunner:
-    """See `benchmarks.engine_cpu_side.Runner`. By the C API: the package's own class takes one sequence."""
+    """See `benchmarks.engine_cpu.side.Runner`. By the C API: the package's own class takes one sequence."""
 
     def __init__(self, file: Path, threads: int) -> None:
         llama_cpp.llama_backend_init()

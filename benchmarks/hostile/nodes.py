@@ -9,9 +9,9 @@ import signal
 import time
 from collections import Counter
 
-from benchmarks.hostile_case import Attack, case, case_with
-from benchmarks.hostile_http import exchange, post
-from benchmarks.hostile_watch import get
+from benchmarks.hostile.case import Attack, case, case_with
+from benchmarks.hostile.clients import exchange, post
+from benchmarks.hostile.watch import get
 from benchmarks.http_stream import Connection, RequestFailed
 
 LOOKED_AT_S = 3.0

@@ -1,0 +1,5 @@
+"""`python -m benchmarks.hostile`."""
+
+from benchmarks.hostile.run import main
+
+main()
