@@ -16,7 +16,13 @@ CLUSTERS = {
     ),
     "house": (
         *("test_benchmarks.py", "test_console.py", "test_grpc_client.py", "test_openai_client.py"),
-        *("test_parameters.py", "test_parity.py", "test_structured_outputs.py", "test_timelines.py"),
+        *(
+            "test_parameter_combinations.py",
+            "test_parameters.py",
+            "test_parity.py",
+            "test_structured_outputs.py",
+            "test_timelines.py",
+        ),
     ),
 }
 """Fixtures of the session, and the files of `tests/e2e` that use them."""
