@@ -17,6 +17,7 @@ from router.http.best_of import BestOfShape
 from router.http.body import BodyReader
 from router.http.chat_prompt import chat_prompt
 from router.http.chunks import ChunkEvents
+from router.http.errors.names import rename_field
 from router.http.limits import HttpLimits
 from router.http.logprobs import ChatLogprobs, CompletionLogprobs, prompt_shape, token_text
 from router.http.responses import EventResponse, WholeResponse
@@ -79,15 +80,19 @@ class GenerateRoutes:
         if body.response_format and plan.is_forced:
             body = body.without_response_format()
         size = size_of_prompt(body)
-        with self._service.admit(model, (size,), body.num_drawn) as admitted:
-            if body.echo:
-                _check_echo(body.num_kept * len(body.echoed))
-            prompt = await chat_prompt(self._service, model, body, size)
-            reading = plan.reading(self._parsers, prompt, parallel, body.begun)
-            wanted = body.wanted(request_id, prompt)
-            with naming_constraint(plan, body.constraint):
-                wanted = salted(constrained(wanted, plan, reading), state.tenant)
-                return await self._service.generate(model, wanted, state.received, admitted, state.client), reading
+        try:
+            with self._service.admit(model, (size,), body.num_drawn) as admitted:
+                if body.echo:
+                    _check_echo(body.num_kept * len(body.echoed))
+                prompt = await chat_prompt(self._service, model, body, size)
+                reading = plan.reading(self._parsers, prompt, parallel, body.begun)
+                wanted = body.wanted(request_id, prompt)
+                with naming_constraint(plan, body.constraint):
+                    wanted = salted(constrained(wanted, plan, reading), state.tenant)
+                    return await self._service.generate(model, wanted, state.received, admitted, state.client), reading
+        except InvalidRequest as error:
+            rename_field(error, body.names)
+            raise
 
     async def completion(self, request: Request) -> Response:
         body = await self._bodies.read(request, CompletionRequest)
@@ -132,7 +137,11 @@ class GenerateRoutes:
                 count = {"count": len(tokens), "max_model_len": model.max_model_len}
                 return dump_json({**count, "tokens": tokens, "token_strs": texts})
 
-            return raw_json_response(await self._service.offload.run(answer, len(text)))
+            try:
+                return raw_json_response(await self._service.offload.run(answer, len(text)))
+            except InvalidRequest as error:
+                rename_field(error, body.names)
+                raise
 
     async def detokenize(self, request: Request) -> Response:
         body = await self._bodies.read(request, DetokenizeRequest)

@@ -212,6 +212,8 @@ class GenerationFields(BaseModel):
         }
 
 
+_CHAT_NAMES = {"prompt": "messages"}
+_NEWER_CHAT_NAMES = {**_CHAT_NAMES, "max_tokens": "max_completion_tokens"}
 _SAMPLING_FIELDS = frozenset(NAMES) & GenerationFields.model_fields.keys()
 _CONSTRAINTS = ("structured_outputs", *GUIDED, "response_format")
 
@@ -238,6 +240,11 @@ class ChatRequest(GenerationFields, TemplateFields):
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("`top_logprobs` needs `logprobs` to be true.", "top_logprobs")
         _check_num_logprobs(self.top_logprobs, "top_logprobs")
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Of fields of generations: what they are here."""
+        return _CHAT_NAMES if self.max_completion_tokens is None else _NEWER_CHAT_NAMES
 
     @property
     def echoed(self) -> str:
@@ -339,6 +346,11 @@ class TokenizeRequest(TemplateFields):
         self.check_template()
         if self.prompt is not None and self.messages is not None:
             raise InvalidRequest("`prompt` and `messages` exclude each other.", "prompt")
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Of fields of generations: what they are here."""
+        return {} if self.messages is None else _CHAT_NAMES
 
     @property
     def text(self) -> str:

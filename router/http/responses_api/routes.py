@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from baton.errors import InvalidRequest
 from router.generation import Generation
 from router.http.answers import raw_json_response
 from router.http.body import BodyReader
+from router.http.errors.names import rename_field
 from router.http.generate import GenerateRoutes
 from router.http.limits import HttpLimits
 from router.http.responses import EventResponse, WholeResponse
@@ -31,7 +31,7 @@ from router.text.answer import Delta
 
 PATH = "/v1/responses"
 
-_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "prompt": "input", "response_format": "text"}
+_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text"}
 """Of fields of chats: what they are here."""
 _NOT_KEPT = "`store` is true, but this router keeps no responses (--max-stored-responses)."
 _NOT_IN_BACKGROUND = "Only responses with `background` can be cancelled, and that is not supported here."
@@ -87,11 +87,13 @@ class ResponsesRoutes:
         stored = body.store is not False and self._store.is_on
         store = self._store if stored else own
         earlier = await self._earlier(state.owner, body.previous_response_id, own)
-        with _own_names():
+        try:
             chat = body.chat(earlier)
-        items = await self._dumped([*earlier, *body.input]) if store else b""
-        with _own_names():
+            items = await self._dumped([*earlier, *body.input]) if store else b""
             generation, reading = await self._generate.start_chat(state, request_id, model, chat)
+        except InvalidRequest as error:
+            rename_field(error, _NAMES)
+            raise
         shape = ResponseShape(body, model, generation, reading, stored)
         return Started(generation, shape, ResponseSaver(store, state.owner, shape.id, items) if store else None)
 
@@ -126,20 +128,6 @@ class ResponsesRoutes:
 
     async def _dumped(self, items: Sequence[AnyItem]) -> bytes:
         return await self._service.offload.run(lambda: dump_items(items), sum(item.size for item in items))
-
-
-@contextlib.contextmanager
-def _own_names() -> Iterator[None]:
-    """An error of a chat names the field of the response that it came from."""
-    try:
-        yield
-    except InvalidRequest as error:
-        if own := _NAMES.get(error.param or ""):
-            beginning = f"{error.param}: "
-            if error.message.startswith(beginning):
-                error.args = (f"{own}: {error.message.removeprefix(beginning)}", *error.args[1:])
-            error.param = own
-        raise
 
 
 class _WholeResponse(WholeResponse):

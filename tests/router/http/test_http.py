@@ -258,8 +258,11 @@ async def test_a_text_above_the_context_can_be_counted_and_one_far_above_is_refu
     tokens = tiny_tokenizer().encode("fox " * 200, True)
     assert len(tokens) > 128
     assert (await client.post("/tokenize", json={"prompt": "fox " * 200})).json()["count"] == len(tokens)
-    response = await client.post("/tokenize", json={"prompt": "fox " * 2**20})
-    assert (response.status_code, error_of(response)["code"]) == (400, "context_length_exceeded")
+    far_above = "fox " * 2**20
+    for body in ({"prompt": far_above}, {"messages": [{"role": "user", "content": far_above}]}):
+        response = await client.post("/tokenize", json=body)
+        assert response.status_code == 400
+        assert (error_of(response)["code"], error_of(response)["param"]) == ("context_length_exceeded", *body)
 
 
 async def test_long_bodies_say_the_same(client, nodes):

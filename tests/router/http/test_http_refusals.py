@@ -21,6 +21,7 @@ from tests.router.http_shapes import CHAT, error_of
 from tests.router.tiny_tokenizer import IM_END
 
 IMAGE = [{"type": "image_url", "image_url": {"url": "x"}}]
+LONG = [{"role": "user", "content": "x" * 20_000}]
 DEEP = {"a": {"a": {"a": {"a": {"a": {"a": {"a": {"a": 1}}}}}}}}
 TOOL = {"type": "function", "function": {"name": "f"}}
 
@@ -42,7 +43,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ("chat/completions", {**CHAT, "max_tokens": "5"}, 400, "max_tokens", "integer"),
         ("chat/completions", {**CHAT, "max_tokens": 0}, 400, "max_tokens", "1 or more"),
         ("chat/completions", {**CHAT, "max_tokens": 128}, 400, "max_tokens", "128 > 128 - "),
-        ("chat/completions", {**CHAT, "max_completion_tokens": 999}, 400, "max_tokens", "too large: 999"),
+        ("chat/completions", {**CHAT, "max_completion_tokens": 999}, 400, "max_completion_tokens", "too large"),
         ("chat/completions", {**CHAT, "temperature": -1}, 400, "temperature", "not -1"),
         ("chat/completions", {**CHAT, "top_p": 0}, 400, "top_p", "(0, 1]"),
         ("chat/completions", {**CHAT, "n": 0}, 400, "n", "[1, 128]"),
@@ -123,6 +124,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ("chat/completions", {**CHAT, "stop_sequences": ["a"]}, 400, "stop_sequences", "not supported"),
         ("chat/completions", b"[" * 100_000, 400, None, "not valid JSON"),
         ("chat/completions", b"[" * 300_000, 400, None, "300000 brackets"),
+        ("chat/completions", {**CHAT, "messages": LONG}, 400, "messages", "maximum context length is 128 tokens"),
         ("completions", {"prompt": "x" * 20_000}, 400, "prompt", "maximum context length is 128 tokens"),
         ("completions", {"prompt": "x" * 99, "n": 128, "echo": True}, 200, None, ""),
         ("completions", {"prompt": ""}, 200, None, ""),
