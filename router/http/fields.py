@@ -88,6 +88,12 @@ def _message_text(value: Any) -> Any:
     return read_text(value, _TEXT_PARTS)
 
 
+def _text_or_object(value: Any) -> Any:
+    if not isinstance(value, str | dict):
+        raise ValueError("must be a string or an object")
+    return value
+
+
 def _biases(value: Any) -> Any:
     """Read an object whose names are token ids."""
     if not isinstance(value, dict):
@@ -191,6 +197,11 @@ Text = Annotated[
     str,
     PlainValidator(_message_text),
     WithJsonSchema({"anyOf": [_STRING, parts_schema(_TEXT_PARTS), {"type": "null"}]}),
+]
+TextOrObject = Annotated[
+    str | dict[str, Any],
+    PlainValidator(_text_or_object),
+    WithJsonSchema({"anyOf": [_STRING, {"type": "object", "additionalProperties": True}]}),
 ]
 Biases = Annotated[dict[int, float], BeforeValidator(_biases), WithJsonSchema(_BIASES)]
 TemplateValues = Annotated[dict[str, Any], BeforeValidator(_template_values)]

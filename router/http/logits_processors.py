@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from baton.errors import InvalidRequest
 from baton.logits_processors import MAX_LOGITS_PROCESSORS, PARAM, LogitsProcessor
@@ -29,9 +29,16 @@ class LogitsProcessorFields(BaseModel):  # type: ignore[no-redef]  # pydantic's 
         return LogitsProcessor.of(names[0], self.args, self.kwargs)
 
 
-ProcessorList = Annotated[list[Name | LogitsProcessorFields], Field(max_length=MAX_LOGITS_PROCESSORS)]
+def _named(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
 
 
-def plain_processors(wanted: Iterable[str | LogitsProcessorFields] | None) -> tuple[LogitsProcessor, ...]:
+_Processor = Annotated[
+    LogitsProcessorFields, BeforeValidator(_named, json_schema_input_type=Name | LogitsProcessorFields)
+]
+ProcessorList = Annotated[list[_Processor], Field(max_length=MAX_LOGITS_PROCESSORS)]
+
+
+def plain_processors(wanted: Iterable[LogitsProcessorFields] | None) -> tuple[LogitsProcessor, ...]:
     """Raises InvalidRequest."""
-    return tuple(LogitsProcessor(one) if isinstance(one, str) else one.plain() for one in wanted or ())
+    return tuple(one.plain() for one in wanted or ())

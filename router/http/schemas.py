@@ -26,6 +26,7 @@ from router.http.fields import (
     Role,
     Strings,
     Text,
+    TextOrObject,
     Whole,
     Words,
     between,
@@ -131,7 +132,7 @@ class GenerationFields(BaseModel):
     timeout: float | None = Field(None, description="seconds until the request is given up")
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
-    guided_json: dict[str, Any] | str | None = Field(None, description="as structured_outputs.json")
+    guided_json: TextOrObject | None = Field(None, description="as structured_outputs.json")
     guided_regex: str | None = Field(None, description="as structured_outputs.regex")
     guided_choice: list[str] | None = Field(None, description="as structured_outputs.choice")
     guided_grammar: str | None = Field(None, description="as structured_outputs.grammar")

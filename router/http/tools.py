@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, Field, WithJsonSchema
 
 from baton.errors import InvalidRequest
-from router.http.fields import CONFIG, Name, ValueLimits, bound_values, num_chars
+from router.http.fields import CONFIG, Name, TextOrObject, ValueLimits, bound_values, num_chars
 from router.http.parse import is_quick, parse_begun, parse_json
 from router.limits import MAX_TOOL_CALLS, MAX_TOOL_CHARS, MAX_TOOL_DEPTH, MAX_TOOL_VALUES, MAX_TOOLS
 from router.text.answer_reader import Parsers
@@ -68,7 +68,7 @@ class Tool(BaseModel):
 class CalledFunction(BaseModel):
     model_config = CONFIG
     name: Name
-    arguments: str | dict[str, Any] = ""
+    arguments: TextOrObject | None = None
 
 
 class ToolCall(BaseModel):
@@ -76,21 +76,21 @@ class ToolCall(BaseModel):
 
     model_config = CONFIG
     id: Name | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
     function: CalledFunction
 
     def plain(self) -> dict[str, Any]:
         """The call in the form for a chat template, with its arguments as an object: of those that break off, what is
         there. Raises InvalidRequest."""
         named = {"id": self.id} if self.id is not None else {}
-        return {**named, "type": self.type, "function": {"name": self.function.name, "arguments": self._arguments()}}
+        return {**named, "type": "function", "function": {"name": self.function.name, "arguments": self._arguments()}}
 
     @property
     def size(self) -> int:
         return len(self.function.name) + num_chars(self.function.arguments)
 
     def _arguments(self) -> dict[str, Any]:
-        given = self.function.arguments
+        given = self.function.arguments or {}
         if isinstance(given, dict):
             return given
         try:
@@ -131,7 +131,7 @@ _ALLOWED = {
     "required": ["type", _ALLOWED_TOOLS],
 }
 ToolChoice = Annotated[
-    str | dict[str, Any],
+    TextOrObject,
     WithJsonSchema(
         {
             "anyOf": [{"enum": ["none", "auto", "required"]}, _NAMED, _ALLOWED],

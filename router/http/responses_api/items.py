@@ -31,7 +31,7 @@ SummaryText = Annotated[str, _reads(_SUMMARY_TEXTS), _described(_SUMMARY_TEXTS)]
 
 class InputMessage(BaseModel):
     model_config = CONFIG
-    type: Literal["message"] = "message"
+    type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: Text
     id: Name | None = None
@@ -90,17 +90,17 @@ class ReasoningInput(BaseModel):
 
     model_config = CONFIG
     type: Literal["reasoning"]
-    summary: SummaryText = ""
+    summary: SummaryText | None = None
     content: ReasoningText | None = None
     id: Name | None = None
 
     @property
     def text(self) -> str:
-        return self.content or self.summary
+        return self.content or self.summary or ""
 
     @property
     def size(self) -> int:
-        return len(self.content or "") + len(self.summary)
+        return len(self.content or "") + len(self.summary or "")
 
     def kept(self) -> dict[str, Any]:
         content = [{"type": "reasoning_text", "text": self.content}] if self.content else []
@@ -114,7 +114,7 @@ _UNKNOWN = f"there is no such item here: only {', '.join(_KINDS)}"
 
 def _kind(item: Any) -> str | None:
     if isinstance(item, BaseModel):
-        return str(item.type)  # type: ignore[attr-defined]  # every item has one
+        return str(item.type or "message")  # type: ignore[attr-defined]  # every item has one
     kind = item.get("type") if isinstance(item, dict) else None
     return "message" if kind is None else kind if isinstance(kind, str) and kind in _KINDS else None
 

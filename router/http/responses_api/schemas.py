@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from baton.errors import InvalidRequest
 from baton.sampling import MAX_LOGPROBS, RANGES
-from router.http.fields import CONFIG, Name, TemplateValues, Whole, between
+from router.http.fields import CONFIG, Name, TemplateValues, TextOrObject, Whole, between
 from router.http.responses_api.conversation import AnyItem, messages_of
 from router.http.responses_api.items import Items
 from router.http.responses_api.unsupported import IN_RESPONSES, SHARED
@@ -90,7 +90,7 @@ class ResponsesRequest(GenerationFields):
     include: list[str] | None = Field(None, description=f"{LOGPROBS}; {_ENCRYPTED} changes nothing")
     text: TextConfig | None = None
     tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: TextOrObject | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     store: bool | None = Field(None, description="keep the response; unset: yes, if the router keeps any")

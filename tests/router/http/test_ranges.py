@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import BaseModel, ValidationError
 
 from router.http.descriptions import operations
 from router.http.docs_page import body_models
@@ -104,3 +105,22 @@ async def test_a_value_of_another_type_is_named(shared_client: httpx.AsyncClient
         if param not in (None, name) or name not in message:
             wrong.append((name, param, message))
     assert wrong == []
+
+
+def models_below(kind: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    for model in kind.__subclasses__():
+        yield model
+        yield from models_below(model)
+
+
+def test_null_is_the_same_as_a_field_that_is_not_there() -> None:
+    """Of every object within bodies, too: some clients write all fields that they know."""
+    refused = []
+    for model in models_below(BaseModel):
+        if model.__module__.startswith("router.http"):
+            optional = {name: None for name, field in model.model_fields.items() if not field.is_required()}
+            try:
+                model.model_validate(optional)
+            except ValidationError as error:
+                refused += [(model.__name__, at) for e in error.errors() if (at := e["loc"][0]) in optional]
+    assert refused == []
