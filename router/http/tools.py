@@ -104,6 +104,9 @@ class ToolCall(BaseModel):
         raise InvalidRequest(f"{where} must be a JSON object, not {given[:64]!r}.", "messages")
 
 
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+"""Of a function that says nothing of them, as at OpenAI."""
+
 ToolList = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
 ToolCalls = Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS)]
 _NAMED = {
@@ -198,7 +201,7 @@ def call_plan(
         return NO_CALLS
     name = choice["function"]["name"] if isinstance(choice, dict) else None
     functions = [tool.function for tool in tools if name is None or tool.function.name == name]
-    offered = [OfferedTool(f.name, f.parameters or {}, bool(f.strict)) for f in functions]
+    offered = [OfferedTool(f.name, f.parameters or _NO_PARAMETERS, bool(f.strict)) for f in functions]
     mode = CallMode.ONE if name is not None else CallMode.REQUIRED if choice == "required" else CallMode.AUTO
     return plan_calls(parsers, offered, mode, parallel_tool_calls)
 

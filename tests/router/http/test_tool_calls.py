@@ -223,6 +223,19 @@ async def test_a_required_call_is_enforced_and_read(client, nodes):
     assert [call["function"]["arguments"] for call in choice["message"]["tool_calls"]] == [ARGUMENTS] * 2
 
 
+@pytest.mark.parametrize("parameters", [None, {}])
+async def test_a_function_without_parameters_is_called_with_none(client, nodes, parameters):
+    await choice_of(
+        client,
+        tools=[{"type": "function", "function": {"name": "f", "parameters": parameters}}],
+        tool_choice="required",
+    )
+    structured = nodes.prefills[-1].sampling.structured_outputs
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    assert matches(structured, call)
+    assert not matches(structured, call.replace("{}", '{"city": "Oslo"}'))
+
+
 @pytest.mark.parametrize("mode", ["auto", "required"])
 async def test_of_the_tools_only_those_that_are_allowed_may_be_called(client, nodes, mode):
     other = {"type": "function", "function": {"name": "other"}}
