@@ -203,10 +203,6 @@ def sampling_params(
     Raises InvalidRequest, naming the parameter."""
     beam_search = bool(wanted.sampling.get("beam_width"))
     given = ({} if beam_search else _stated(model.defaults)) | dict(wanted.sampling)
-    for name in ("logit_bias", "allowed_token_ids"):
-        token_ids = given.get(name)
-        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < model.vocab_size):
-            raise InvalidRequest(f"{name} names a token id outside [0, {model.vocab_size})", name)
     if beam_search:
         given.setdefault("temperature", 0.0)  # the others do not matter, or change logits
         if 2 * given["beam_width"] > model.vocab_size:
@@ -214,6 +210,10 @@ def sampling_params(
     given["logit_bias"] = dict(given.get("logit_bias", {}))
     given["stop_token_ids"] = frozenset(given.get("stop_token_ids", ()))
     given["allowed_token_ids"] = frozenset(given.get("allowed_token_ids", ()))
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+        token_ids = given[name]
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < model.vocab_size):
+            raise InvalidRequest(f"{name} names a token id outside [0, {model.vocab_size})", name)
     given["bad_words_token_ids"] = bad_words_token_ids
     if given.get("top_k") == -1:  # vLLM's older way to say off
         given["top_k"] = 0

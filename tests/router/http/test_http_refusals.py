@@ -53,6 +53,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ("chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "20"),
         ("chat/completions", {**CHAT, "logit_bias": {"x": 1}}, 400, "logit_bias", "integer"),
         ("chat/completions", {**CHAT, "logit_bias": {"4000": 1}}, 400, "logit_bias", "outside"),
+        ("chat/completions", {**CHAT, "stop_token_ids": [4000]}, 400, "stop_token_ids", "outside"),
         ("chat/completions", {**CHAT, "allowed_token_ids": []}, 400, "allowed_token_ids", "at least 1"),
         ("chat/completions", {**CHAT, "allowed_token_ids": [4000]}, 400, "allowed_token_ids", "outside"),
         ("chat/completions", {**CHAT, "allowed_token_ids": [5] * 16_385}, 400, "allowed_token_ids", "at most 16384"),
