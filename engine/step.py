@@ -130,7 +130,7 @@ class ModelRunner(Protocol):
 @dataclass(frozen=True, slots=True)
 class SampledToken:
     """Token `index` of the output of sample `sample`. `finish`: this token ended the sample (an EOS is reported too).
-    `error`: why its matcher accepts no further token; the request must then end with this error.
+    `error`: why its matcher accepts no further token. Such a token may be a wrong one, so it is not in a `StepResult`.
 
     `sequence` is the sample's own sequence; for a hand_off prompt it is the parked one, whose `tokens` stay those of
     the prompt.
@@ -156,7 +156,7 @@ class StepResult:
     searched: list[BeamGroup[Sequence]] = field(default_factory=list)  # beam searches that have ended
     failed: list[tuple[Sequence, str]] = field(
         default_factory=list
-    )  # sequences that no token can follow, and why: their requests must end
+    )  # sequences that lack their next token, and why: their requests must end
     sampled: list[SampledToken] = field(default_factory=list)
     prompt_logprobs: list[tuple[Sequence, PromptLogprobs]] = field(default_factory=list)  # to report before `sampled`
     num_tokens: int = 0  # tokens that the retired step computed

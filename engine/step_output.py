@@ -64,9 +64,10 @@ class StepOutput:
         else:
             sampled = []
             self._settle(chunk, min(chunk.end, len(seq.tokens) - 1))
-        result.sampled += sampled
         if seq.matcher is not None:
             result.failed += [(token.sequence, token.error) for token in sampled if token.error is not None]
+            sampled = [token for token in sampled if token.error is None]
+        result.sampled += sampled
 
     def _append(self, chunk: Chunk, choices: list[Choice]) -> list[SampledToken]:
         """The sequence's next tokens, up to the one that ends it: the chosen ones, and those that must follow them."""
@@ -79,7 +80,7 @@ class StepOutput:
         for choice in _and_forced(seq, choices):
             sampled.append(self._check_stop(seq, seq.samples[0], choice, seq.matcher))
             seq.tokens.append(choice.token)
-            if sampled[-1].finish:
+            if sampled[-1].finish or sampled[-1].error:
                 break
         return sampled
 

@@ -20,7 +20,7 @@ from tests.e2e.parameters import CHAT, COMPLETIONS, PARAMETERS, Case, Choice, Fi
 
 pytestmark = pytest.mark.timeout(600)
 
-NUM_AT_ONCE = 16
+NUM_AT_ONCE = 10
 OF_COMPLETIONS = {"logprobs", "prompt_logprobs", "echo"}
 """What chats have in another form."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 import numpy as np
@@ -122,16 +123,19 @@ def test_a_running_sequence_is_in_no_step_until_its_matcher_is_ready() -> None:
     assert [token.finish for token in sampled(engine)] == [None, FinishReason.STOP]
 
 
-def test_an_error_of_a_matcher_comes_with_the_token() -> None:
+@pytest.mark.parametrize("max_tokens", [20, 2])
+def test_a_token_with_which_a_matcher_breaks_is_not_told_even_if_it_would_be_the_last(max_tokens: int) -> None:
     engine, _ = make()
-    engine.add(seq := constrained(Ends(after=9, breaks_at=11)))
+    seq = constrained(Ends(after=9, breaks_at=11))
+    seq.sampling = dataclasses.replace(seq.sampling, max_tokens=max_tokens)
+    engine.add(seq)
     engine.add(sequence(5, first=30, max_tokens=20))
-    failed, num_sampled = [], 0
+    failed, told = [], list[SampledToken]()
     while not failed:
         result = engine.compute(engine.schedule(0.0))
-        failed, num_sampled = result.failed, num_sampled + len(result.sampled)
+        failed, told = result.failed, told + result.sampled
     assert failed == [(seq, "broken")]
-    assert num_sampled == 4
+    assert [token.token for token in told if token.sequence is seq] == [10]
     engine.sequences.release(seq)
 
 
