@@ -60,6 +60,13 @@ def _text(value: Any) -> str:
     return "\n".join(_block(block, _TEXT_ONLY).text for block in _list(value))
 
 
+def _system_text(value: Any) -> str:
+    """Leave out the line that Claude Code begins it with, for Anthropic's accounts. It differs in each request, so no
+    prompt would have a prefix of an earlier one, and nothing would be found in prefix caches."""
+    text = _text(value)
+    return text.partition("\n")[2] if text.startswith(_BILLING) else text
+
+
 def _list(value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise ValueError("must be a string or a list of content blocks")
@@ -115,6 +122,7 @@ _READERS: Mapping[str, Callable[[dict[str, Any]], Block]] = {
 }
 
 _STRING = {"type": "string"}
+_BILLING = "x-anthropic-billing-header:"
 
 
 def _described(kind: str, required: tuple[str, ...] = (), **fields: Any) -> dict[str, Any]:
@@ -137,4 +145,4 @@ Content = Annotated[
     PlainValidator(_blocks),
     WithJsonSchema({"anyOf": [_STRING, {"type": "array", "items": _BLOCK}]}),
 ]
-TextContent = Annotated[str, PlainValidator(_text), WithJsonSchema(_TEXT_CONTENT)]
+SystemText = Annotated[str, PlainValidator(_system_text), WithJsonSchema(_TEXT_CONTENT)]

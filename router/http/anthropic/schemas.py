@@ -12,8 +12,8 @@ from baton.sampling import MAX_CACHE_SALT_CHARS, RANGES
 from router.http.anthropic.content import (
     Block,
     Content,
+    SystemText,
     Text,
-    TextContent,
     Thinking,
     ToolResult,
     ToolUse,
@@ -65,7 +65,7 @@ class CountTokensRequest(BaseModel):
     model_config = CONFIG
     model: Name | None = None
     messages: list[Message] = Field(max_length=MAX_MESSAGES, json_schema_extra={"minItems": 1})
-    system: TextContent | None = None
+    system: SystemText | None = None
     tools: ToolList | None = None
     tool_choice: MessageToolChoice | None = None
     thinking: ThinkingConfig | None = None

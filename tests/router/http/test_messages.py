@@ -124,6 +124,11 @@ CONVERSATIONS: list[tuple[dict[str, Any], str]] = [
     ({"system": "Be terse."}, PROMPT.replace("<|bos|>", "<|bos|><|im_start|>system\nBe terse.<|im_end|>\n")),
     ({"system": blocks("a", "b")}, PROMPT.replace("<|bos|>", "<|bos|><|im_start|>system\na\nb<|im_end|>\n")),
     ({"system": ""}, PROMPT),
+    ({"system": blocks("x-anthropic-billing-header: cch=1;")}, PROMPT),
+    (
+        {"system": blocks("x-anthropic-billing-header: cch=2;", "a", "b")},
+        PROMPT.replace("<|bos|>", "<|bos|><|im_start|>system\na\nb<|im_end|>\n"),
+    ),
     ({"messages": [{"role": "user", "content": blocks("a", "b")}]}, PROMPT.replace("hi", "a\nb")),
     ({"messages": [USER, USER]}, PROMPT.replace("hi", "hi\nhi")),
     ({"messages": [USER, {"role": "assistant", "content": "The best is ("}]}, PROMPT + "The best is ("),
