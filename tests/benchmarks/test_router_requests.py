@@ -7,8 +7,9 @@ import sys
 from benchmarks.router_requests import Router
 from benchmarks.stream_clients import Answer, chat_request
 
-CALLS_PER_REQUEST = 1685
-"""Of Python and C functions, with some 330 of the benchmark's nodes; 1,682 when this was written."""
+CALLS_PER_REQUEST = 1690
+"""Of Python and C functions, with some 330 of the benchmark's nodes; 1,683 when this was written, and up to 4 more for
+most requests on a machine that has much else to do."""
 NUM_REQUESTS = 10
 
 
