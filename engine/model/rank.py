@@ -30,7 +30,7 @@ from engine.model.parallel.pipeline import ONE_STAGE, Pipeline
 from engine.model.probe import Probe
 from engine.model.prompt_logprobs import HiddenStates
 from engine.model.rank_step import ALL_TOKENS, EAGER, RankStep
-from engine.model.upload import upload
+from engine.model.upload import readable, upload
 from engine.step import Chunk
 
 Score = Callable[[int, Tensor], None]
@@ -130,8 +130,8 @@ class RankModel:
         if step.num_tokens_across_dp.size:
             self._data.begin(step.num_tokens_across_dp.tolist())
         if step.tables.size:
-            both = upload(step.tables, self.device)
-            update_block_tables(self._state.block_tables, both[0], both[1])
+            index, blocks = readable(step.tables, self.device).unbind()
+            update_block_tables(self._state.block_tables, index, blocks)
         if step.fresh.size:
             self.pool.clear(step.fresh.tolist())
         if step.graph != EAGER:

@@ -47,11 +47,18 @@ def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
     return out
 
 
+def readable(array: NDArray[np.generic], device: torch.device) -> Tensor:
+    """The array where a kernel of the device can read it. The kernel must be launched before this thread's next upload,
+    and read each number once: it may have to fetch them from the host."""
+    if device.type == "cuda" and array.nbytes > _ring().most_bytes:
+        return upload(array, device)
+    return torch.from_numpy(_ring().put(array) if device.type == "cuda" else array)
+
+
 def upload_to(out: Tensor, array: NDArray[np.generic]) -> None:
     """Overwrite `out`, which has the same size and is on a GPU, with the array."""
-    ring = _ring()
-    if array.nbytes <= ring.most_bytes:
-        host_copy(torch.from_numpy(ring.put(array)), out)
+    if array.nbytes <= _ring().most_bytes:
+        host_copy(readable(array, out.device), out)
         return
     pinned = torch.from_numpy(array).pin_memory()
     host_copy(pinned, out)
