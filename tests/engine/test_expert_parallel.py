@@ -144,22 +144,6 @@ def load_all(folder: Path, size: int, **how: Any) -> dict[int, PreTrainedModel]:
     return models
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_sums_have_the_same_bits_on_all_ranks(size: int) -> None:
-    """So all ranks choose the same experts: each computes the router from such sums."""
-    sums: dict[int, list[torch.Tensor]] = {}
-
-    def run(group: RankGroup) -> None:
-        generator = torch.Generator().manual_seed(group.rank)
-        own = [torch.randn(length, generator=generator) for length in (1, 7, 64, 1000, 65_537)]
-        sums[group.rank] = [group.all_reduce(x) for x in own]
-
-    with in_threads(size, run) as group:
-        run(group)
-    for rank in range(1, size):
-        assert all(torch.equal(*pair) for pair in zip(sums[0], sums[rank], strict=True))
-
-
 @pytest.mark.parametrize("whole", [False, True])
 def test_an_mlp_is_summed_once(whole: bool, folders: dict[str, Path]) -> None:
     """Also one with shared experts; besides, each attention, and the embedding once."""

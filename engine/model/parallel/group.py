@@ -14,7 +14,6 @@ from torch._C._distributed_c10d import (
     BroadcastOptions,
     PrefixStore,
     ProcessGroupGloo,
-    ReduceOp,
     Store,
 )  # torch.distributed does not declare these as exported
 
@@ -27,8 +26,11 @@ _CONNECT_TIMEOUT_S = 15.0
 """How long connecting may take once all ranks are there; it takes milliseconds. gloo holds the GIL meanwhile, so no
 other thread could end a wait for a missing rank."""
 LOOPBACK = "127.0.0.1"
-_TAG = 0
-"""The tag of all messages from one rank to another: they arrive in the order in which they were sent."""
+_TAG, _COMBINING_TAG = 0, 1
+"""The tags of messages from one rank to another: those with the same tag arrive in the order in which they were sent.
+"""
+_MOST_COMBINED_BYTES = 256 << 10
+"""Of tensors that rank 0 combines for all ranks."""
 
 
 class NormSums(Protocol):
@@ -131,7 +133,12 @@ ONE_RANK = OneRank()
 
 class GlooRanks:
     """Ranks on CPUs, connected by gloo. They meet at `store`. host: the address at which the others reach this rank.
-    The constructor waits for all ranks; raises RuntimeError."""
+    The constructor waits for all ranks; raises RuntimeError.
+
+    Small tensors of all ranks go to rank 0, which combines them and sends the result to the others. That takes a
+    message or two per rank, while gloo's ring takes several for each of its rounds, and each message wakes a thread:
+    on two cores, a sum of 16 KiB over four ranks takes 0.6 ms instead of 4.6, over two 0.1 instead of 0.9. Large ones
+    are better off in the ring (4 MiB over four ranks: 8 ms instead of 14)."""
 
     peers: PeerMemory | None = None
 
@@ -150,7 +157,11 @@ class GlooRanks:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()
-        self._reduce(x, ReduceOp.SUM).wait()
+        if x.nbytes <= _MOST_COMBINED_BYTES:
+            return self._combine(x, x, lambda parts: sum(parts[1:], parts[0]))
+        options = AllreduceOptions()
+        options.timeout = self._timeout
+        self._group.allreduce([x], options).wait()
         return x
 
     def norms_sum(self, num_rows: int, row_bytes: int) -> bool:
@@ -160,6 +171,9 @@ class GlooRanks:
         return None
 
     def all_gather(self, x: Tensor) -> Tensor:
+        if x.nbytes * self.size <= _MOST_COMBINED_BYTES:
+            like = x.new_empty(*x.shape[:-1], self.size * x.shape[-1])
+            return self._combine(x.contiguous(), like, lambda parts: torch.cat(parts, dim=-1))
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
         options = AllgatherOptions()
         options.timeout = self._timeout
@@ -172,9 +186,8 @@ class GlooRanks:
         self._group.broadcast([x], options).wait()
 
     def minimum(self, number: int) -> int:
-        smallest = torch.tensor([number], dtype=torch.int64)
-        self._reduce(smallest, ReduceOp.MIN).wait()
-        return int(smallest)
+        own = torch.tensor([number], dtype=torch.int64)
+        return int(self._combine(own, own, lambda parts: torch.stack(parts).amin(0)))
 
     def send(self, x: Tensor, to: int) -> Callable[[], None]:
         x = x.contiguous()
@@ -202,10 +215,21 @@ class GlooRanks:
         """A store for a part of these ranks, by the name of its purpose."""
         return PrefixStore(name, self._store)
 
-    def _reduce(self, x: Tensor, kind: Any) -> Any:
-        options: Any = AllreduceOptions()
-        options.reduceOp, options.timeout = kind, self._timeout
-        return self._group.allreduce([x], options)
+    def _combine(self, x: Tensor, like: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        """What rank 0 makes of the tensors of all ranks, in their order. It has the shape of `like`."""
+        if self.rank:
+            self._group.send([x], 0, _COMBINING_TAG).wait(self._timeout)
+            combined = torch.empty_like(like)
+            self._group.recv([combined], 0, _COMBINING_TAG).wait(self._timeout)
+            return combined
+        others = range(1, self.size)
+        parts = [x, *(torch.empty_like(x) for _ in others)]
+        for arrived in [self._group.recv([parts[rank]], rank, _COMBINING_TAG) for rank in others]:
+            arrived.wait(self._timeout)
+        combined = combine(parts)
+        for sent in [self._group.send([combined], rank, _COMBINING_TAG) for rank in others]:
+            sent.wait(self._timeout)
+        return combined
 
 
 def _presence_key(rank: int) -> str:
