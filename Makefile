@@ -53,7 +53,7 @@ demo: setup ## a cluster on this machine, shown at work
 	@$(BIN)/python -m tools.demo
 
 bench: setup ## N streams over HTTP against a cluster on this machine
-	@$(BIN)/python -m benchmarks.serve
+	@$(BIN)/python -m benchmarks.serving.streams
 
 docs: .venv-docs/ready ## the documentation and the API reference as a site, strictly, into site/
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet

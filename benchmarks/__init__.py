@@ -1,12 +1,16 @@
 """Benchmarks: each first checks that answers are correct, then prints a table and ends with one JSON line.
 
-A running cluster: `serve` loads it with concurrent streams; `router_overhead` compares the path through the router with
-`direct`, a client of the nodes' own services. `cluster` starts a cluster if no address is given.
+Each room measures one thing, and its modules are commands: `python -m benchmarks.engine.decode`.
 
-KV blocks between two processes: `kv_transfer` compares each transport with the ceilings measured in the same run.
+    serving      a cluster over HTTP, as its clients see it
+    router       what the router costs
+    kv_transfer  how fast KV blocks travel, and whom that slows down
+    engine       steps of one engine in this process, against the machine's ceilings
+    layers       a part of a step alone: a layer of experts, sums over ranks
+    accuracy     how right answers are: against transformers, with quantized weights, under schemas
+    simulation   fleets in virtual time, and the profiles of their nodes
+    harness      what the rooms share: ceilings, clusters, loads, checks, tables
 
-One engine in this process: `engine_decode`, `engine_prefill` and `engine_throughput`, or all of them with one model
-(`engine_all`), against `ceilings` of the same run; `performance_page` writes the results into docs/performance.md.
-
-May import everything but `tests`; nothing imports it.
+A room imports nothing of another one, except of `harness`. `models` has the shapes of real models, `traces` small
+traces. May import everything but `tests`; nothing imports it.
 """

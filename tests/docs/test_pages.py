@@ -33,6 +33,7 @@ OWN_FOLDERS = (
     "deploy",
     "tools",
 )
+BENCHMARK = re.compile(r"\bbenchmarks((?:\.[a-z_]+)+)")
 PATH = re.compile(rf"`((?:baton|tests|docs|benchmarks|{'|'.join(OWN_FOLDERS)})/[\w./*-]*)`")
 
 
@@ -60,6 +61,13 @@ def headings_of(page: Path) -> set[str]:
     return {
         re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.*)$", page.read_text(), re.M)
     }
+
+
+@pytest.mark.parametrize("page", ["Makefile", *(page for page in PAGES if page != "CHANGELOG.md")])
+def test_named_benchmarks_exist(page: str) -> None:
+    named = {name[1:].replace(".", "/") for name in BENCHMARK.findall((ROOT / page).read_text())}
+    folder = ROOT / "benchmarks"
+    assert [name for name in named if not (folder / f"{name}.py").exists() and not (folder / name).is_dir()] == []
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from baton.address import HostPort
-from benchmarks import router_overhead, serve
-from benchmarks.checks import WrongAnswers, check_concurrency
-from benchmarks.cluster import Addresses
-from benchmarks.http_stream import Connection, RequestFailed, Streamed
-from benchmarks.load import Load, Prompts
+from benchmarks.harness.checks import WrongAnswers, check_concurrency
+from benchmarks.harness.cluster import Addresses
+from benchmarks.harness.http_stream import Connection, RequestFailed, Streamed
+from benchmarks.harness.load import Load, Prompts
+from benchmarks.router import overhead
+from benchmarks.serving import streams
 from deploy.bench.stats import median_interval, percentile, table
 from tests.e2e.conftest import House
 
@@ -26,10 +27,10 @@ def http_of(house: House) -> HostPort:
 
 
 async def test_serve(house: House, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = serve.ServeSettings(
+    settings = streams.StreamsSettings(
         url=house.chunk_2048.url, concurrency=4, num_prompts=6, input_len=40, output_len=8, tie_tolerance=1e-4
     )
-    line = json.loads(json.dumps(await serve.run(settings)))
+    line = json.loads(json.dumps(await streams.run(settings)))
     assert (line["benchmark"], line["model"], line["num_prompts"]) == ("serve", "baton-tiny", 6)
     assert line["num_recalled"] >= 7
     assert 0 < line["ttft_ms_p50"] <= line["ttft_ms_p99"] < line["e2e_ms_p99"]
@@ -41,8 +42,8 @@ async def test_serve(house: House, capsys: pytest.CaptureFixture[str]) -> None:
 async def test_serve_as_requests_come(house: House, capsys: pytest.CaptureFixture[str]) -> None:
     sizes: dict[str, Any] = {"num_prompts": 6, "input_len": 40, "output_len": 8, "tie_tolerance": 1e-4}
     limits = "ttft:100000,gap:100000"
-    settings = serve.ServeSettings(url=house.chunk_2048.url, request_rate=40, goodput=limits, **sizes)
-    line = json.loads(json.dumps(await serve.run(settings)))
+    settings = streams.StreamsSettings(url=house.chunk_2048.url, request_rate=40, goodput=limits, **sizes)
+    line = json.loads(json.dumps(await streams.run(settings)))
     assert (line["request_rate"], line["concurrency"], line["num_prompts"]) == (40, None, 6)
     assert line["attainment"] == 1
     assert line["itl_ms_p50"] <= line["longest_gap_ms_p50"] <= line["e2e_ms_p99"]
@@ -61,14 +62,14 @@ async def test_serve_as_requests_come(house: House, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize("goodput", ["ttft", "ttft:x", "speed:3"])
 def test_limits_that_make_no_sense(goodput: str) -> None:
     with pytest.raises(ValueError, match="goodput"):
-        serve.ServeSettings(goodput=goodput)
+        streams.StreamsSettings(goodput=goodput)
 
 
 async def test_router_overhead(house: House, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = router_overhead.OverheadSettings(num_pairs=6, input_len=20)
+    settings = overhead.OverheadSettings(num_pairs=6, input_len=20)
     addresses = Addresses(http_of(house), [house.nodes[1].address], [house.nodes[2].address])
-    measured = await router_overhead.measure(settings, addresses)
-    router_overhead.report(settings, measured)
+    measured = await overhead.measure(settings, addresses)
+    overhead.report(settings, measured)
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert line["benchmark"] == "router_overhead"
     assert line["added_ms_p50"] == pytest.approx(statistics.median(measured.differences) * 1e3, abs=0.01)

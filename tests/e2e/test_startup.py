@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks import startup
+from benchmarks.serving import startup
 
 pytestmark = pytest.mark.timeout(300)
 

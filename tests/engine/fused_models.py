@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from benchmarks.logits_models import MAX_MODEL_LEN, make
+from benchmarks.accuracy.random_models import MAX_MODEL_LEN, make
 from engine.model import fast
 from engine.model.attention import IMPLEMENTATION
 from engine.model.fast.forwards import logits_as_served

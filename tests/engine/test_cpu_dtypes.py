@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from baton_kernels.packed_linear import can_pack_int4, can_pack_int8
-from benchmarks.engine_cpu.baton_side import EngineRunner
+from benchmarks.engine.cpu.baton_side import EngineRunner
 from engine.checkpoint import EMBEDDED
 from engine.model import fast
 from engine.model.fast import packing

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import Qwen3MoeConfig
 
 from baton_kernels.experts import reference
-from benchmarks.logits_models import MAX_MODEL_LEN, make
+from benchmarks.accuracy.random_models import MAX_MODEL_LEN, make
 from engine.model import fast
 from engine.model.attention import IMPLEMENTATION, attach, row_slot_mapping_of
 from engine.model.experts import NAMES, _store_by_rows, expert_modules, forward_of, own_forward, weights_of, why_not

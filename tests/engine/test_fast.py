@@ -15,7 +15,7 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from baton_kernels.gated_activation import Activation
 from baton_kernels.unfinished import Scales, unfinished
-from benchmarks.logits_models import MAX_MODEL_LEN
+from benchmarks.accuracy.random_models import MAX_MODEL_LEN
 from engine.model import fast
 from engine.model.attention import IMPLEMENTATION
 from engine.model.fast import registry

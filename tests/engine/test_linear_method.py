@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from benchmarks.logits_models import MAX_MODEL_LEN, make
+from benchmarks.accuracy.random_models import MAX_MODEL_LEN, make
 from engine.checkpoint import EMBEDDED
 from engine.model import fast, linear_method, quantization
 from engine.model.attention import IMPLEMENTATION

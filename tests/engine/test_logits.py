@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from benchmarks import logits
-from benchmarks.logits_models import FAMILIES
+from benchmarks.accuracy import logits
+from benchmarks.accuracy.random_models import FAMILIES
 
 torch.set_num_threads(1)
 

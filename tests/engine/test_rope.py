@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from benchmarks.logits_models import FAMILIES
+from benchmarks.accuracy.random_models import FAMILIES
 from engine.model import rope
 from engine.model.attention import IMPLEMENTATION
 from engine.model.errors import UnsupportedModel

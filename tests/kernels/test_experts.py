@@ -275,7 +275,7 @@ def test_in_the_sizes_of_serving(hidden: int, width: int, num_experts: int, top_
 @pytest.mark.parametrize("num_tokens", [1, 8, 48, 200, 700, 3000])
 def test_weights_of_8_bits(num_tokens: int) -> None:
     """As the reference, which multiplies what the weights stand for, but for the rounding of x."""
-    from benchmarks.experts_layer import LARGEST_FP8_ERROR, Layer, Shape
+    from benchmarks.layers.random_experts import LARGEST_FP8_ERROR, Layer, Shape
 
     for shape in (Shape(2048, 768, 32, Routing(4)), Shape(2880, 2880, 8, Routing(2, "chosen_softmax"), clamped=True)):
         layer = Layer.random(shape, torch.device("cuda"), torch.bfloat16, "fp8")

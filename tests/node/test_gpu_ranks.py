@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from baton.address import HostPort
 from baton.sampling import SamplingParams
-from benchmarks import rank_sums
-from benchmarks.direct import Direct
+from benchmarks.harness.direct import Direct
+from benchmarks.layers import rank_sums
 from deploy.ports import HeldPort
 from engine.checkpoint import EMBEDDED
 from tests.e2e import reference_file, references

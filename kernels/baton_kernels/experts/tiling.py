@@ -76,8 +76,8 @@ CLASSES: tuple[tuple[float, Tilings], ...] = (
     (160, Tilings(Tiling(128, 64, 64, 4, 3, 8), Tiling(128, 128, 64, 4, 3, 8))),
     (float("inf"), Tilings(Tiling(128, 128, 64, 8, 4, 8), Tiling(128, 256, 64, 8, 4, 8))),
 )
-"""(most rows per expert, tilings): the best that `benchmarks.experts_tune` found on an H200 for layers of Qwen3-30B-A3B
-and gpt-oss-20b."""
+"""(most rows per expert, tilings): the best that `benchmarks.layers.experts_tune` found on an H200 for layers of
+Qwen3-30B-A3B and gpt-oss-20b."""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,1 +1,0 @@
-"""Steps on a CPU, beside transformers and llama.cpp: `python -m benchmarks.engine_cpu`."""

@@ -1,1 +1,0 @@
-"""Hostile clients and peers beside a victim's stream: `python -m benchmarks.hostile`."""

@@ -1,5 +1,0 @@
-"""`python -m benchmarks.hostile`."""
-
-from benchmarks.hostile.run import main
-
-main()

@@ -1,0 +1,1 @@
+"""Hostile clients and peers beside a victim's stream: `python -m benchmarks.serving.hostile`."""

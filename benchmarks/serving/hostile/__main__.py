@@ -1,0 +1,5 @@
+"""`python -m benchmarks.serving.hostile`."""
+
+from benchmarks.serving.hostile.run import main
+
+main()
