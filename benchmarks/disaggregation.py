@@ -1,5 +1,5 @@
 """A prefill and a decode node against the same GPUs as single nodes:
-`python -m benchmarks.serving.disaggregation --node "..."`.
+`python -m benchmarks.disaggregation --node "..."`.
 
 Each set of nodes, one after the other, gets the same requests at the same times over HTTP (`streams`, which first
 checks answers and times an empty round trip and requests on the idle cluster), with several seeds of arrivals: a
@@ -76,7 +76,7 @@ class Workload:
 class DisaggregationSettings(Settings):
     """Compares a prefill node and a decode node with two single nodes."""
 
-    prog: ClassVar[str] = "benchmarks.serving.disaggregation"
+    prog: ClassVar[str] = "benchmarks.disaggregation"
 
     node: str = Field("--device=auto", description="flags of both sets, as for baton-up: the model and its sizes")
     pair: str = Field(

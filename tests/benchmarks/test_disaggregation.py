@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from benchmarks.serving import disaggregation
-from benchmarks.serving.disaggregation import Workload, cells_behind, goodput_of, medians, workloads_of
+from benchmarks import disaggregation
+from benchmarks.disaggregation import Workload, cells_behind, goodput_of, medians, workloads_of
 from benchmarks.serving.vllm import COLUMNS, VLLM, references
 
 
