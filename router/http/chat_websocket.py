@@ -11,7 +11,7 @@ from starlette.websockets import WebSocket
 
 from router.generation import Generation
 from router.http.body import BodyReader, parse_object, validate_fields
-from router.http.chunks import ChunkEvents
+from router.http.chunks import ChunkEvents, event
 from router.http.event_stream import EventShape
 from router.http.generate import GenerateRoutes, chat_shape
 from router.http.limits import HttpLimits
@@ -44,7 +44,14 @@ class ChatWebSocket:
         request_id = body.request_id or state.request_id
         generation, reading = await self._generate.start_chat(state, request_id, model, body)
         shape = chat_shape(generation, model, body, reading)
-        return generation, ChunkEvents(generation, shape, body.stream_options)
+        return generation, _Messages(generation, shape, body.stream_options)
 
     def refusal(self, body: dict[str, Any], status: int) -> dict[str, Any]:
         return body
+
+
+class _Messages(ChunkEvents):
+    """The chunks of an answer that an error ends: a `[DONE]` would be taken for the end of the next answer."""
+
+    def error(self, body: dict[str, Any]) -> bytes:
+        return event(body)

@@ -1,4 +1,5 @@
-"""Streamed answers in OpenAI's form: one event per delta, then `[DONE]`."""
+"""Streamed answers in OpenAI's form: one event per delta, then `[DONE]`, which comes after an error, too, as with vLLM:
+some clients wait for it."""
 
 from __future__ import annotations
 
@@ -55,11 +56,11 @@ class ChunkEvents:
                 return b""
         elif self._shape.only_text_changes and not self._usage_always:
             self._plain[delta.index] = self._around_text(delta.index)
-        return _event(chunk)
+        return event(chunk)
 
     def _around_text(self, index: int) -> tuple[str, str]:
         """Rendered once, by rendering a chunk with a mark for its text."""
-        before, after = _event(self._shape.chunk(Delta(index, _MARK))).decode().split(encode_basestring(_MARK))
+        before, after = event(self._shape.chunk(Delta(index, _MARK))).decode().split(encode_basestring(_MARK))
         return before, after
 
     def end(self) -> bytes:
@@ -69,11 +70,11 @@ class ChunkEvents:
             chunks.append(self._shape.usage_chunk(self._generation.usage))
         if chunks:
             chunks[-1].update(timings_of(self._generation.timings))
-        return b"".join(map(_event, chunks)) + _DONE
+        return b"".join(map(event, chunks)) + _DONE
 
     def error(self, body: dict[str, Any]) -> bytes:
-        return _event(body)
+        return event(body) + _DONE
 
 
-def _event(content: dict[str, Any] | None) -> bytes:
+def event(content: dict[str, Any] | None) -> bytes:
     return b"data: %b\n\n" % pydantic_core.to_json(content, inf_nan_mode="constants")

@@ -220,15 +220,16 @@ async def test_what_nodes_refuse_has_its_status_also_for_streams(client, nodes, 
 
 
 async def test_an_error_in_mid_stream_is_its_last_event(client, nodes, router):
-    hold = asyncio.Event()
-    nodes.script = says("hello world, hello there", hold=hold, hold_at=2)
-    lines = []
-    async with client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True, "timeout": 2.0}) as response:
+    nodes.script = says("hello world, hello there", hold=asyncio.Event(), hold_at=2)
+
+    async def asked(path, body):
+        response = await client.post(f"/v1/{path}", json={**body, "stream": True, "timeout": 2.0})
         assert response.status_code == 200
-        lines = [line async for line in response.aiter_lines() if line]
-    last = json.loads(lines[-1].removeprefix("data: "))
-    assert last["error"]["code"] == "deadline_exceeded"
-    assert len(lines) > 1
+        *chunks, last, done = [line for line in response.text.split("\n\n") if line]
+        assert (len(chunks) > 0, done) == (True, "data: [DONE]")
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
+
+    await asyncio.gather(asked("chat/completions", CHAT), asked("completions", {"model": "tiny", "prompt": "hi"}))
 
 
 @pytest.mark.parametrize("stream", [False, True])

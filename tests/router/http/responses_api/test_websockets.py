@@ -154,6 +154,17 @@ async def test_a_chat_is_the_chunks_of_its_stream(router, nodes, path):
         assert (await hear(websocket))["error"]["param"] == "n"
 
 
+async def test_an_error_ends_a_chat_and_nothing_of_it_comes_with_the_next_one(router, nodes):
+    script, nodes.script = nodes.script, says("hello world, hello there", hold=asyncio.Event(), hold_at=2)
+    async with socket(router, "/ws/chat") as websocket:
+        await say(websocket, **CHAT, timeout=1)
+        while "error" not in (failed := await hear(websocket)):
+            pass
+        nodes.script = script
+        await say(websocket, **CHAT)
+        assert (failed["error"]["code"], "choices" in await hear(websocket)) == ("deadline_exceeded", True)
+
+
 # ---- limits ----
 
 
