@@ -10,7 +10,7 @@ import pydantic_core
 
 from router.generation import Generation
 from router.http.schemas import StreamOptions
-from router.http.shapes import Shape, timings_of, usage_of
+from router.http.shapes import Shape, timings_of
 from router.text.answer import Delta
 
 _DONE = b"data: [DONE]\n\n"
@@ -48,7 +48,7 @@ class ChunkEvents:
         if chunk is None:
             return b""
         if self._usage_always:
-            chunk["usage"] = usage_of(self._generation.usage)
+            chunk["usage"] = self._shape.usage(self._generation.usage)
         if delta.finish_reason:
             self._num_open -= 1
             if not self._num_open:

@@ -113,7 +113,7 @@ FIELDS: Mapping[str, str] = {
     "continue_final_message": "the answer goes on from within the last message; excludes `add_generation_prompt`",
     "chat_template": "Jinja template instead of the model's; needs --trust-request-chat-template",
     "chat_template_kwargs": "more variables for the template",
-    "include_reasoning": "whether the answer has its reasoning, where a parser finds it; unset: true",
+    "include_reasoning": "false: without the reasoning that a parser finds, `logprobs` and `token_ids`; unset: true",
     "reasoning_effort": "for the template, as `reasoning_effort`",
     "tools": "functions that the model may call",
     "tool_choice": "whether the model may or must call tools, or which one; unset: `auto` if there are tools",

@@ -97,7 +97,7 @@ _MESSAGE = {
         "role": {"const": "assistant"},
         "model": {"type": "string"},
         "content": {"type": "array", "items": {"type": "object"}},
-        "stop_reason": {"enum": ["end_turn", "max_tokens", "stop_sequence"]},
+        "stop_reason": {"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
         "stop_sequence": {"type": ["string", "null"]},
         "usage": {"type": "object"},
         "timings": {"type": "object"},

@@ -16,7 +16,7 @@ from router.http.body_writer import body_writer_of
 from router.http.errors import body_of, response_to
 from router.http.event_stream import EventShape, EventStream
 from router.offload.threads import Offload
-from router.text.answer import Delta, join
+from router.text.answer import Delta
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -27,12 +27,18 @@ _LOGPROBS_SIZE = 50
 """The cost of writing a token's logprobs, relative to a token."""
 _PROMPT_LOGPROB_SIZE = 5
 """The cost of writing one logprob of a prompt."""
+_PIECE_SIZE = 5
+"""The cost of reading one piece of an answer's text."""
 
 
 class WholeShape(Protocol):
-    """One request's whole answer in JSON."""
+    """One request's whole answer in JSON, from the deltas of each answer. `reads_pieces`: parsers read the deltas one
+    by one, which takes longer than reading them joined."""
 
-    def whole(self, generation: Generation, answers: Sequence[Delta]) -> dict[str, Any]: ...
+    @property
+    def reads_pieces(self) -> bool: ...
+
+    def whole(self, generation: Generation, answers: Sequence[Sequence[Delta]]) -> dict[str, Any]: ...
 
 
 class WholeResponse(Response):
@@ -66,10 +72,10 @@ class WholeResponse(Response):
         size = sum(len(delta.token_ids) + _LOGPROBS_SIZE * len(delta.logprobs) for delta in every)
         size += sum(_PROMPT_LOGPROB_SIZE * delta.prompt.size for delta in every if delta.prompt)
         size += self._generation.usage.num_prompt_tokens
-        return await json_response(lambda: self._whole(deltas), size, self._offload)
-
-    def _whole(self, deltas: dict[int, list[Delta]]) -> dict[str, Any]:
-        return self._shape.whole(self._generation, [join(deltas[index]) for index in sorted(deltas)])
+        if self._shape.reads_pieces:
+            size += _PIECE_SIZE * len(every)
+        answers = [deltas[index] for index in sorted(deltas)]
+        return await json_response(lambda: self._shape.whole(self._generation, answers), size, self._offload)
 
 
 class EventResponse(Response):

@@ -11,7 +11,7 @@ from router.generation import Generation, Usage
 from router.http.chat_message import delta_of, has_calls, message_of
 from router.http.logprobs import ChatLogprobs, CompletionLogprobs, PromptShape
 from router.requests.request_state import RequestTimings
-from router.text.answer import Delta
+from router.text.answer import Delta, join
 from router.text.answer_reader import AnswerReader, AnswerReading
 from router.text.models import ServedModel
 from router.tool_parsers import Part, Thought
@@ -21,16 +21,24 @@ class Shape(Protocol):
     """One request's answer in JSON. It remembers what must be sent only once, so each request has its own.
 
     `only_text_changes`: from an answer's second chunk up to the one that ends it, nothing but the text is different.
+    `reads_pieces`: see WholeShape.
     """
 
     @property
     def only_text_changes(self) -> bool: ...
 
+    @property
+    def reads_pieces(self) -> bool: ...
+
     def chunk(self, delta: Delta) -> dict[str, Any] | None:
         """None: there is nothing to send."""
         ...
 
-    def whole(self, generation: Generation, answers: Sequence[Delta]) -> dict[str, Any]: ...
+    def whole(self, generation: Generation, answers: Sequence[Sequence[Delta]]) -> dict[str, Any]: ...
+
+    def usage(self, usage: Usage) -> dict[str, Any]:
+        """What has been used by what was made into chunks, or the whole."""
+        ...
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]: ...
 
@@ -38,7 +46,7 @@ class Shape(Protocol):
 class ChatShape:
     """`prompt_ids`: the prompt's tokens, if clients get the ids of tokens. `reading` says how texts become messages;
     None: texts are their content. `echo` comes before each content. `with_reasoning`: whether clients get what the
-    reading finds to be reasoning."""
+    reading finds to be reasoning; if not, they get nothing that is about single tokens either."""
 
     def __init__(
         self,
@@ -54,8 +62,10 @@ class ChatShape:
         self._prompt_shape = prompt_shape
         self._with_reasoning = with_reasoning
         self._head = _head(f"chatcmpl-{request_id}", model)
-        self._logprobs = logprobs
+        tells_tokens = with_reasoning or reading is None or not reading.parts_reasoning
+        self._logprobs = logprobs if tells_tokens else None
         self._prompt_ids = prompt_ids
+        self._token_ids = prompt_ids is not None and tells_tokens
         self._reading = reading
         self._is_named = reading is not None and reading.is_named  # OpenAI says stop then
         self._echo = echo
@@ -65,7 +75,11 @@ class ChatShape:
 
     @property
     def only_text_changes(self) -> bool:
-        return self._reading is None and self._logprobs is None and self._prompt_ids is None
+        return self._reading is None and self._logprobs is None and not self._token_ids
+
+    @property
+    def reads_pieces(self) -> bool:
+        return self._reading is not None and self._reading.parts_reasoning
 
     def chunk(self, delta: Delta) -> dict[str, Any] | None:
         content = {"content": delta.text} if self._reading is None else delta_of(self._read(self._reading, delta))
@@ -73,33 +87,42 @@ class ChatShape:
         if delta.index not in self._begun:
             self._begun.add(delta.index)
             content = self._echoed({"role": "assistant", "content": None, **content})
-        elif not (content or delta.finish_reason or self._logprobs or self._prompt_ids is not None):
+        elif not (content or delta.finish_reason or self._logprobs or self._token_ids):
             return None
         choices = [self._choice(delta, {"delta": content})]
         return {**self._head, "object": "chat.completion.chunk", "choices": choices, **prompt}
 
-    def whole(self, generation: Generation, answers: Sequence[Delta]) -> dict[str, Any]:
-        choices = [self._choice(answer, {"message": self._message(answer)}) for answer in answers]
+    def whole(self, generation: Generation, answers: Sequence[Sequence[Delta]]) -> dict[str, Any]:
+        choices = [self._whole_choice(deltas, join(deltas)) for deltas in answers]
         return {
             **self._head,
             "object": "chat.completion",
             "choices": choices,
             # vLLM says it beside the choices of a chat, and in those of a completion
             **{name: value for name, value in choices[0].items() if name == "prompt_logprobs"},
-            **_account(generation),
+            "usage": self.usage(generation.usage),
+            **timings_of(generation.timings),
             **self._prompt(),
         }
 
+    def usage(self, usage: Usage) -> dict[str, Any]:
+        num_reasoning = self._reading.num_reasoning_tokens if self._reading else None
+        details = {} if num_reasoning is None else {"completion_tokens_details": {"reasoning_tokens": num_reasoning}}
+        return {**usage_of(usage), **details}
+
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        return {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage_of(usage)}
+        return {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": self.usage(usage)}
 
     def _prompt(self) -> dict[str, Any]:
         return {} if self._prompt_ids is None else {"prompt_token_ids": list(self._prompt_ids)}
 
-    def _message(self, answer: Delta) -> dict[str, Any]:
-        if self._reading is None:
-            return self._echoed({"role": "assistant", "content": answer.text})
-        return self._echoed(message_of(self._read(self._reading, answer)))
+    def _whole_choice(self, deltas: Sequence[Delta], answer: Delta) -> dict[str, Any]:
+        """answer: all of its deltas as one."""
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+        if self._reading is not None:
+            pieces = deltas if self.reads_pieces else [answer]
+            message = message_of([part for piece in pieces for part in self._read(self._reading, piece)])
+        return self._choice(answer, {"message": self._echoed(message)})
 
     def _echoed(self, message: dict[str, Any]) -> dict[str, Any]:
         return {**message, "content": self._echo + (message["content"] or "")} if self._echo else message
@@ -107,14 +130,14 @@ class ChatShape:
     def _read(self, reading: AnswerReading, delta: Delta) -> Sequence[Part]:
         if delta.index not in self._readers:
             self._readers[delta.index] = reading.reader()
-        parts = self._readers[delta.index].read(delta.text, delta.finish_reason is not None)
+        parts = self._readers[delta.index].read(delta.text, delta.finish_reason is not None, len(delta.token_ids))
         if has_calls(parts):
             self._calling.add(delta.index)
         return parts if self._with_reasoning else [part for part in parts if not isinstance(part, Thought)]
 
     def _choice(self, delta: Delta, content: dict[str, Any]) -> dict[str, Any]:
         logprobs = self._logprobs.of(delta) if self._logprobs else None
-        choice = _choice(delta, content, logprobs, self._prompt_ids is not None, self._prompt_shape)
+        choice = _choice(delta, content, logprobs, self._token_ids, self._prompt_shape)
         if delta.finish_reason is FinishReason.STOP and delta.index in self._calling and not self._is_named:
             choice["finish_reason"] = "tool_calls"
         return choice
@@ -123,6 +146,8 @@ class ChatShape:
 class CompletionShape:
     """`prompt_ids[i]`: tokens of a prompt, which clients get with answer i; None: clients get no ids of tokens.
     `echoes[i]` comes before the text of answer i."""
+
+    reads_pieces = False
 
     def __init__(
         self,
@@ -146,12 +171,16 @@ class CompletionShape:
     def chunk(self, delta: Delta) -> dict[str, Any]:
         return {**self._head, "choices": [self._choice(delta)]}
 
-    def whole(self, generation: Generation, answers: Sequence[Delta]) -> dict[str, Any]:
+    def whole(self, generation: Generation, answers: Sequence[Sequence[Delta]]) -> dict[str, Any]:
         return {
             **self._head,
-            "choices": [self._choice(answer) for answer in answers],
-            **_account(generation),
+            "choices": [self._choice(join(deltas)) for deltas in answers],
+            "usage": usage_of(generation.usage),
+            **timings_of(generation.timings),
         }
+
+    def usage(self, usage: Usage) -> dict[str, Any]:
+        return usage_of(usage)
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
         return {**self._head, "choices": [], "usage": usage_of(usage)}
@@ -210,10 +239,6 @@ def _ms(seconds: float) -> float:
 
 def _head(answer_id: str, model: ServedModel) -> dict[str, Any]:
     return {"id": answer_id, "object": "", "created": int(time.time()), "model": model.name}
-
-
-def _account(generation: Generation) -> dict[str, Any]:
-    return {"usage": usage_of(generation.usage), **timings_of(generation.timings)}
 
 
 def prompt_ids(generation: Generation, num_each: int) -> dict[int, Sequence[int]]:

@@ -41,14 +41,24 @@ class AnswerReading:
     begun: str | None = None
     _reasoning: ReasoningParser | None = field(init=False)
     """Says what all answers need, and then parts the first one."""
-    _has_reader: bool = field(default=False, init=False)
+    _readers: list[AnswerReader] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self._reasoning = self._new_reasoning() if self.parsers.reasoning is not None else None
 
     @property
     def is_needed(self) -> bool:
-        return self._tool_parser is not None or self._reasoning is not None
+        return self._tool_parser is not None or self.parts_reasoning
+
+    @property
+    def parts_reasoning(self) -> bool:
+        """Whether the router looks for reasoning. Then an answer is read piece by piece, so that it can be counted."""
+        return self.parsers.reasoning is not None
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """Of what all readers have read; None: the router does not look for reasoning."""
+        return sum(reader.num_reasoning_tokens for reader in self._readers) if self.parts_reasoning else None
 
     @property
     def keeps_special_tokens(self) -> bool:
@@ -58,9 +68,10 @@ class AnswerReading:
 
     def reader(self) -> AnswerReader:
         """A fresh one, for one answer."""
-        reasoning = self._new_reasoning() if self._has_reader else self._reasoning
-        self._has_reader = True
-        return AnswerReader(self._tool_maker(), reasoning, self.parallel_tool_calls)
+        reasoning = self._new_reasoning() if self._readers else self._reasoning
+        reader = AnswerReader(self._tool_maker(), reasoning, self.parallel_tool_calls)
+        self._readers.append(reader)
+        return reader
 
     def reasoning_format(self) -> Format | None:
         """See ReasoningParser.format. Before any reader."""
@@ -86,7 +97,10 @@ class AnswerReading:
 
 
 class AnswerReader:
-    """One answer: `read` each piece of its text, the last one with `ended`. `tool` makes a parser of calls."""
+    """One answer: `read` each piece of its text, the last one with `ended`. `tool` makes a parser of calls.
+
+    The tokens of a piece count for the first part that it shows; of a piece that shows none, with those of the next.
+    """
 
     def __init__(
         self,
@@ -94,6 +108,8 @@ class AnswerReader:
         reasoning: ReasoningParser | None,
         parallel_tool_calls: bool,
     ) -> None:
+        self.num_reasoning_tokens = 0
+        self._num_pending = 0  # tokens that have shown nothing yet
         self._new_tool = tool
         self._tool = tool() if tool else None
         self._tool_has_read = False
@@ -103,8 +119,8 @@ class AnswerReader:
         self._reasoning = reasoning
         self._parallel_tool_calls = parallel_tool_calls
 
-    def read(self, text: str, ended: bool) -> list[Part]:
-        """What is new, in the order of the text."""
+    def read(self, text: str, ended: bool, num_tokens: int = 0) -> list[Part]:
+        """What is new, in the order of the text. `num_tokens`: those of the text."""
         parts: list[Part] = []
         for delta in self._parted(text, ended):
             if delta.reasoning:
@@ -114,7 +130,15 @@ class AnswerReader:
                 parts += self._read_content(delta.content)
         if ended and self._tool is not None:
             parts += self._kept(self._tool.finish())
+        self._count(num_tokens, parts)
         return merge(parts)
+
+    def _count(self, num_tokens: int, parts: Sequence[Part]) -> None:
+        self._num_pending += num_tokens
+        if parts:
+            if isinstance(parts[0], Thought):
+                self.num_reasoning_tokens += self._num_pending
+            self._num_pending = 0
 
     def _parted(self, text: str, ended: bool) -> Iterator[ReasoningDelta]:
         if self._reasoning is None:

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from router.generation import Generation
-from router.http.anthropic.shape import SIGNATURE, TEXT, THINKING, MessageShape, tool_use, usage_of
+from router.http.anthropic.shape import SIGNATURE, TEXT, THINKING, MessageShape, tool_use
 from router.http.shapes import timings_of
 from router.text.answer import Delta
 from router.tool_parsers import CallArguments, CallStart, Content, Part, Thought
@@ -72,7 +72,7 @@ class MessageEvents:
         return b"".join(map(self._part, parts))
 
     def end(self) -> bytes:
-        usage, timings = usage_of(self._generation.usage), timings_of(self._generation.timings)
+        usage, timings = self._shape.usage(self._generation.usage), timings_of(self._generation.timings)
         ended = event("message_delta", delta=self._stop, usage=usage, **timings)
         return self._blocks.close() + ended + event("message_stop")
 

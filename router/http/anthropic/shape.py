@@ -12,10 +12,10 @@ from router.generation import Generation, Usage
 from router.http.chat_message import has_calls
 from router.http.parse import parse_begun
 from router.http.shapes import timings_of
-from router.text.answer import Delta
+from router.text.answer import Delta, join
 from router.text.answer_reader import AnswerReading
 from router.text.models import ServedModel
-from router.tool_parsers import CallArguments, CallStart, Content, Part, Thought
+from router.tool_parsers import CallArguments, CallStart, Content, Part, Thought, merge
 
 
 class MessageShape:
@@ -23,16 +23,20 @@ class MessageShape:
 
     def __init__(self, request_id: str, model: ServedModel, reading: AnswerReading | None = None) -> None:
         self._head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model.name}
+        self.reads_pieces = reading is not None and reading.parts_reasoning
+        self._reading = reading
         self._reader = reading.reader() if reading else None
         self._has_calls = False
 
-    def whole(self, generation: Generation, answers: Sequence[Delta]) -> dict[str, Any]:
-        (answer,) = answers
+    def whole(self, generation: Generation, answers: Sequence[Sequence[Delta]]) -> dict[str, Any]:
+        (deltas,) = answers
+        answer = join(deltas)
+        pieces = deltas if self.reads_pieces else [answer]
         return {
             **self._head,
-            "content": _blocks(self.read(answer)),
+            "content": _blocks(merge(part for piece in pieces for part in self.read(piece))),
             **self.stop_of(answer),
-            "usage": usage_of(generation.usage),
+            "usage": self.usage(generation.usage),
             **timings_of(generation.timings),
         }
 
@@ -41,10 +45,16 @@ class MessageShape:
         counts = {"input_tokens": usage.num_prompt_tokens, "output_tokens": 0}
         return {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": counts}
 
+    def usage(self, usage: Usage) -> dict[str, Any]:
+        """Of the message as far as it was read."""
+        num_reasoning = self._reading.num_reasoning_tokens if self._reading else None
+        details = {} if num_reasoning is None else {"output_tokens_details": {"thinking_tokens": num_reasoning}}
+        return {**usage_of(usage), **details}
+
     def read(self, delta: Delta) -> Sequence[Part]:
         if self._reader is None:
             return [Content(delta.text)] if delta.text else []
-        parts = self._reader.read(delta.text, delta.finish_reason is not None)
+        parts = self._reader.read(delta.text, delta.finish_reason is not None, len(delta.token_ids))
         self._has_calls = self._has_calls or has_calls(parts)
         return parts
 

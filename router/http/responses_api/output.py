@@ -105,19 +105,16 @@ class Output:
     """`read` what comes, then `end`; each gives events. At most one item is open, the last one."""
 
     def __init__(self) -> None:
-        self.num_reasoning_tokens = 0
         self._items: list[_Item] = []
         self._open: _Item | None = None
-        self._num_pending = 0  # tokens that have shown nothing yet
-        self._logprobs: list[dict[str, Any]] = []  # of those
+        self._logprobs: list[dict[str, Any]] = []  # of tokens that have shown nothing yet
 
     @property
     def items(self) -> list[dict[str, Any]]:
         return [item.content for item in self._items]
 
-    def read(self, parts: Sequence[Part], num_tokens: int, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
-        """`num_tokens` and `logprobs` are of the tokens that brought these parts. They count for what comes first."""
-        self._num_pending += num_tokens
+    def read(self, parts: Sequence[Part], logprobs: list[dict[str, Any]]) -> Iterator[Event]:
+        """`logprobs` are of the tokens that brought these parts. They are of what comes first."""
         self._logprobs += logprobs
         for part in parts:
             yield from self._write(part)
@@ -135,7 +132,6 @@ class Output:
             yield from self._begin(_ReasoningItem(len(self._items)))
         assert isinstance(self._open, _ReasoningItem)
         yield from self._open.write(text)
-        self.num_reasoning_tokens += self._num_pending
         self._take_logprobs()
 
     def _write(self, part: Part) -> Iterator[Event]:
@@ -167,5 +163,5 @@ class Output:
             yield from item.end(status)
 
     def _take_logprobs(self) -> list[dict[str, Any]]:
-        taken, self._logprobs, self._num_pending = self._logprobs, [], 0
+        taken, self._logprobs = self._logprobs, []
         return taken

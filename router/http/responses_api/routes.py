@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -142,7 +141,3 @@ class _WholeResponse(WholeResponse):
         if self._started.saver is not None:
             self._started.saver.keep(bytes(response.body))
         return response
-
-    def _whole(self, deltas: dict[int, list[Delta]]) -> dict[str, Any]:
-        """Delta by delta, so that tokens count for what they brought."""
-        return self._started.shape.whole(self._started.generation, deltas.get(0, ()))

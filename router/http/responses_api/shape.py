@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -56,14 +57,18 @@ class ResponseShape:
     def read(self, delta: Delta) -> Iterator[Event]:
         """The events of a delta; the last one's include the end of the output."""
         logprobs = self._logprobs.of(delta)["content"] if self._logprobs else []
-        yield from self._output.read(self._parts(delta), len(delta.token_ids), logprobs)
+        yield from self._output.read(self._parts(delta), logprobs)
         if delta.finish_reason is not None:
             self._reason = delta.finish_reason
             yield from self._output.end(self._status)
 
-    def whole(self, generation: Generation, answers: Sequence[Delta]) -> dict[str, Any]:
-        """The response whose only answer came as these deltas."""
-        for delta in answers:
+    @property
+    def reads_pieces(self) -> bool:
+        return self._reader is not None
+
+    def whole(self, generation: Generation, answers: Sequence[Sequence[Delta]]) -> dict[str, Any]:
+        """The response with its only answer, read delta by delta: logprobs are of the text that they came with."""
+        for delta in itertools.chain.from_iterable(answers):
             for _ in self.read(delta):
                 pass
         return self.ended()
@@ -89,7 +94,7 @@ class ResponseShape:
             "error": None,
             "incomplete_details": incomplete,
             "output": self._output.items,
-            "usage": usage_of(self._generation.usage, self._output.num_reasoning_tokens),
+            "usage": usage_of(self._generation.usage, self._reader.num_reasoning_tokens if self._reader else 0),
             **timings_of(self._generation.timings),
         }
 
@@ -104,7 +109,7 @@ class ResponseShape:
     def _parts(self, delta: Delta) -> Sequence[Part]:
         if self._reader is None:
             return [Content(delta.text)] if delta.text else []
-        return self._reader.read(delta.text, delta.finish_reason is not None)
+        return self._reader.read(delta.text, delta.finish_reason is not None, len(delta.token_ids))
 
 
 def usage_of(usage: Usage, num_reasoning_tokens: int) -> dict[str, Any]:

@@ -14,7 +14,11 @@ def answer(index: int, *logprobs: float) -> Delta:
 
 
 def kept(answers: list[Delta], num_drawn: int, num_kept: int) -> list[tuple[int, str]]:
-    return [(delta.index, delta.text) for delta in likeliest(answers, num_drawn, num_kept)]
+    """Each answer came in two deltas."""
+    halves = [[Delta(one.index, ""), one] for one in answers]
+    drawn = likeliest(halves, num_drawn, num_kept)
+    assert all(first.index == second.index for first, second in drawn)
+    return [(delta.index, delta.text) for _, delta in drawn]
 
 
 def test_the_mean_of_a_tokens_logprob_counts_and_not_the_sum():

@@ -108,6 +108,14 @@ async def test_a_message_has_thinking_text_and_calls(client, nodes):
     assert await stream(client) == ([{**BLOCKS[0], "thinking": "Only this"}], "end_turn")
 
 
+async def test_thinking_is_counted(client):
+    counted = {"thinking_tokens": len(tiny_tokenizer().encode("<think>\nHm.\n", False))}
+    assert (await ask(client))["usage"]["output_tokens_details"] == counted
+    response = await client.post("/v1/messages", json={**TOOLS, "stream": True})
+    [end] = [event for event in events(response.text) if event["type"] == "message_delta"]
+    assert end["usage"]["output_tokens_details"] == counted
+
+
 async def test_a_call_that_is_cut_off_keeps_what_is_there(client, nodes):
     nodes.script = says(CALL)
     num_tokens = len(tiny_tokenizer().encode('<tool_call>\n{"name": "get_weather", "arguments": {"city": "Kö', False))

@@ -122,6 +122,42 @@ async def test_reasoning_may_be_left_out(client):
     assert "".join(delta.get("content") or "" for delta in deltas) == whole["message"]["content"]
 
 
+@pytest.mark.parametrize("include", [True, False])
+async def test_reasoning_is_counted_for_all_answers(client, include):
+    one = len(tiny_tokenizer().encode("<think>\nThe weather.\n", False))  # `</think>` counts for what comes after it
+    body = {**TOOLS, "n": 2, "include_reasoning": include}
+    whole = (await client.post(CHATS, json=body)).json()["usage"]
+    assert whole["completion_tokens_details"] == {"reasoning_tokens": 2 * one}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = chunks_of((await client.post(CHATS, json={**body, "stream": True, "stream_options": options})).text)
+    counts = [chunk["usage"]["completion_tokens_details"]["reasoning_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert (counts[0] < 2 * one, counts[-1]) == (True, 2 * one)
+
+
+async def test_without_a_reasoning_parser_nothing_is_said_of_reasoning(nodes):
+    router = Router(nodes, tool_call_parser="hermes", enable_auto_tool_choice=True)
+    await router.start()
+    await router.ready()
+    async with httpx.AsyncClient(base_url=router.http, timeout=20) as client:
+        assert "completion_tokens_details" not in (await client.post(CHATS, json=TOOLS)).json()["usage"]
+    await router.stop()
+
+
+async def test_reasoning_that_is_left_out_is_not_in_logprobs_or_token_ids(client):
+    """Nor is anything else: which tokens are reasoning is known to a piece, not to a token."""
+    told = {**TOOLS, "logprobs": True, "return_token_ids": True}
+    shown = (await client.post(CHATS, json=told)).json()["choices"][0]
+    assert len(shown["logprobs"]["content"]) == len(shown["token_ids"]) > 20
+    hidden = {**told, "include_reasoning": False}
+    body = (await client.post(CHATS, json=hidden)).json()
+    chunks = chunks_of((await client.post(CHATS, json={**hidden, "stream": True})).text)
+    choices = [body["choices"][0], *(chunk["choices"][0] for chunk in chunks)]
+    assert {(choice["logprobs"], "token_ids" in choice) for choice in choices} == {(None, False)}
+    assert body["prompt_token_ids"] == chunks[0]["prompt_token_ids"]
+    assert all(choice["delta"] for choice in choices[2:-1])  # a chunk without news is not sent
+
+
 async def test_the_streamed_answer_is_the_whole_one(client):
     whole = (await choice_of(client, n=2))["message"]
     response = await client.post("/v1/chat/completions", json={**TOOLS, "stream": True, "n": 2})

@@ -73,7 +73,7 @@ def test_a_call_that_ends_with_the_tokens_of_what_comes_next_is_one_item():
     reader = AnswerReader(tool, REASONING_PARSERS["gpt_oss"](""), True)
     output, cut = Output(), text.index('"b"')
     for piece, ended in ((text[:cut], False), (text[cut:], True)):
-        list(output.read(reader.read(piece, ended), 1, []))
+        list(output.read(reader.read(piece, ended), []))
     list(output.end("completed"))
     assert [item["type"] for item in output.items] == ["function_call", "reasoning"]
     assert output.items[0]["arguments"] == '{"text": "b"}'
