@@ -26,6 +26,13 @@ class Thinking:
 
 
 @dataclass(frozen=True, slots=True)
+class RedactedThinking:
+    """Reasoning of an earlier turn that Anthropic has encrypted: as nobody here can read it, no prompt has it."""
+
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ToolUse:
     """A call that the model made in an earlier turn."""
 
@@ -40,7 +47,7 @@ class ToolResult:
     text: str
 
 
-Block = Text | Thinking | ToolUse | ToolResult
+Block = Text | Thinking | RedactedThinking | ToolUse | ToolResult
 
 
 def size_of_block(block: Block) -> int:
@@ -89,6 +96,10 @@ def _read_thinking(block: dict[str, Any]) -> Thinking:
     return Thinking(_string(block, "thinking"))
 
 
+def _read_redacted_thinking(block: dict[str, Any]) -> RedactedThinking:
+    return RedactedThinking()
+
+
 def _read_tool_use(block: dict[str, Any]) -> ToolUse:
     given = block.get("input")
     if not isinstance(given, dict):
@@ -117,6 +128,7 @@ _TEXT_ONLY: Mapping[str, Callable[[dict[str, Any]], Text]] = {"text": _read_text
 _READERS: Mapping[str, Callable[[dict[str, Any]], Block]] = {
     "text": _read_text,
     "thinking": _read_thinking,
+    "redacted_thinking": _read_redacted_thinking,
     "tool_use": _read_tool_use,
     "tool_result": _read_tool_result,
 }
@@ -135,6 +147,7 @@ _BLOCK = {
     "anyOf": [
         _described("text", text=_STRING),
         _described("thinking", thinking=_STRING),
+        _described("redacted_thinking", data=_STRING),
         _described("tool_use", id=_STRING, name=_STRING, input={"type": "object"}),
         _described("tool_result", ("tool_use_id",), tool_use_id=_STRING, content=_TEXT_CONTENT),
     ]

@@ -12,6 +12,7 @@ from baton.sampling import MAX_CACHE_SALT_CHARS, RANGES
 from router.http.anthropic.content import (
     Block,
     Content,
+    RedactedThinking,
     SystemText,
     Text,
     Thinking,
@@ -31,7 +32,12 @@ from router.service import MESSAGE_SIZE
 from router.text.generation_request import GenerationRequest
 
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed")
-_ROLES: dict[type[Block], str] = {Thinking: "assistant", ToolUse: "assistant", ToolResult: "user"}
+_ROLES: dict[type[Block], str] = {
+    Thinking: "assistant",
+    RedactedThinking: "assistant",
+    ToolUse: "assistant",
+    ToolResult: "user",
+}
 THINKING_VARIABLES = ("enable_thinking", "thinking")
 """Names by which chat templates are told whether the model is to reason."""
 

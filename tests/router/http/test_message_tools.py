@@ -164,6 +164,7 @@ CONVERSATION: list[dict[str, Any]] = [
     {
         "role": "assistant",
         "content": [
+            {"type": "redacted_thinking", "data": "Enc/"},
             {"type": "thinking", "thinking": "Hm.", "signature": "x"},
             {"type": "text", "text": "Let me see."},
             {"type": "tool_use", "id": "t1", "name": "get_weather", "input": {"city": "Köln"}},
@@ -267,7 +268,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     (turn("assistant", **{**USE, "input": "{}"}), "needs an object in `input`"),
     (turn("assistant", **{**USE, "name": ""}), "`name` of a tool_use block must have 1 to"),
     (turn("user", type="tool_result", tool_use_id="t", content=[{"type": "image"}]), "type 'image'"),
-    (turn("user", type="redacted_thinking", data=""), "type 'redacted_thinking'"),
+    (turn("user", type="redacted_thinking", data=""), "must be in a message of the assistant"),
 ]
 
 
