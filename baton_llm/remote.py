@@ -32,6 +32,7 @@ from baton.node_info import GenerationDefaults
 from baton.prompt_logprobs import PromptLogprobs
 from baton.regular_files import read_regular
 from baton.rpc.channels import CHANNEL_OPTIONS
+from baton.rpc.streams import connection_lost
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
 from baton_llm.backend import CLOSED
@@ -202,6 +203,8 @@ def _read_authorities(path: Path) -> bytes:
 
 
 def _raise(error: grpc.aio.AioRpcError) -> NoReturn:
+    if lost := connection_lost(error):
+        raise NodeUnavailable(f"the router: {lost}") from None
     kind, text = _ERRORS.get(error.code().name, InternalError), error.details() or error.code().name
     if kind is InvalidRequest:
         beside: Any = error.trailing_metadata() or ()

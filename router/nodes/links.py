@@ -21,7 +21,7 @@ from baton.node_info import NodeInfo, NodeRole
 from baton.rpc.channels import open_channel
 from baton.rpc.cluster_secret import SESSION, prove
 from baton.rpc.silence import until_silent
-from baton.rpc.streams import EOF, require_message
+from baton.rpc.streams import EOF, connection_lost, require_message
 from baton.rpc.trust import Trust
 from baton.v1 import node_pb2, node_pb2_grpc
 from baton.wire import Limits, join_router_messages, read_node_info, read_node_message, write_router_message
@@ -164,7 +164,7 @@ class NodeLink:
         try:
             await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait((reading,), timeout=LAST_WORD_S)  # its last message tells more than a failed write
-            reason = reading.result() if reading.done() else f"cannot write to it: {writing.exception()!r}"
+            reason = reading.result() if reading.done() else f"cannot write to it: {_reason(writing.exception())}"
         finally:
             self.info = None
             self._dispatcher.node_lost(info.incarnation, reason)  # before any wait, which a second cancel would end
@@ -233,12 +233,14 @@ async def _fetch_tokenizer(status: node_pb2_grpc.NodeStatusStub, info: NodeInfo)
     return b"".join(pieces)
 
 
-def _reason(error: BaseException) -> str:
+def _reason(error: BaseException | None) -> str:
     if isinstance(error, TimeoutError):
         return _NO_ANSWER
     if isinstance(error, grpc.aio.AioRpcError):
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:  # ours: no node says so
             return _NO_ANSWER
+        if lost := connection_lost(error):
+            return lost
         details = error.details() or error.code().name
         return details.rpartition(": ")[2] if "last error:" in details else details  # gRPC wraps the system's message
     return str(error)

@@ -22,6 +22,8 @@ HELLO_S = 5.0
 ENDED = "the peer ended the stream"
 STOPPED = "the node was stopped"
 _NO_MESSAGE = "its bytes are no message"
+_LOST_CONNECTION = ("Internal error from Core", "Stream removed")
+"""What gRPC's details begin with when a call's connection was lost."""
 
 
 class Stream(Generic[M]):
@@ -146,4 +148,12 @@ def _reason(side: asyncio.Task[str]) -> str:
 
 
 def rpc_reason(error: grpc.aio.AioRpcError) -> str:
-    return f"{error.code().name}: {error.details()}"
+    return connection_lost(error) or f"{error.code().name}: {error.details()}"
+
+
+def connection_lost(error: grpc.aio.AioRpcError) -> str | None:
+    """That the connection was lost, and how if gRPC says it; None: the call failed otherwise. gRPC has several words
+    for it, by what it did just then; some sound like a defect of its own."""
+    details = error.details() or ""
+    words = next(filter(details.startswith, _LOST_CONNECTION), None)
+    return None if words is None else f"the connection was lost{details.removeprefix(words)}"

@@ -94,6 +94,12 @@ async def test_a_node_that_takes_connections_and_says_nothing_gives_no_answer(mo
     assert nodes_of_router._reason(error.value) == "no answer"
 
 
+def test_a_lost_connection_to_a_node_is_told_in_plain_words():
+    metadata = grpc.aio.Metadata()
+    error = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, metadata, metadata, "Internal error from Core", "")
+    assert nodes_of_router._reason(error) == "the connection was lost"
+
+
 @pytest.mark.parametrize(("enough_bytes", "rest"), [(2**20, [["b", "c"]]), (1, [["b"], ["c"]])])
 async def test_what_comes_while_a_message_is_written_follows_as_one(monkeypatch, enough_bytes, rest):
     monkeypatch.setattr(nodes_of_router, "_ENOUGH_BYTES", enough_bytes)
