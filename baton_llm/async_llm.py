@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 from baton.errors import InvalidRequest, RequestCancelled
+from baton_llm.beam_search import BeamSearchParams
 from baton_llm.host import Host, make_backend
 from baton_llm.outputs import RequestOutput, news
 from baton_llm.prompts import (
@@ -77,6 +78,13 @@ class AsyncLLM:
         if len(conversations) != 1:
             raise InvalidRequest(f"messages must be one conversation, not {len(conversations)}", "messages")
         return self._stream(conversations[0], sampling_params, request_id, priority)
+
+    def beam_search(
+        self, prompt: Prompt, params: BeamSearchParams, request_id: str | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """As LLM.beam_search, for one prompt: a single output, with all answers. request_id, and what it raises: as
+        `generate`."""
+        return self._stream(read_prompt(prompt), params.sampling_params(), request_id, 0)
 
     async def get_tokenizer(self) -> Any:
         """As LLM.get_tokenizer."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.errors import InvalidRequest
-from baton_llm.sampling_params import SamplingParams
+from baton_llm.sampling_params import RequestOutputKind, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,4 +37,5 @@ class BeamSearchParams:
             length_penalty=self.length_penalty,
             include_stop_str_in_output=self.include_stop_str_in_output,
             logprobs=0,
+            output_kind=RequestOutputKind.FINAL_ONLY,  # all answers are known at once
         )

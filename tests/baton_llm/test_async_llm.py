@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 
-from baton_llm import AsyncLLM, InvalidRequest, RequestCancelled, RequestOutput, RequestOutputKind, SamplingParams
+from baton_llm import (
+    AsyncLLM,
+    BeamSearchParams,
+    InvalidRequest,
+    RequestCancelled,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+)
 from tests.baton_llm.conftest import FLAGS, PATIENCE_S, wait_whole
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -59,6 +67,16 @@ async def test_each_output_has_what_is_new_or_the_last_has_all(async_llm, llm):
     final = dataclasses.replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
     [last] = [output async for output in async_llm.generate("Once upon a time", final)]
     assert (last.finished, last.outputs) == (True, whole.outputs)
+
+
+async def test_a_beam_search_has_one_output_with_all_answers(async_llm, llm):
+    params = BeamSearchParams(beam_width=3, max_tokens=6)
+    [output] = [output async for output in async_llm.beam_search("Once upon a time", params, "beams")]
+    [expected] = llm.beam_search("Once upon a time", params)
+    assert (output.request_id, output.finished, output.outputs) == ("beams", True, expected.outputs)
+    with pytest.raises(InvalidRequest) as refused:
+        async_llm.beam_search("x", BeamSearchParams(beam_width=0, max_tokens=6))
+    assert refused.value.param == "beam_width"
 
 
 async def test_several_at_once_and_chat(async_llm):
