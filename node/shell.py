@@ -18,7 +18,8 @@ from baton.address import HostPort
 from baton.audit import KvAudit
 from baton.handoff_messages import Hello
 from baton.node_info import NodeInfo, TransportEndpoint
-from baton.rpc.channels import SERVER_OPTIONS, bind
+from baton.process.open_files import max_open_files
+from baton.rpc.channels import bind, node_server_options
 from baton.rpc.single_requests import SingleRequests
 from baton.rpc.streams import HEARTBEAT_S, HELLO_S
 from baton.rpc.trust import Trust
@@ -151,7 +152,8 @@ class Node:
         for warning in self._settings.warnings(self._settings.listen):
             log.warning(warning)
         trust = self._settings.trust()
-        self._server = grpc.aio.server(interceptors=[SingleRequests(HELLO_S)], options=SERVER_OPTIONS)
+        options = node_server_options(max_open_files())
+        self._server = grpc.aio.server(interceptors=[SingleRequests(HELLO_S)], options=options)
         port = self._bind(self._settings.listen, trust)
         self.address = self._settings.advertised(port)
         registry = new_registry(self._parts.info.role.value)
