@@ -25,13 +25,13 @@ def messages_of(items: Iterable[AnyItem], instructions: str | None = None) -> li
 
 class _Chat:
     """One message of the assistant has reasoning, then content, then calls, so reasoning or content that comes after
-    content or calls begins another message."""
+    content begins another message. What comes after calls does not: their results follow the message that has them."""
 
     def __init__(self) -> None:
         self.messages: list[ChatMessage] = []
         self._names: dict[str, str] = {}  # of the functions called, by the calls' ids
         self._reasoning: list[str] = []
-        self._content: str | None = None
+        self._texts: list[str] = []
         self._calls: list[ToolCall] = []
 
     def take(self, item: AnyItem) -> None:
@@ -41,7 +41,7 @@ class _Chat:
                 self._reasoning += [item.text] if item.text else []
             case InputMessage(role="assistant"):
                 self._end_answer()
-                self._content = item.content
+                self._texts.append(item.content)
             case InputMessage():
                 self.add(item.role, item.content)
             case FunctionCall():
@@ -58,15 +58,15 @@ class _Chat:
 
     def end_turn(self) -> None:
         """End the assistant's message, if one is open."""
-        if not self._reasoning and self._content is None and not self._calls:
+        if not self._reasoning and not self._texts and not self._calls:
             return
         more: dict[str, Any] = {"tool_calls": self._calls} if self._calls else {}
         if self._reasoning:
             more["reasoning_content"] = "\n".join(self._reasoning)
-        content = self._content or ""
-        self._reasoning, self._content, self._calls = [], None, []
+        content = "".join(self._texts)
+        self._reasoning, self._texts, self._calls = [], [], []
         self.messages.append(ChatMessage.model_construct(role="assistant", content=content, **more))
 
     def _end_answer(self) -> None:
-        if self._content is not None or self._calls:
+        if self._texts and not self._calls:
             self.end_turn()

@@ -250,6 +250,21 @@ async def test_items_become_messages(client, nodes):
     ]
 
 
+async def test_what_comes_between_calls_is_said_in_their_message(client, nodes):
+    """As a chat has such an answer: a template may refuse results that do not follow the message that calls."""
+    nodes.script = says(f"I look. {CALL} And {CALL} Well")
+    first = await post(client, tools=[TOOL])
+    assert [item["type"] for item in first["output"]] == ["message", "function_call"] * 2 + ["message"]
+    calls = [item["call_id"] for item in first["output"] if item["type"] == "function_call"]
+    results = [{"type": "function_call_output", "call_id": call_id, "output": "Rain"} for call_id in calls]
+    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "So."}]}
+    await post(client, tools=[TOOL], input=[thought, *results], previous_response_id=first["id"])
+    _, asking, *told = messages_of(nodes)
+    assert (asking["content"], asking["reasoning"]) == ("I look.  And  Well", "So.")
+    assert [call["id"] for call in asking["tool_calls"]] == calls
+    assert [(message["role"], message["tool_call_id"]) for message in told] == [("tool", name) for name in calls]
+
+
 async def test_the_template_gets_the_effort_and_the_tools(client, nodes):
     await post(client, tools=[TOOL], reasoning={"effort": "low"}, chat_template_kwargs={"thinking": True})
     assert prompt_of(nodes).endswith("<think>\n")
