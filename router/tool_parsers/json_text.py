@@ -13,9 +13,8 @@ Emit = Callable[[str], None]
 
 MAX_DEPTH = 64
 _MAX_KEY_CHARS = 1024
-_MAX_WORD_CHARS = 512
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
-_WORD = re.compile(r"[-+.0-9A-Za-z]")
+_WORD = re.compile(r"[-+.0-9A-Za-z]{0,512}")
 VALID_WORD = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|true|false|null")
 _HEX = re.compile(r"[0-9a-fA-F]")
 _FIRST_HALF, _SECOND_HALF = re.compile(r"[dD][89abAB].."), re.compile(r"[dD][c-fC-F]..")
@@ -24,7 +23,8 @@ _REPLACEMENT = "\\ufffd"
 
 
 def read_value(source: Source, emit: Emit, depth: int = 0) -> Reading[bool]:
-    """Read a value. False: it is not JSON; what was read has been emitted."""
+    """Read a value. False: it is not JSON; what was read has been emitted, and is the beginning of JSON: readers of a
+    stream parse it."""
     char = yield from source.peek()
     if char == '"':
         return (yield from read_string(source, emit))
@@ -32,7 +32,10 @@ def read_value(source: Source, emit: Emit, depth: int = 0) -> Reading[bool]:
         return (yield from read_object(source, emit, depth))
     if char == "[":
         return (yield from _array(source, emit, depth))
-    word = yield from source.text_of(_WORD, _MAX_WORD_CHARS)
+    word = yield from source.ahead(_WORD)
+    if not _begins_word(word):
+        return False
+    yield from source.literal(word)
     emit(word)
     return VALID_WORD.fullmatch(word) is not None
 
@@ -117,6 +120,12 @@ def mark(source: Source, char: str, emit: Emit) -> Reading[bool]:
         return False
     emit(char)
     return True
+
+
+def _begins_word(word: str) -> bool:
+    """Whether a valid word begins like that."""
+    begins_name = any(name.startswith(word) for name in ("true", "false", "null"))
+    return begins_name or any(VALID_WORD.fullmatch(word + more) for more in ("", "0"))
 
 
 def _array(source: Source, emit: Emit, depth: int) -> Reading[bool]:

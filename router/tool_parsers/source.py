@@ -90,6 +90,16 @@ class Source:
             self._at += 1
         return "".join(pieces)
 
+    def ahead(self, pattern: re.Pattern[str]) -> Reading[str]:
+        """The text that comes next and that `pattern` matches, not read. It matches any text's beginning, so that its
+        match is the longest once something else follows."""
+        while True:
+            match = pattern.match(self._text, self._at)
+            assert match
+            if self._ended or match.end() < len(self._text):
+                return match.group()
+            yield
+
     def blanks(self) -> Reading[str]:
         pieces: list[str] = []
         yield from self.run(_BLANKS, pieces.append)

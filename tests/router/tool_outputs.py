@@ -126,7 +126,11 @@ HERMES = [
     # cut off or broken within arguments: what came before is kept as arguments
     Case("hermes", '<tool_call>{"name": "add", "arguments": {"a": "one\ntwo', "", [("add", '{"a": "one\\ntwo')]),
     Case("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1, b: 2}}', "b: 2}}", [("add", '{"a": 1, ')]),
-    Case("hermes", '<tool_call>{"name": "add", "arguments": {"a": truth}}', "}}", [("add", '{"a": truth')]),
+    Case("hermes", '<tool_call>{"name": "add", "arguments": {"a": truth}}', "truth}}", [("add", '{"a": ')]),
+    Case("hermes", '<tool_call>{"name": "add", "arguments": {"a": [True]}}', "True]}}", [("add", '{"a": [')]),
+    Case("hermes", '<tool_call>{"name": "add", "arguments": {"a": 3..5}}', "3..5}}", [("add", '{"a": ')]),
+    Case("hermes", '<tool_call>{"name": "add", "arguments": {"a": -3.', "", [("add", '{"a": -3.')]),
+    Case("hermes", '<tool_call>{"name": "add", "arguments": {"a": fal', "", [("add", '{"a": fal')]),
     Case("hermes", '<tool_call>{"name": "add", "arguments": {"a": "\\x"}}', 'x"}}', [("add", '{"a": "\\')]),
     Case("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}, !', ", !", [("add", '{"a": 1}')]),
 ]

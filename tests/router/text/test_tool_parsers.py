@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterable
 from types import SimpleNamespace
 
+import pydantic_core
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,6 +34,7 @@ def pieces_of(name: str, text: str, cuts: Iterable[int] = ()) -> list[Piece]:
 
 
 def joined(pieces: Iterable[Part]) -> tuple[str, list[tuple[str, str]]]:
+    """Arguments must begin like JSON, even where they break off: clients parse them as they come."""
     content = ""
     calls: list[list[str]] = []
     for piece in pieces:
@@ -44,6 +46,8 @@ def joined(pieces: Iterable[Part]) -> tuple[str, list[tuple[str, str]]]:
                 calls.append([name, ""])
             case CallArguments(index, text):
                 calls[index][1] += text
+    for _, arguments in calls:
+        pydantic_core.from_json(arguments, allow_partial=True)
     return content, [(name, arguments) for name, arguments in calls]
 
 
