@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,6 +143,21 @@ FULL_NUMBERS = range(5)
 
 def client_of(router: Router) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=router.url, trust_env=False, timeout=PATIENCE_S)
+
+
+@asynccontextmanager
+async def clients_of(*routers: Router) -> AsyncIterator[list[httpx.AsyncClient]]:
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(client_of(router)) for router in routers]
+
+
+async def pieces(http: httpx.AsyncClient, path: str, body: Fields) -> list[Fields] | str:
+    """The events of an answer, or the whole as the only one; or why there is none."""
+    answer = (await http.post(path, json=body)).text
+    lines = [line.removeprefix("data: ") for line in answer.split("\n") if line.startswith("data: {")] or [answer]
+    found: list[Fields] = list(map(json.loads, lines))
+    error = next((piece["error"] for piece in found if piece.get("error")), None)
+    return str(error["message"]) if error else found
 
 
 def cases_of(name: str, numbers: Iterable[int], every: bool) -> list[Case]:

@@ -6,15 +6,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from contextlib import AsyncExitStack
 from random import Random
 
 import httpx
 import pytest
 
 from tests.e2e import parameters
-from tests.e2e.cluster import Router
 from tests.e2e.conftest import House
 from tests.e2e.parameters import CHAT, COMPLETIONS, PARAMETERS, Case, Choice, Fields, difference
 
@@ -32,35 +29,30 @@ def combination(random: Random) -> Case:
     path = random.choice([COMPLETIONS, CHAT])
     fields: Fields = {"n": random.choice([1, 1, 1, 2, 3]), "max_tokens": random.choice([1, 2, 9, 28])}
     for name in random.sample(sorted(PARAMETERS), random.randint(2, 6)):
-        its_path, own = random.choice(PARAMETERS[name])
-        if its_path == path or (path == CHAT and not OF_COMPLETIONS & own.keys()):
-            fields |= own
+        fields |= own_fields(random, name, path)
     return path, parameters.body_of(path, fields, random.randrange(4))
+
+
+def own_fields(random: Random, name: str, path: str) -> Fields:
+    """Those of one case of a parameter; none, if they are of the other route."""
+    its_path, own = random.choice(PARAMETERS[name])
+    return own if its_path == path or (path == CHAT and not OF_COMPLETIONS & own.keys()) else {}
 
 
 async def outcome(http: httpx.AsyncClient, path: str, body: Fields) -> Outcome:
     """What the choices say, or why there are none."""
-    answer = (await http.post(path, json=body)).text
-    pieces = [line.removeprefix("data: ") for line in answer.split("\n") if line.startswith("data: {")] or [answer]
+    pieces = await parameters.pieces(http, path, body)
+    if isinstance(pieces, str):
+        return pieces
     choices = dict[int, Choice]()
-    for piece in map(json.loads, pieces):
-        if "error" in piece:
-            return str(piece["error"]["message"])
-        for choice in piece["choices"]:
-            choices.setdefault(choice["index"], Choice()).add(choice)
+    for choice in [choice for piece in pieces for choice in piece["choices"]]:
+        choices.setdefault(choice["index"], Choice()).add(choice)
     return [choice.said for _, choice in sorted(choices.items())]
 
 
 async def outcomes(house: House, cases: list[Case]) -> list[dict[str, Outcome]]:
     """By way, for each case; all at once."""
-    async with AsyncExitStack() as stack:
-
-        async def client_of(router: Router) -> httpx.AsyncClient:
-            return await stack.enter_async_context(parameters.client_of(router))
-
-        alone, handed_off, late = [
-            await client_of(router) for router in (house.alone, house.chunk_64, house.chunk_2048)
-        ]
+    async with parameters.clients_of(house.alone, house.chunk_64, house.chunk_2048) as (alone, handed_off, late):
 
         async def of_case(path: str, body: Fields) -> dict[str, Outcome]:
             asked = {

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 import pytest
@@ -42,10 +41,7 @@ class Answers:
 
 async def ask(house: House, cases: Iterable[parameters.Case]) -> list[Answers]:
     """All at once, all ways."""
-    async with AsyncExitStack() as stack:
-        routers = (house.alone, house.chunk_64, house.chunk_2048)
-        alone, handed_off, late = [await stack.enter_async_context(parameters.client_of(router)) for router in routers]
-
+    async with parameters.clients_of(house.alone, house.chunk_64, house.chunk_2048) as (alone, handed_off, late):
         plain = dict[str, asyncio.Task[Choices]]()
 
         async def without_it(path: str, body: Fields) -> Choices:
