@@ -66,8 +66,8 @@ async def test_a_node_has_room_for_its_streams_whoever_connects() -> None:
     await server.stop(None)
 
 
-async def test_a_connection_has_few_streams() -> None:
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+async def test_a_connection_to_a_node_has_few_streams() -> None:
+    server = grpc.aio.server(options=node_server_options(1024))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -8,7 +8,7 @@ _NEEDED = 128
 """A node of one rank has some 60 open as soon as one peer is connected. What libraries then cannot open, gRPC for one,
 may end the process without a word."""
 _ENOUGH = 2**20
-"""For processes without a hard limit: Linux's default ceiling (`fs.nr_open`)."""
+"""For processes without a limit: Linux's default ceiling (`fs.nr_open`)."""
 
 
 def why_too_few(limit: int) -> str | None:
@@ -19,8 +19,9 @@ def why_too_few(limit: int) -> str | None:
 
 
 def max_open_files() -> int:
-    """The current soft limit."""
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    """The current soft limit; if there is none, what is enough."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return _ENOUGH if soft == resource.RLIM_INFINITY else soft
 
 
 def raise_open_files() -> int:

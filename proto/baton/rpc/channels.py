@@ -45,8 +45,6 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     # a connection that makes no call, or is not even HTTP/2, takes a descriptor
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 75_000),
-    # a peer has one stream, and a few short calls before it
-    ("grpc.max_concurrent_streams", 128),
     # with port reuse, two servers on one port would silently get half of the calls each
     ("grpc.so_reuseport", 0),
 ]
@@ -58,7 +56,12 @@ _MAX_CONNECTIONS = 4_096
 def node_server_options(open_files: int) -> list[tuple[str, int]]:
     """`open_files`: the process's limit. Half of it is for other purposes than connections, whoever opens them: what
     libraries cannot open may end the process without a word. Connections beyond are closed at once."""
-    return [*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", min(open_files // 2, _MAX_CONNECTIONS))]
+    return [
+        *SERVER_OPTIONS,
+        # a peer has one stream, and a few short calls before it
+        ("grpc.max_concurrent_streams", 128),
+        ("grpc.max_allowed_incoming_connections", min(open_files // 2, _MAX_CONNECTIONS)),
+    ]
 
 
 @dataclass(frozen=True, slots=True)
