@@ -50,9 +50,10 @@ def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
 def readable(array: NDArray[np.generic], device: torch.device) -> Tensor:
     """The array where a kernel of the device can read it. The kernel must be launched before this thread's next upload,
     and read each number once: it may have to fetch them from the host."""
-    if device.type == "cuda" and array.nbytes > _ring().most_bytes:
-        return upload(array, device)
-    return torch.from_numpy(_ring().put(array) if device.type == "cuda" else array)
+    if device.type != "cuda":
+        return torch.from_numpy(array)
+    ring = _ring()
+    return torch.from_numpy(ring.put(array)) if array.nbytes <= ring.most_bytes else upload(array, device)
 
 
 def upload_to(out: Tensor, array: NDArray[np.generic]) -> None:

@@ -30,7 +30,7 @@ _TAG, _COMBINING_TAG = 0, 1
 """The tags of messages from one rank to another: those with the same tag arrive in the order in which they were sent.
 """
 _MOST_COMBINED_BYTES = 256 << 10
-"""Of tensors that rank 0 combines for all ranks."""
+"""The most that rank 0 combines for all ranks, measured on two cores."""
 
 
 class NormSums(Protocol):
@@ -135,8 +135,8 @@ class GlooRanks:
     """Ranks on CPUs, connected by gloo. They meet at `store`. host: the address at which the others reach this rank.
     The constructor waits for all ranks; raises RuntimeError.
 
-    Small tensors of all ranks go to rank 0, which combines them and sends the result to the others. That takes a
-    message or two per rank, while gloo's ring takes several for each of its rounds, and each message wakes a thread:
+    Small tensors of all ranks go to rank 0, which combines them and sends the result to the others. That is one tensor
+    from each of them and one back, while all send several in each round of gloo's ring, and each message wakes threads:
     on two cores, a sum of 16 KiB over four ranks takes 0.6 ms instead of 4.6, over two 0.1 instead of 0.9. Large ones
     are better off in the ring (4 MiB over four ranks: 8 ms instead of 14)."""
 
