@@ -72,6 +72,18 @@ class Router:
         await self.server.stop(hurry)
 
 
+@contextlib.asynccontextmanager
+async def running_router(nodes: FakeCluster, **settings: object) -> AsyncIterator[Router]:
+    """Ready, in front of `nodes`."""
+    router = Router(nodes, **settings)
+    await router.start()
+    try:
+        await router.ready()
+        yield router
+    finally:
+        await router.stop()
+
+
 @pytest.fixture
 async def nodes() -> AsyncIterator[FakeCluster]:
     """One prefill and one decode node, which say hello."""
@@ -84,12 +96,8 @@ async def nodes() -> AsyncIterator[FakeCluster]:
 
 @pytest.fixture
 async def router(nodes: FakeCluster) -> AsyncIterator[Router]:
-    """Ready, in front of `nodes`."""
-    router = Router(nodes)
-    await router.start()
-    await router.ready()
-    yield router
-    await router.stop()
+    async with running_router(nodes) as router:
+        yield router
 
 
 @pytest.fixture

@@ -10,11 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
-from baton.node_info import NodeRole
-from tests.router.conftest import Router, says
+from tests.router.conftest import Router, running_router, says
 from tests.router.fake_node import FakeCluster
 from tests.router.http.test_messages import MESSAGE, USER, error_of, events
-from tests.router.http.test_tool_calls import TEMPLATE
+from tests.router.http.tool_chats import CALL, PARSERS, nodes_with_tools
 from tests.router.matching import matches
 from tests.router.tiny_tokenizer import tiny_tokenizer
 
@@ -22,7 +21,6 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "require
 WEATHER: dict[str, Any] = {"name": "get_weather", "description": "Says how it is.", "input_schema": SCHEMA}
 OTHER: dict[str, Any] = {"type": "custom", "name": "other", "input_schema": {"type": "object"}}
 TOOLS: dict[str, Any] = {**MESSAGE, "max_tokens": 2000, "tools": [WEATHER, OTHER]}
-CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln 🙂"}}\n</tool_call>'
 EMPTY = '<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>'
 ANSWER = f"<think>\nHm.\n</think>I will look.\n{CALL}\n{EMPTY}"
 BLOCKS: list[dict[str, Any]] = [
@@ -35,20 +33,14 @@ BLOCKS: list[dict[str, Any]] = [
 
 @pytest.fixture
 async def nodes() -> AsyncIterator[FakeCluster]:
-    cluster = FakeCluster(says(ANSWER))
-    for role in NodeRole:
-        await cluster.add(role, chat_template=TEMPLATE, max_model_len=4096)
-    yield cluster
-    await cluster.close()
+    async with nodes_with_tools(ANSWER) as nodes:
+        yield nodes
 
 
 @pytest.fixture
 async def router(nodes: FakeCluster) -> AsyncIterator[Router]:
-    router = Router(nodes, tool_call_parser="hermes", enable_auto_tool_choice=True, reasoning_parser="qwen3")
-    await router.start()
-    await router.ready()
-    yield router
-    await router.stop()
+    async with running_router(nodes, **PARSERS) as router:
+        yield router
 
 
 async def ask(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:

@@ -1,82 +1,51 @@
-"""Tools and reasoning in chats over HTTP: what reaches the template, and what answers look like, whole and streamed."""
+"""Tools in chats over HTTP: what reaches the template, and what answers look like, whole and streamed."""
 
 import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
-from baton.node_info import NodeRole
 from router.edge import StartError
 from router.server import RouterServer
 from router.settings import RouterSettings
-from tests.router.conftest import ANY_PORT, Router, says
+from tests.router.conftest import ANY_PORT, Router, running_router, says
 from tests.router.fake_node import Answer, FakeCluster
+from tests.router.http.tool_chats import (
+    ANSWER,
+    ARGUMENTS,
+    CALL,
+    CHATS,
+    PARSERS,
+    TOOLS,
+    WEATHER,
+    choice_of,
+    chunks_of,
+    nodes_with_tools,
+    prompt_of,
+)
 from tests.router.http_shapes import CHAT, allowed
 from tests.router.matching import matches
 from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer
 
-TEMPLATE = """{{- tools | tojson if tools else 'no tools' }}
-{%- for message in messages %}
-{{- '|' ~ message | tojson }}
-{%- endfor %}
-{{- '<think>\\n' if thinking else '' }}"""
-WEATHER: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Says how the weather is.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-        "strict": True,
-    },
-}
-TOOLS: dict[str, Any] = {**CHAT, "tools": [WEATHER]}
-CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln 🙂"}}\n</tool_call>'
-CHATS = "/v1/chat/completions"
-ARGUMENTS = '{"city": "Köln 🙂"}'
-ANSWER = f"<think>\nThe weather.\n</think>\n\nI will look.\n{CALL}\n{CALL}"
-
 
 @pytest.fixture
 async def nodes() -> AsyncIterator[FakeCluster]:
-    cluster = FakeCluster(says(ANSWER))
-    for role in NodeRole:
-        await cluster.add(role, chat_template=TEMPLATE, max_model_len=4096)
-    yield cluster
-    await cluster.close()
+    async with nodes_with_tools(ANSWER) as nodes:
+        yield nodes
 
 
 @pytest.fixture
-async def router(nodes) -> AsyncIterator[Router]:
-    router = Router(nodes, tool_call_parser="hermes", enable_auto_tool_choice=True, reasoning_parser="qwen3")
-    await router.start()
-    await router.ready()
-    yield router
-    await router.stop()
+async def router(nodes: FakeCluster) -> AsyncIterator[Router]:
+    async with running_router(nodes, **PARSERS) as router:
+        yield router
 
 
 @pytest.fixture
 async def official(router):
     async with openai.AsyncOpenAI(base_url=f"{router.http}/v1", api_key="none", max_retries=0) as client:
         yield client
-
-
-def prompt_of(nodes: FakeCluster) -> str:
-    return tiny_tokenizer().decode(nodes.prefills[-1].prompt_tokens, skip_special_tokens=False)
-
-
-async def choice_of(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
-    response = await client.post("/v1/chat/completions", json={**TOOLS, **fields})
-    assert response.status_code == 200, response.text
-    return response.json()["choices"][0]
-
-
-def chunks_of(text: str) -> list[dict[str, Any]]:
-    events = [event.removeprefix("data: ") for event in text.split("\n\n") if event and not event.startswith(":")]
-    assert events[-1] == "[DONE]"
-    return [json.loads(event) for event in events[:-1]]
 
 
 # ---- answers ----
@@ -108,54 +77,6 @@ async def test_content_is_null_where_there_is_none(client, nodes):
     assert choice["finish_reason"] == "stop"
     nodes.script = says("")
     assert (await choice_of(client))["message"] == {"role": "assistant", "content": ""}
-
-
-async def test_reasoning_may_be_left_out(client):
-    whole = await choice_of(client, include_reasoning=False)
-    assert whole["message"].keys() == {"role", "content", "tool_calls"}
-    assert whole["message"]["content"] == "\n\nI will look.\n"
-    stream = {**TOOLS, "stream": True, "include_reasoning": False}
-    chunks = chunks_of((await client.post("/v1/chat/completions", json=stream)).text)
-    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-    assert all(deltas[1:-1])  # a chunk without news is not sent
-    assert not any("reasoning" in delta or "reasoning_content" in delta for delta in deltas)
-    assert "".join(delta.get("content") or "" for delta in deltas) == whole["message"]["content"]
-
-
-@pytest.mark.parametrize("include", [True, False])
-async def test_reasoning_is_counted_for_all_answers(client, include):
-    one = len(tiny_tokenizer().encode("<think>\nThe weather.\n", False))  # `</think>` counts for what comes after it
-    body = {**TOOLS, "n": 2, "include_reasoning": include}
-    whole = (await client.post(CHATS, json=body)).json()["usage"]
-    assert whole["completion_tokens_details"] == {"reasoning_tokens": 2 * one}
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = chunks_of((await client.post(CHATS, json={**body, "stream": True, "stream_options": options})).text)
-    counts = [chunk["usage"]["completion_tokens_details"]["reasoning_tokens"] for chunk in chunks]
-    assert counts == sorted(counts)
-    assert (counts[0] < 2 * one, counts[-1]) == (True, 2 * one)
-
-
-async def test_without_a_reasoning_parser_nothing_is_said_of_reasoning(nodes):
-    router = Router(nodes, tool_call_parser="hermes", enable_auto_tool_choice=True)
-    await router.start()
-    await router.ready()
-    async with httpx.AsyncClient(base_url=router.http, timeout=20) as client:
-        assert "completion_tokens_details" not in (await client.post(CHATS, json=TOOLS)).json()["usage"]
-    await router.stop()
-
-
-async def test_reasoning_that_is_left_out_is_not_in_logprobs_or_token_ids(client):
-    """Nor is anything else: which tokens are reasoning is known to a piece, not to a token."""
-    told = {**TOOLS, "logprobs": True, "return_token_ids": True}
-    shown = (await client.post(CHATS, json=told)).json()["choices"][0]
-    assert len(shown["logprobs"]["content"]) == len(shown["token_ids"]) > 20
-    hidden = {**told, "include_reasoning": False}
-    body = (await client.post(CHATS, json=hidden)).json()
-    chunks = chunks_of((await client.post(CHATS, json={**hidden, "stream": True})).text)
-    choices = [body["choices"][0], *(chunk["choices"][0] for chunk in chunks)]
-    assert {(choice["logprobs"], "token_ids" in choice) for choice in choices} == {(None, False)}
-    assert body["prompt_token_ids"] == chunks[0]["prompt_token_ids"]
-    assert all(choice["delta"] for choice in choices[2:-1])  # a chunk without news is not sent
 
 
 async def test_the_streamed_answer_is_the_whole_one(client):
@@ -336,16 +257,15 @@ async def test_a_named_call_stops_as_openai_says(client, nodes):
 
 async def test_required_calls_need_no_flags(nodes):
     nodes.script = says(LIST)
-    router = Router(nodes)
-    await router.start()
-    await router.ready()
-    async with openai.AsyncOpenAI(base_url=f"{router.http}/v1", api_key="none", max_retries=0) as official:
+    async with (
+        running_router(nodes) as router,
+        openai.AsyncOpenAI(base_url=f"{router.http}/v1", api_key="none", max_retries=0) as official,
+    ):
         whole = await official.chat.completions.create(**TOOLS, tool_choice="required")
         async with official.chat.completions.stream(**TOOLS, tool_choice="required") as stream:
             streamed = await stream.get_final_completion()
         with pytest.raises(openai.BadRequestError, match="--enable-auto-tool-choice"):
             await official.chat.completions.create(**TOOLS)
-    await router.stop()
     for choice in (whole.choices[0], streamed.choices[0]):
         calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]
         assert calls == [("get_weather", '{"city": "Köln"}'), ("get_weather", "{}")]
@@ -403,26 +323,6 @@ async def test_arguments_may_be_empty_or_an_object(client, nodes):
     assert [call["function"]["arguments"] for call in message["tool_calls"]] == [{}, {}, {"a": 1}]
 
 
-async def test_a_template_that_opens_the_reasoning_is_seen(client, nodes):
-    nodes.script = says("Hm.</think>Yes.")
-    message = (await choice_of(client, chat_template_kwargs={"thinking": True}))["message"]
-    assert (message["reasoning"], message["content"]) == ("Hm.", "Yes.")
-    assert (await choice_of(client))["message"]["content"] == "Hm.</think>Yes."
-
-
-async def test_an_answer_that_goes_on_from_text_does_not_think(nodes):
-    router = Router(nodes, tool_call_parser="hermes", enable_auto_tool_choice=True, reasoning_parser="deepseek_r1")
-    await router.start()
-    await router.ready()
-    async with httpx.AsyncClient(base_url=router.http) as client:
-        for begun, text, parts in (("So: ", "4.", (None, "4.")), ("<think>So", " 4?</think>4.", (" 4?", "4."))):
-            nodes.script = says(text)
-            messages = [*CHAT["messages"], {"role": "assistant", "content": begun}]
-            message = (await choice_of(client, messages=messages, continue_final_message=True))["message"]
-            assert (message.get("reasoning"), message["content"]) == parts
-    await router.stop()
-
-
 async def test_tokenize_counts_the_tools(client, nodes):
     body = (await client.post("/tokenize", json={**TOOLS, "add_special_tokens": False})).json()
     await choice_of(client)
@@ -438,33 +338,3 @@ def test_parsers_that_are_not_there_are_named():
         settings = RouterSettings(**fields)
         with pytest.raises(StartError, match=f"--{flag.replace('_', '-')}: there is none called 'nonesuch'"):
             RouterServer(settings)
-
-
-# ---- a model whose reasoning and calls share a format ----
-
-
-async def test_an_answer_of_gpt_oss_has_its_parts(nodes):
-    analysis, preamble = (
-        "<|channel|>analysis<|message|>Hm.<|end|>",
-        "<|channel|>commentary<|message|>I will look.<|end|>",
-    )
-    call = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>" + ARGUMENTS
-    nodes.script = says("<|start|>assistant".join([analysis, preamble, call]))
-    router = Router(nodes, tool_call_parser="gpt_oss", enable_auto_tool_choice=True, reasoning_parser="gpt_oss")
-    await router.start()
-    await router.ready()
-    async with httpx.AsyncClient(base_url=router.http) as client:
-        choice = await choice_of(client)
-        message = choice["message"]
-        assert (message["reasoning"], message["content"], choice["finish_reason"]) == (
-            "Hm.",
-            "I will look.",
-            "tool_calls",
-        )
-        assert [call["function"] for call in message["tool_calls"]] == [{"name": "get_weather", "arguments": ARGUMENTS}]
-        body = {**TOOLS, "stream": True}
-        deltas = [chunk["choices"][0]["delta"] for chunk in chunks_of((await client.post(CHATS, json=body)).text)]
-        assert "".join(delta.get("content") or "" for delta in deltas) == "I will look."
-        parts = [part for delta in deltas for part in delta.get("tool_calls", ())]
-        assert "".join(part["function"]["arguments"] for part in parts) == ARGUMENTS
-    await router.stop()

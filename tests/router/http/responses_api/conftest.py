@@ -10,28 +10,21 @@ import openai
 import pytest
 import pytest_asyncio
 
-from baton.node_info import NodeRole
-from tests.router.conftest import Router, says
+from tests.router.conftest import Router, running_router, says
 from tests.router.fake_node import FakeCluster
-from tests.router.http.test_tool_calls import TEMPLATE
+from tests.router.http.tool_chats import PARSERS, nodes_with_tools
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster() -> AsyncIterator[FakeCluster]:
-    cluster = FakeCluster(says("hello world"))
-    for role in NodeRole:
-        await cluster.add(role, chat_template=TEMPLATE, max_model_len=4096)
-    yield cluster
-    await cluster.close()
+    async with nodes_with_tools("hello world") as cluster:
+        yield cluster
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def router(cluster: FakeCluster) -> AsyncIterator[Router]:
-    router = Router(cluster, tool_call_parser="hermes", enable_auto_tool_choice=True, reasoning_parser="qwen3")
-    await router.start()
-    await router.ready()
-    yield router
-    await router.stop()
+    async with running_router(cluster, **PARSERS) as router:
+        yield router
 
 
 @pytest.fixture

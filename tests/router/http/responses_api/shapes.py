@@ -6,7 +6,7 @@ from typing import Any
 from openai.types.responses import Response
 
 from tests.router.fake_node import FakeCluster
-from tests.router.http.test_tool_calls import WEATHER, prompt_of
+from tests.router.http.tool_chats import WEATHER, prompt_of
 
 PATH = "/v1/responses"
 HI: dict[str, Any] = {"model": "tiny", "input": "hi"}

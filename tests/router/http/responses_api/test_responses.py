@@ -22,7 +22,7 @@ from tests.router.http.responses_api.shapes import (
     output_of,
     post,
 )
-from tests.router.http.test_tool_calls import ANSWER, ARGUMENTS, CALL, WEATHER, prompt_of
+from tests.router.http.tool_chats import ANSWER, ARGUMENTS, CALL, WEATHER, prompt_of
 from tests.router.http_shapes import error_of
 from tests.router.matching import matches
 from tests.router.tiny_tokenizer import tiny_tokenizer

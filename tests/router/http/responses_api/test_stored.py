@@ -7,7 +7,7 @@ from pydantic import SecretStr
 from tests.router.conftest import on_shared_loop, says
 from tests.router.http.responses_api.shapes import HI, PATH, TOOL, messages_of, post
 from tests.router.http.test_access import bearer, running
-from tests.router.http.test_tool_calls import ANSWER
+from tests.router.http.tool_chats import ANSWER
 from tests.router.http_shapes import error_of
 
 pytestmark = on_shared_loop
