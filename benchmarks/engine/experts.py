@@ -35,7 +35,10 @@ class ChosenExperts:
 
 @contextmanager
 def counting(bench: Bench) -> Iterator[ChosenExperts]:
-    """CUDA graphs are captured with the counting, and afterwards again without it."""
+    """Meanwhile there are other CUDA graphs, which count. Those without are kept: graphs that are captured after others
+    were freed have longer pauses between kernels (see docs/performance.md)."""
+    rank = bench.built.runner.rank
+    graphs = rank.graphs
     modules = [module for _, module in expert_modules(bench.built.runner.model)]
     assert bench.shape.experts is not None
     tokens = torch.zeros(len(modules), bench.shape.experts.num_experts, dtype=torch.int64, device=bench.built.device)
@@ -49,7 +52,7 @@ def counting(bench: Bench) -> Iterator[ChosenExperts]:
     finally:
         for hook in hooks:
             hook.remove()
-        bench.built.warm_up()
+        rank.graphs = graphs
 
 
 def _count(module: nn.Module, into: Tensor) -> Callable[..., None]:

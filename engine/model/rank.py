@@ -73,7 +73,8 @@ class RankModel:
         self._received = received_by(model)
         self._expert_blocks = expert_blocks(model)
         self._expert_slots = expert_slots(model)
-        self._graphs: StepGraphs | None = None
+        self.graphs: StepGraphs | None = None
+        """The steps that `capture` has captured. None: all steps are launched op by op."""
         groups = layer_groups_of(len(probed.kv), layer_groups)
         self.group_ends = tuple(end for _, end in groups) if len(groups) > 1 else ()
 
@@ -99,7 +100,7 @@ class RankModel:
         padding lists, and of single prompts of at most `most_prompt_tokens`. Without it, all steps are launched op by
         op."""
         most_alone = most_prompt_tokens if self._data.num_nodes == 1 else 0  # other nodes add tokens or padding
-        self._graphs = StepGraphs(
+        self.graphs = StepGraphs(
             self._forward_padded,
             self._state,
             decode_sizes,
@@ -116,10 +117,10 @@ class RankModel:
         A node without chunks takes part, too; if all counts are 0, there is no step. may_replay: False if the step
         wants what no graph has."""
         if self._data.num_nodes == 1:
-            return self._graphs.fitting(chunks) if self._graphs is not None and chunks and may_replay else None, []
+            return self.graphs.fitting(chunks) if self.graphs is not None and chunks and may_replay else None, []
         needs = StepNeeds.of(chunks) if may_replay else NO_GRAPH
         met = self._data.agree_on_step(sum(chunk.length for chunk in chunks), needs)
-        graph = None if self._graphs is None else self._graphs.with_room(StepNeeds(*met.needs))
+        graph = None if self.graphs is None else self.graphs.with_room(StepNeeds(*met.needs))
         return graph, met.num_tokens_across_dp
 
     @torch.inference_mode()
@@ -135,8 +136,8 @@ class RankModel:
         if step.fresh.size:
             self.pool.clear(step.fresh.tolist())
         if step.graph != EAGER:
-            assert self._graphs is not None
-            return self._graphs.run(step.graph, step.packed, marks)
+            assert self.graphs is not None
+            return self.graphs.run(step.graph, step.packed, marks)
         self._follow_rank_0()
         if not step.num_tokens:
             return self._compute_experts()
