@@ -43,6 +43,13 @@ def chi_square(counts: Tensor, expected: Tensor) -> float:
 # ---- noise ----
 
 
+def bits_of(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
+    """[num_rows, vocab_size], the unsigned 32 bits that noise is made of."""
+    first, second = reference._keys(seed, position)
+    tokens = torch.arange(vocab_size, dtype=torch.int32)
+    return reference._hash(first[:, None], second[:, None], tokens).long() & 0xFFFFFFFF
+
+
 @pytest.mark.parametrize("axis", ["tokens", "positions", "seeds", "high seeds"])
 @pytest.mark.parametrize("shift", [0, 12, 23])
 def test_bits_are_uniform_along_every_axis(axis: str, shift: int) -> None:
@@ -54,7 +61,7 @@ def test_bits_are_uniform_along_every_axis(axis: str, shift: int) -> None:
         "seeds": (many, zeros, 1),
         "high seeds": (many << 32, zeros, 1),
     }[axis]
-    bits = reference._hash(seed, position, vocab).flatten().long() & 0xFFFFFFFF
+    bits = bits_of(seed, position, vocab).flatten()
     assert bits.unique().numel() > 0.9999 * bits.numel()
     counts = torch.bincount(bits >> shift & 0xFF, minlength=256).float()
     assert chi_square(counts, torch.full((256,), bits.numel() / 256)) < 5
@@ -73,7 +80,7 @@ def test_noise_is_finite_and_has_the_gumbel_distribution() -> None:
 def test_the_largest_and_smallest_bits_give_finite_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     extremes = torch.tensor([[0, 0x7FFFFFFF, -1]], dtype=torch.int32)
     monkeypatch.setattr(reference, "_hash", lambda *_: extremes)
-    assert bool(reference.gumbel_noise(torch.zeros(1), torch.zeros(1), 3).isfinite().all())
+    assert bool(reference.gumbel_noise(torch.tensor([0]), torch.tensor([0]), 3).isfinite().all())
 
 
 def mix(x: int) -> int:
@@ -98,14 +105,14 @@ def test_the_noise_is_this_function_of_seed_position_and_token() -> None:
     """Written out in plain integers: any node, on any device, must draw the same."""
     rows = [(0, 0), (1, 7), (2**63 - 1, 4095), (2**64 - 1, 123456)]
     seeds = torch.tensor([seed - 2**64 if seed >= 2**63 else seed for seed, _ in rows])
-    bits = reference._hash(seeds, torch.tensor([position for _, position in rows]), 3).long() & 0xFFFFFFFF
+    bits = bits_of(seeds, torch.tensor([position for _, position in rows]), 3)
     assert bits.tolist() == [[hash_one(seed, position, token) for token in range(3)] for seed, position in rows]
 
 
 def test_the_noise_at_a_position_is_this() -> None:
     """Values, not a formula: a node that computes them otherwise, or for a position beside, goes on with another text
     than the node before it."""
-    bits = reference._hash(torch.tensor([5, 5, 5]), torch.tensor([0, 1, 1000]), 2).long() & 0xFFFFFFFF
+    bits = bits_of(torch.tensor([5, 5, 5]), torch.tensor([0, 1, 1000]), 2)
     assert bits.tolist() == [[767624203, 367983197], [2168940119, 244455021], [952641900, 964714156]]
     logits = torch.zeros(4, 1000)
     tokens = draw(logits, params(4, seed=5, position=[0, 1, 2, 1000]), filtered=False)
@@ -138,6 +145,21 @@ def test_a_draw_depends_on_its_own_row_alone() -> None:
     for i in rows:
         own = params(1, **{name: [values[i]] for name, values in columns.items()})
         assert draw(logits[[i]], own) == batch[i]
+
+
+def test_rows_are_drawn_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, chosen = torch.randn(5, 300), params(5, seed=torch.arange(5), position=3)
+    together = draw(logits, chosen, filtered=False)
+    monkeypatch.setattr(reference, "_IN_CACHE", 700)
+    assert torch.equal(draw(logits, chosen, filtered=False), together)
+
+
+def test_a_filter_leaves_the_noise_of_what_it_keeps() -> None:
+    logits = torch.randn(200, 50, generator=torch.Generator().manual_seed(3)) * 2
+    chosen = params(200, top_k=5, seed=torch.arange(200), position=torch.arange(200))
+    noisy = logits + reference.gumbel_noise(chosen.seed, chosen.position, 50)
+    noisy[logits < logits.topk(5).values[:, -1:]] = float("-inf")
+    assert torch.equal(draw(logits, chosen), noisy.argmax(dim=-1).int())
 
 
 def test_forbidden_tokens_are_never_drawn() -> None:

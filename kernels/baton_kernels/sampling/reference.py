@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 IN_PROMPT = 1 << 30
 """Added to a token's count if it is in the prompt; the rest is how often it is in the output."""
+
+_IN_CACHE = 1 << 17
+"""Noise is made for so many tokens at a time: for 8 rows of 152,000 at once it takes 43 ms instead of 21."""
 
 
 def sample(logits: Tensor, rows: Tensor, params: DrawParams | None, filtered: bool) -> Tensor:
@@ -47,29 +51,47 @@ def _draw(logits: Tensor, params: DrawParams, filtered: bool) -> Tensor:
     """[num_rows], int64. logits: [num_rows, vocab_size], fp32."""
     scores = logits / params.temperature[:, None]
     scores -= scores.amax(dim=-1, keepdim=True)
-    if filtered and scores.shape[0]:
+    if not filtered:
+        num = max(1, _IN_CACHE // scores.shape[1])
+        for start in range(0, scores.shape[0], num):
+            few = slice(start, start + num)
+            scores[few] += gumbel_noise(params.seed[few], params.position[few], scores.shape[1])
+    elif scores.shape[0]:
         unbounded = bool(((params.top_p < 1.0) & (params.top_k == 0)).any())
         threshold = _threshold(scores, params, scores.shape[1] if unbounded else int(params.top_k.max()))
-        scores.masked_fill_(scores < threshold[:, None], float("-inf"))
-    return (scores + gumbel_noise(params.seed, params.position, logits.shape[1])).argmax(dim=-1)
+        # Noise for the kept tokens alone, which are few: for a row of 152,000 it takes 1.8 ms.
+        rows, tokens = (scores >= threshold[:, None]).nonzero(as_tuple=True)
+        first, second = _keys(params.seed, params.position)
+        noisy = scores[rows, tokens] + _gumbel(_hash(first[rows], second[rows], tokens.int()))
+        scores.fill_(float("-inf"))[rows, tokens] = noisy
+    return scores.argmax(dim=-1)
 
 
 def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
     """[num_rows, vocab_size], fp32, finite. seed and position: [num_rows], int64."""
-    bits = _hash(seed, position, vocab_size)
+    first, second = _keys(seed, position)
+    tokens = torch.arange(vocab_size, dtype=torch.int32, device=seed.device)
+    return _gumbel(_hash(first[:, None], second[:, None], tokens))
+
+
+def _gumbel(bits: Tensor) -> Tensor:
     # Map 31 bits to (0, 1); fp32 keeps its relative precision near 0, which is where the winners are.
     uniform = ((bits & 0x7FFFFFFF).float() + 0.5) * 2.0**-31
     uniform = uniform.clamp_(max=1.0 - 2.0**-24)
     return -torch.log(-torch.log1p(-uniform))
 
 
-def _hash(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
-    """[num_rows, vocab_size] int32, all 32 bits well mixed."""
+def _hash(first: Tensor, second: Tensor, tokens: Tensor) -> Tensor:
+    """int32, all 32 bits well mixed. first, second: the keys of a row. tokens: int32, of one shape with these after
+    broadcasting."""
+    x = _mix((tokens * _signed(0x9E3779B1)) ^ first)
+    return _mix(x + second)
+
+
+def _keys(seed: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    """The two keys of each row."""
     words = [_low32(x) for x in (seed, seed >> 32, position)]
-    first, second = _key(words, 0x243F6A88), _key(words, 0x13198A2E)  # digits of pi
-    tokens = torch.arange(vocab_size, dtype=torch.int32, device=seed.device)
-    x = _mix((tokens * _signed(0x9E3779B1))[None, :] ^ first[:, None])
-    return _mix(x + second[:, None])
+    return _key(words, 0x243F6A88), _key(words, 0x13198A2E)  # digits of pi
 
 
 def _key(words: list[Tensor], start: int) -> Tensor:
@@ -107,7 +129,7 @@ def _threshold(scores: Tensor, params: DrawParams, num_ordered: int) -> Tensor:
     if not num_ordered:
         return floor
     whole = num_ordered >= scores.shape[1]
-    ordered = (scores.sort(dim=-1, descending=True) if whole else scores.topk(num_ordered, dim=-1)).values
+    ordered = _descending(scores) if whole else scores.topk(num_ordered, dim=-1).values
     rank = torch.arange(ordered.shape[1], device=scores.device)
     dropped = (ordered < floor[:, None]) | ((params.top_k > 0)[:, None] & (rank >= params.top_k[:, None]))
     probs = ordered.masked_fill(dropped, float("-inf")).softmax(dim=-1)
@@ -116,3 +138,10 @@ def _threshold(scores: Tensor, params: DrawParams, num_ordered: int) -> Tensor:
     last = ordered.masked_fill(dropped, 0.0).amin(dim=-1)
     off = (params.top_k == 0) & (params.top_p >= 1.0)
     return torch.where(off, floor, last)
+
+
+def _descending(scores: Tensor) -> Tensor:
+    """Each row sorted. On a CPU by NumPy, whose sort is vectorised: 0.3 ms for 152,000 scores instead of torch's 11."""
+    if scores.is_cuda:
+        return scores.sort(dim=-1, descending=True).values
+    return torch.from_numpy(np.sort(-scores.numpy(), axis=-1)).neg_()
