@@ -40,11 +40,12 @@ def sample(logits: Tensor, rows: Tensor, params: DrawParams | None, filtered: bo
 def penalize(
     logits: Tensor, counts: Tensor, rows: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
 ) -> None:
-    counts = counts.index_select(0, rows)
-    in_output = counts & (IN_PROMPT - 1)
-    repeated = torch.where(logits > 0, logits / repetition[:, None], logits * repetition[:, None])
-    logits.copy_(torch.where(counts != 0, repeated, logits))
-    logits -= frequency[:, None] * in_output + presence[:, None] * (in_output > 0)
+    # Token by token that occurs, since few do: all 152,000 of a row take 6.7 ms instead of 0.2.
+    for choice, row in enumerate(rows.tolist()):
+        tokens = counts[row].nonzero()[:, 0]
+        own, in_output = logits[choice, tokens], counts[row, tokens] & (IN_PROMPT - 1)
+        own = torch.where(own > 0, own / repetition[choice], own * repetition[choice])
+        logits[choice, tokens] = own - (frequency[choice] * in_output + presence[choice] * (in_output > 0))
 
 
 def _draw(logits: Tensor, params: DrawParams, filtered: bool) -> Tensor:
