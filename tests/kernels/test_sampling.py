@@ -154,12 +154,26 @@ def test_rows_are_drawn_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(draw(logits, chosen, filtered=False), together)
 
 
-def test_a_filter_leaves_the_noise_of_what_it_keeps() -> None:
-    logits = torch.randn(200, 50, generator=torch.Generator().manual_seed(3)) * 2
-    chosen = params(200, top_k=5, seed=torch.arange(200), position=torch.arange(200))
+@pytest.mark.parametrize("spread", [0.0, 2.0, 20.0])
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_a_draw_is_the_largest_logit_with_the_noise_of_each_token(top_k: int, spread: float) -> None:
+    """Whichever tokens get any: a filter changes nothing for those it keeps."""
+    logits = torch.randn(200, 50, generator=torch.Generator().manual_seed(3)) * spread
+    chosen = params(200, top_k=top_k, seed=torch.arange(200), position=torch.arange(200))
     noisy = logits + reference.gumbel_noise(chosen.seed, chosen.position, 50)
-    noisy[logits < logits.topk(5).values[:, -1:]] = float("-inf")
-    assert torch.equal(draw(logits, chosen), noisy.argmax(dim=-1).int())
+    if top_k:
+        noisy[logits < logits.topk(top_k).values[:, -1:]] = float("-inf")
+    assert torch.equal(draw(logits, chosen, filtered=bool(top_k)), noisy.argmax(dim=-1).int())
+
+
+def test_no_noise_exceeds_what_is_reckoned_with() -> None:
+    assert 22.18 < float(reference._gumbel(torch.tensor([0], dtype=torch.int32))) < reference._MOST_NOISE
+
+
+def test_an_infinite_logit_is_drawn() -> None:
+    logits = torch.zeros(1, 9)
+    logits[0, 4] = float("inf")
+    assert draw(logits, params(1), filtered=False).tolist() == [4]
 
 
 def test_forbidden_tokens_are_never_drawn() -> None:
