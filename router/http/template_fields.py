@@ -18,6 +18,9 @@ from router.limits import (
 
 _LIMITS = ValueLimits(MAX_DOCUMENT_VALUES, MAX_DOCUMENT_CHARS, MAX_DOCUMENT_DEPTH)
 
+THINKING_VARIABLES = ("enable_thinking", "thinking")
+"""Names by which chat templates are told whether the model is to reason."""
+
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Documents = Annotated[
     list[dict[str, Any]],
@@ -28,7 +31,7 @@ Documents = Annotated[
 
 class TemplateFields(BaseModel):
     """A template gets `documents` and `reasoning_effort` as variables; they come before those of the same name in
-    `chat_template_kwargs`, as in vLLM."""
+    `chat_template_kwargs`, as in vLLM, and these before what else the effort says."""
 
     model_config = CONFIG
     add_generation_prompt: bool | None = None
@@ -49,10 +52,18 @@ class TemplateFields(BaseModel):
     @property
     def variables(self) -> dict[str, Any]:
         """What a template gets beside the messages."""
-        named = {"documents": self.documents, "reasoning_effort": self.reasoning_effort}
-        return {**(self.chat_template_kwargs or {}), **{k: value for k, value in named.items() if value is not None}}
+        effort = self.reasoning_effort
+        named = {"documents": self.documents, "reasoning_effort": effort}
+        told = {} if effort is None else effort_variables(effort)
+        given = self.chat_template_kwargs or {}
+        return {**told, **given, **{name: value for name, value in named.items() if value is not None}}
 
     @property
     def template_size(self) -> int:
         """In characters."""
         return len(self.chat_template or "") + (num_chars(self.documents) if self.documents else 0)
+
+
+def effort_variables(effort: str) -> dict[str, Any]:
+    """What says to a template how much the model is to reason. Most know only whether it is to: `none` says no."""
+    return {**dict.fromkeys(THINKING_VARIABLES, effort != "none"), "reasoning_effort": effort}

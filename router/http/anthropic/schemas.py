@@ -24,6 +24,7 @@ from router.http.anthropic.conversation import text_of, turns_of
 from router.http.anthropic.tools import MessageToolChoice, ThinkingConfig, ToolList, tools_in_chat
 from router.http.anthropic.unsupported import IN_CONVERSATIONS, IN_MESSAGES
 from router.http.fields import CONFIG, Name, Strings, TemplateValues, Whole, between, sampling
+from router.http.template_fields import THINKING_VARIABLES
 from router.http.tools import Tool as ChatTool
 from router.http.tools import check_tools
 from router.http.unsupported import refuse_unsupported
@@ -38,8 +39,6 @@ _ROLES: dict[type[Block], str] = {
     ToolUse: "assistant",
     ToolResult: "user",
 }
-THINKING_VARIABLES = ("enable_thinking", "thinking")
-"""Names by which chat templates are told whether the model is to reason."""
 
 
 class Message(BaseModel):

@@ -14,6 +14,7 @@ from router.http.responses_api.conversation import AnyItem, messages_of
 from router.http.responses_api.items import Items
 from router.http.responses_api.unsupported import IN_RESPONSES, SHARED
 from router.http.schemas import ChatRequest, GenerationFields
+from router.http.template_fields import effort_variables
 from router.http.tools import Function, FunctionName, Schema, Tool
 from router.http.unsupported import refuse_unsupported
 from router.limits import MAX_MESSAGES, MAX_TOOL_CHARS, MAX_TOOLS
@@ -44,7 +45,7 @@ class TextConfig(BaseModel):
 
 
 class Reasoning(BaseModel):
-    """`effort` goes to the chat template as `reasoning_effort`. There are no summaries: answers have the text."""
+    """`effort`: as the `reasoning_effort` of chats. There are no summaries: answers have the text."""
 
     model_config = CONFIG
     effort: Name | None = None
@@ -157,7 +158,7 @@ class ResponsesRequest(GenerationFields):
         effort = self.reasoning.effort if self.reasoning else None
         if effort is None:
             return self.chat_template_kwargs
-        return {"reasoning_effort": effort, **(self.chat_template_kwargs or {})}
+        return {**effort_variables(effort), **(self.chat_template_kwargs or {})}
 
     def _tool_choice(self) -> str | dict[str, Any] | None:
         choice = self.tool_choice

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -11,6 +11,7 @@ import pytest
 
 from baton.errors import BatonError, InvalidRequest, Overloaded
 from baton.node_info import NodeRole
+from router.http.schemas import ChatRequest
 from router.offload import request_templates
 from router.offload.request_templates import RequestTemplates, question_of
 from router.offload.template_worker import render
@@ -122,6 +123,18 @@ async def test_documents_and_effort_are_known_to_the_models_template() -> None:
         assert (await client.post(CHATS, json=body)).status_code == 200
     await nodes.close()
     assert text_of(nodes.prefills[0].prompt_tokens) == "none|fox|hi||<|bos|>"
+
+
+def test_an_effort_says_whether_the_model_is_to_reason_unless_the_variables_do() -> None:
+    def variables(**given: Any) -> Mapping[str, Any]:
+        return ChatRequest.model_validate({**CHAT, **given}).variables
+
+    none, low = variables(reasoning_effort="none"), variables(reasoning_effort="low")
+    assert none == {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}
+    assert low == {"reasoning_effort": "low", "enable_thinking": True, "thinking": True}
+    given = variables(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True, "color": "red"})
+    assert given == {**none, "enable_thinking": True, "color": "red"}
+    assert variables() == {}
 
 
 @pytest.fixture

@@ -271,7 +271,7 @@ async def test_the_template_gets_the_effort_and_the_tools(client, nodes):
     tools = json.loads(prompt_of(nodes).split("|{")[0])
     assert tools == [{"type": "function", "function": {k: v for k, v in WEATHER["function"].items() if k != "strict"}}]
     effort = validate(json.dumps({**HI, "reasoning": {"effort": "low"}}).encode(), ResponsesRequest).chat()
-    assert effort.chat_template_kwargs == {"reasoning_effort": "low"}
+    assert effort.variables == {"reasoning_effort": "low", "enable_thinking": True, "thinking": True}
 
 
 # ---- fields and failures ----
