@@ -162,6 +162,7 @@ NO_EFFECT: Mapping[str, str] = {
     "safety_identifier": "OpenAI's; nothing is moderated",
     "service_tier": "OpenAI's; there is one",
     "session_id": "vLLM's; the router finds the node that has the prompt by itself",
+    "stream_interval": "vLLM's; tokens are sent as they come",
     "store": "OpenAI's; only `/v1/responses` keeps answers",
     "user": "OpenAI's; nothing is told apart by it",
 }

@@ -23,6 +23,8 @@ from router.limits import (
 CONFIG = ConfigDict(strict=True, extra="allow", frozen=True)
 
 _MAX_ID_DIGITS = 10
+_MAX_NAMED = 8
+"""Of the wrong names in an object, so many are told."""
 
 
 def between(least: float | None = None, most: float | None = None) -> Any:
@@ -100,13 +102,11 @@ def _biases(value: Any) -> Any:
         return value
     if len(value) > MAX_LOGIT_BIAS:
         raise ValueError(f"must have at most {MAX_LOGIT_BIAS} entries, not {len(value)}")
-    return {_token_id(name): bias for name, bias in value.items()}
-
-
-def _token_id(name: str) -> int:
-    if not (name.isascii() and name.isdecimal() and len(name) <= _MAX_ID_DIGITS):
-        raise ValueError(f"names must be token ids, integers of 0 or more, not {name[:64]!r}")
-    return int(name)
+    wrong = [name for name in value if not (name.isascii() and name.isdecimal() and len(name) <= _MAX_ID_DIGITS)]
+    if wrong:
+        named = ", ".join([repr(name[:64]) for name in wrong[:_MAX_NAMED]])
+        raise ValueError(f"names must be token ids, integers of 0 or more, not {named}")
+    return {int(name): bias for name, bias in value.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ class ChatMessage(BaseModel):
     tool_calls: ToolCalls | None = None
     tool_call_id: Name | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = Field(None, description="another name of `reasoning_content`")
+    reasoning: str | None = Field(None, description="another name of `reasoning_content`, which comes first")
 
     def plain(self) -> dict[str, Any]:
         """The message in the form for a chat template. Raises InvalidRequest for the older form of tool calls, and for
@@ -71,7 +71,7 @@ class ChatMessage(BaseModel):
 
     @property
     def thought(self) -> str | None:
-        return self.reasoning if self.reasoning_content is None else self.reasoning_content
+        return self.reasoning_content if self.reasoning is None else self.reasoning
 
     @property
     def size(self) -> int:
@@ -127,7 +127,7 @@ class GenerationFields(BaseModel):
     use_beam_search: bool | None = None
     length_penalty: float | None = sampling("length_penalty")
     request_id: str | None = Field(None, pattern=f"^{REQUEST_ID}$")
-    cache_salt: str | None = Field(None, max_length=MAX_CACHE_SALT_CHARS)
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_CHARS)
     priority: Whole | None = between(MIN_PRIORITY, MAX_PRIORITY)  # lower: served earlier
     timeout: float | None = Field(None, description="seconds until the request is given up")
     response_format: dict[str, Any] | None = None

@@ -48,7 +48,7 @@ class Function(BaseModel):
 
 class Tool(BaseModel):
     model_config = CONFIG
-    type: Literal["function"]
+    type: Literal["function"] | None = None
     function: Function
 
     def plain(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class Tool(BaseModel):
             value = getattr(self.function, name)
             if value is not None:
                 function[name] = value
-        return {"type": self.type, "function": function}
+        return {"type": "function", "function": function}
 
     @property
     def size(self) -> int:
@@ -115,7 +115,7 @@ _NAMED = {
         "type": {"const": "function"},
         "function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
     },
-    "required": ["type", "function"],
+    "required": ["function"],
 }
 _ALLOWED_TOOLS = "allowed_tools"
 _ALLOWED = {
@@ -167,7 +167,7 @@ def check_tools(tools: Sequence[Tool] | None, choice: str | dict[str, Any] | Non
 def _check_named(tools: Sequence[Tool] | None, choice: dict[str, Any]) -> None:
     function = choice.get("function")
     name = function.get("name") if isinstance(function, dict) else None
-    if choice.get("type") != "function" or not isinstance(name, str):
+    if choice.get("type") not in (None, "function") or not isinstance(name, str):
         form = '{"type": "function", "function": {"name": ...}}'
         raise InvalidRequest(f"`tool_choice` as an object must be {form}.", "tool_choice")
     if name not in [tool.function.name for tool in tools or ()]:
@@ -187,7 +187,7 @@ def _check_allowed(tools: Sequence[Tool] | None, choice: dict[str, Any]) -> None
 def allowed_tools(tools: Sequence[Tool], choice: dict[str, Any]) -> tuple[Sequence[Tool], str | dict[str, Any]]:
     """The tools that a checked choice of the type `allowed_tools` leaves, and its mode: the model sees no others. With
     the choice of one function, both as they are."""
-    if choice["type"] != _ALLOWED_TOOLS:
+    if choice.get("type") != _ALLOWED_TOOLS:
         return tools, choice
     names = {one["function"]["name"] for one in choice[_ALLOWED_TOOLS]["tools"]}
     return [tool for tool in tools if tool.function.name in names], choice[_ALLOWED_TOOLS]["mode"]

@@ -67,6 +67,7 @@ HARMLESS: dict[str, Harmless] = {
     "media_io_kwargs": _is_empty,
     "mm_processor_kwargs": _is_empty,
     "prompt_embeds": _is_empty,
+    "prompt_token_ids": _is_empty,
     "repetition_detection": _is_empty,
     "return_prompt_text": _is_empty,
     "thinking_token_budget": _is_one_of(-1),
@@ -85,8 +86,10 @@ HARMLESS: dict[str, Harmless] = {
     "regex": _is_empty,
     "return_hidden_states": _is_empty,
     "sampling_params": _is_empty,
+    "separate_reasoning": _is_one_of(True),
     "session_params": _is_empty,
     "stop_regex": _is_empty,
+    "stream_reasoning": _is_one_of(True),
     "structural_tag": _is_empty,
     # Anthropic's
     "max_tokens_to_sample": _never,
@@ -115,7 +118,7 @@ MEANINGLESS = frozenset(
         *("metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
         *("safety_identifier", "service_tier", "store", "user"),
         "cache_control",  # Anthropic's: prefixes are cached anyway
-        "session_id",  # vLLM's
+        *("session_id", "stream_interval"),  # vLLM's
     }
 )
 """Not worth a warning: they change no answer, or are handled elsewhere."""

@@ -213,7 +213,8 @@ def sampling_params(
     for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
         token_ids = given[name]
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < model.vocab_size):
-            raise InvalidRequest(f"{name} names a token id outside [0, {model.vocab_size})", name)
+            bad = next(token for token in token_ids if not 0 <= token < model.vocab_size)
+            raise InvalidRequest(f"{name} names a token id outside [0, {model.vocab_size}): {bad}", name)
     given["bad_words_token_ids"] = bad_words_token_ids
     if given.get("top_k") == -1:  # vLLM's older way to say off
         given["top_k"] = 0

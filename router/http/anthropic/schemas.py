@@ -143,7 +143,7 @@ class MessagesRequest(CountTokensRequest):
     stream: bool | None = None
     metadata: dict[str, Any] | None = None
     seed: Whole | None = None
-    cache_salt: str | None = Field(None, max_length=MAX_CACHE_SALT_CHARS)
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT_CHARS)
     timeout: float | None = Field(None, description="seconds until the request is given up")
 
     def check(self) -> None:

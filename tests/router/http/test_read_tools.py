@@ -10,6 +10,9 @@ from router.http.anthropic.tools import CustomTool
 from router.http.body import validate
 from router.http.responses_api.schemas import FunctionTool
 from router.http.schemas import ChatRequest, size_of_prompt
+from router.http.tools import call_plan, plain_tools
+from router.text.answer_reader import Parsers
+from router.text.call_plan import CallMode
 from tests.router.http_shapes import CHAT, allowed
 
 
@@ -69,6 +72,20 @@ def test_mistakes_are_named(fields, param, says):
         read(**fields)
     assert refusal.value.param == param
     assert says in refusal.value.message
+
+
+def test_a_tool_and_its_choice_are_functions_unless_they_say_otherwise():
+    plain = {"function": {"name": "f"}}
+    body = read(tools=[plain, tool("g")], tool_choice=plain).with_allowed_tools()
+    assert [shown["type"] for shown in plain_tools(body.tools) or []] == ["function", "function"]
+    plan = call_plan(Parsers(), body.tools, body.tool_choice, parallel_tool_calls=True)
+    assert (plan.mode, list(plan.tools or [])) == (CallMode.ONE, ["f"])
+
+
+def test_of_two_names_for_the_reasoning_of_a_message_vllms_comes_first():
+    both = {"role": "assistant", "content": "4", "reasoning": "2 + 2", "reasoning_content": "older"}
+    plain = read(messages=[both]).messages[0].plain()
+    assert (plain["reasoning"], plain["reasoning_content"]) == ("2 + 2", "2 + 2")
 
 
 def test_names_of_tools_are_as_long_as_anthropic_and_the_responses_api_have_them():
