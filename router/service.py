@@ -142,7 +142,7 @@ class Service:
         block_size = model.block_size if hashed else 0
 
         def make(prompt: str | tuple[int, ...]) -> Prompt:
-            tokens = prompt_tokens(prompt, model, wanted.add_special_tokens, most)
+            tokens = prompt_tokens(prompt, wanted, model, most)
             return Prompt(tokens, tuple(chain(tokens, block_size, wanted.cache_salt)) if block_size else ())
 
         return await self.offload.run(lambda: list(map(make, wanted.prompts)), sum(map(len, wanted.prompts)))

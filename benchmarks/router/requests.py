@@ -139,7 +139,7 @@ async def measure(settings: RequestsSettings) -> list[float]:
 
 async def _measure(settings: RequestsSettings) -> list[float]:
     router = Router(settings.output_len)
-    request = chat_request(PROMPT, settings.output_len, "")
+    request = chat_request(PROMPT, settings.output_len, None)
     expected = router.tokenizer.decode(router.tokens)
     Answer(0.0, 0.0, await router.ask(request)).check(expected)
     gc.freeze()

@@ -109,7 +109,7 @@ class Client(asyncio.Protocol):
             self._ended.set_result(Answer(self._sent, self._first, data))
 
 
-def chat_request(prompt: str, max_tokens: int, salt: str, **fields: Any) -> bytes:
+def chat_request(prompt: str, max_tokens: int, salt: str | None, **fields: Any) -> bytes:
     """A whole HTTP request for a streamed chat."""
     body = {
         "messages": [{"role": "user", "content": prompt}],

@@ -190,7 +190,7 @@ class Measurement:
 
     async def short_requests(self, count: int) -> None:
         """So many short requests, one after another on each of some connections."""
-        request = chat_request(PROMPT, SHORT, "")
+        request = chat_request(PROMPT, SHORT, None)
         numbers = iter(range(count))
 
         async def one_by_one() -> None:

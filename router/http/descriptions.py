@@ -87,6 +87,7 @@ FIELDS: Mapping[str, str] = {
     "skip_special_tokens": "leave special tokens out of the text; unset: true",
     "spaces_between_special_tokens": "blanks around special tokens that are kept; unset: true",
     "truncate_prompt_tokens": "keep the last so many tokens of the prompt; -1: what `max_tokens` leaves of the context",
+    "truncation_side": "`right`: `truncate_prompt_tokens` keeps the first tokens; unset: `left`",
     "return_token_ids": "add `token_ids` and, once for each prompt, `prompt_token_ids` to the answer",
     "return_tokens_as_token_ids": "in logprobs, write tokens as `token_id:ID`",
     "return_token_strs": "add `token_strs` to the answer",

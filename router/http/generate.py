@@ -167,7 +167,7 @@ class GenerateRoutes:
         most = num_kept_tokens(wanted, model)
 
         def texts() -> list[str]:
-            return [_text_of(prompt, model, wanted.add_special_tokens, most) for prompt in wanted.prompts]
+            return [_text_of(prompt, wanted, model, most) for prompt in wanted.prompts]
 
         prompts = await self._service.offload.run(texts, sum(map(len, wanted.prompts)))
         _check_echo(num_each * sum(map(len, prompts)))
@@ -185,11 +185,11 @@ class GenerateRoutes:
         }
 
 
-def _text_of(prompt: str | tuple[int, ...], model: ServedModel, add_special_tokens: bool, most: int | None) -> str:
-    """A prompt as text; of one that is cut to its last `most` tokens, the text of these. Raises InvalidRequest."""
+def _text_of(prompt: str | tuple[int, ...], wanted: GenerationRequest, model: ServedModel, most: int | None) -> str:
+    """A prompt as text; of one that is cut to `most` tokens, the text of these. Raises InvalidRequest."""
     if most is None and isinstance(prompt, str):
         return prompt
-    tokens = prompt_tokens(prompt, model, add_special_tokens, most)
+    tokens = prompt_tokens(prompt, wanted, model, most)
     is_whole = most is None or len(tokens) < most
     return prompt if is_whole and isinstance(prompt, str) else model.tokenizer.decode(tokens)
 

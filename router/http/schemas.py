@@ -41,6 +41,7 @@ from router.scope import REQUEST_ID
 from router.service import MESSAGE_SIZE
 from router.text.generation_request import GenerationRequest
 from router.text.structured_output import GUIDED, structured_output_of
+from router.text.tokenizer import TruncationSide
 
 
 class ChatMessage(BaseModel):
@@ -120,6 +121,7 @@ class GenerationFields(BaseModel):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: Whole | None = between(-1)  # -1: what max_tokens leaves of the context
+    truncation_side: TruncationSide | None = None
     prompt_logprobs: Whole | None = between(0, MAX_LOGPROBS)
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -207,6 +209,7 @@ class GenerationFields(BaseModel):
             "spaces_between_special_tokens": self.spaces_between_special_tokens is not False,
             "max_prompt_logprobs": MAX_STREAMED_PROMPT_LOGPROBS if self.stream else MAX_PROMPT_LOGPROBS,
             "truncate_prompt_tokens": self.truncate_prompt_tokens,
+            "truncation_side": self.truncation_side or "left",
             "timeout_s": self.timeout,
             "cache_salt": self.cache_salt or "",
             "priority": self.priority or 0,

@@ -22,6 +22,7 @@ from baton.sampling import (
 from router.limits import MAX_COUNTED_CHARS, MAX_N, MAX_PROMPT_LOGPROBS, MAX_STOP_CHARS, MAX_STOP_STRINGS
 from router.text.bad_words import check_bad_words
 from router.text.models import ServedModel
+from router.text.tokenizer import TruncationSide, truncated
 
 SEED_SPACE = 2**64
 _DRAWN_SEED_BITS = 63
@@ -56,6 +57,7 @@ class GenerationRequest:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
+    truncation_side: TruncationSide = "left"
     prompt_only: bool = False
     max_prompt_logprobs: int = MAX_PROMPT_LOGPROBS
     timeout_s: float | None = None
@@ -115,10 +117,15 @@ def _at_most(limit: int, count: int, param: str, what: str) -> None:
 
 
 def encode(
-    text: str, model: ServedModel, add_special_tokens: bool, free_chars: int = 0, most: int | None = None
+    text: str,
+    model: ServedModel,
+    add_special_tokens: bool,
+    free_chars: int = 0,
+    most: int | None = None,
+    truncation_side: TruncationSide = "left",
 ) -> tuple[int, ...]:
-    """Token ids of a text, of a longer one the last `most`. If the text is far too long, and longer than `free_chars`,
-    raises ContextTooLong without tokenizing all of it.
+    """Token ids of a text, of a longer one `most`: see `Tokenizer.encode`. If the text is far too long, and longer
+    than `free_chars`, raises ContextTooLong without tokenizing all of it.
 
     The number of characters does not tell how few tokens a text may have: a tokenizer may drop characters, and
     thousands of blanks may be one token. But a tokenizer works from left to right, so the beginning of a text has
@@ -129,7 +136,7 @@ def encode(
         num_tokens = model.tokenizer.count(beginning)
         if num_tokens > model.max_model_len + model.max_model_len // 2:
             raise _too_long(model, f"more than {num_tokens}")
-    return model.tokenizer.encode(text, add_special_tokens, most)
+    return model.tokenizer.encode(text, add_special_tokens, most, truncation_side)
 
 
 def num_kept_tokens(wanted: GenerationRequest, model: ServedModel) -> int | None:
@@ -144,14 +151,15 @@ def num_kept_tokens(wanted: GenerationRequest, model: ServedModel) -> int | None
 
 
 def prompt_tokens(
-    prompt: str | tuple[int, ...], model: ServedModel, add_special_tokens: bool, most: int | None = None
+    prompt: str | tuple[int, ...], wanted: GenerationRequest, model: ServedModel, most: int | None
 ) -> tuple[int, ...]:
-    """The prompt's token ids, checked; `most`: the last ones, of a text with the special tokens around it. Raises
-    InvalidRequest."""
+    """The token ids of a prompt of `wanted`, checked; `most`: see `num_kept_tokens`. A text keeps the special tokens
+    around it. Raises InvalidRequest."""
+    special, side = wanted.add_special_tokens, wanted.truncation_side
     if isinstance(prompt, str):
-        tokens = encode(prompt, model, add_special_tokens, 0 if most is None else MAX_COUNTED_CHARS, most)
+        tokens = encode(prompt, model, special, 0 if most is None else MAX_COUNTED_CHARS, most, side)
     else:
-        tokens = prompt if most is None else prompt[-most:]
+        tokens = prompt if most is None else truncated(prompt, most, side)
     check_prompt(tokens, model)
     return tokens
 

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import tokenizers
 
@@ -24,6 +24,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # read by the library 
 
 _MOST_SKIPPED = 24
 """So many tokens without text may come between the text of a prompt and its answer."""
+
+
+TruncationSide = Literal["left", "right"]
+
+
+def truncated(tokens: tuple[int, ...], most: int, side: TruncationSide) -> tuple[int, ...]:
+    """The last `most` tokens, or the first if the right side is truncated."""
+    return tokens[-most:] if side == "left" else tokens[:most]
 
 
 class Tokenizer:
@@ -46,14 +54,18 @@ class Tokenizer:
         """An equal `tokenizer.json`."""
         return self._tokenizer.to_str()
 
-    def encode(self, text: str, add_special_tokens: bool, most: int | None = None) -> tuple[int, ...]:
-        """Token ids of a text; of more than `most` tokens the last ones, beside the special tokens around them."""
+    def encode(
+        self, text: str, add_special_tokens: bool, most: int | None = None, truncation_side: TruncationSide = "left"
+    ) -> tuple[int, ...]:
+        """Token ids of a text; of more than `most` tokens the last ones, beside the special tokens around them. With
+        "right" as the side that is truncated, the first ones."""
         if most is None:
             return tuple(self._encode(text, add_special_tokens).ids)
         content = self._encode(text, False)
         num_special = self._tokenizer.num_special_tokens_to_add(False) if add_special_tokens else 0
-        content.truncate(max(most - num_special, 0), direction="left")
-        return tuple(self._tokenizer.post_process(content, None, add_special_tokens).ids[-most:])
+        content.truncate(max(most - num_special, 0), direction=truncation_side)
+        ids = self._tokenizer.post_process(content, None, add_special_tokens).ids
+        return truncated(tuple(ids), most, truncation_side)
 
     def count(self, text: str) -> int:
         """The number of the text's tokens, without special ones."""

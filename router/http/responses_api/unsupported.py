@@ -41,7 +41,7 @@ SHARED = frozenset(
         *NAMES,
         *("bad_words", "cache_salt", "include_stop_str_in_output", "model", "priority", "request_id"),
         *("return_tokens_as_token_ids", "skip_special_tokens", "spaces_between_special_tokens", "stop", "stream"),
-        *("structured_outputs", "timeout", "truncate_prompt_tokens"),
+        *("structured_outputs", "timeout", "truncate_prompt_tokens", "truncation_side"),
         *GUIDED,
     }
 ) - {"max_tokens", "num_logprobs", "prompt_logprobs", "num_prompt_logprobs"}

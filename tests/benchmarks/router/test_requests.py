@@ -15,7 +15,7 @@ NUM_REQUESTS = 10
 
 async def test_a_request_takes_few_calls():
     router = Router(2)
-    request = chat_request("Tell me a story.", 2, "")
+    request = chat_request("Tell me a story.", 2, None)
     for _ in range(3):
         await router.ask(request)
     num_calls = [0]
@@ -38,7 +38,7 @@ async def test_a_request_leaves_nothing_to_the_garbage_collector():
     """What is in a cycle stays, with the whole request, until there are 20,000 objects; collecting those stops all
     streams for 10 ms."""
     router = Router(2)
-    request = chat_request("Tell me a story.", 2, "")
+    request = chat_request("Tell me a story.", 2, None)
     for _ in range(3):
         await router.ask(request)
     found = []

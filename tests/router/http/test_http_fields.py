@@ -59,6 +59,18 @@ async def test_long_prompts_are_truncated_from_the_left(client, nodes, kept, max
     assert nodes.prefills[2].prompt_tokens == tiny_tokenizer().encode("hi", True)
 
 
+async def test_long_prompts_are_truncated_from_the_right_on_request(client, nodes):
+    whole = tiny_tokenizer().encode("abcdefghi " * 40, True)
+    limits = {"truncate_prompt_tokens": 5, "truncation_side": "right", "max_tokens": 8}
+    for prompt in ("abcdefghi " * 40, list(whole)):
+        await client.post("/v1/completions", json={"prompt": prompt, **limits})
+        assert nodes.prefills[-1].prompt_tokens == whole[:5]
+    for path, body in (("/v1/chat/completions", CHAT), ("/v1/responses", {"input": "hi"})):
+        for more in ({}, {"truncate_prompt_tokens": 5, "truncation_side": "right"}):
+            await client.post(path, json={**body, **more})
+        assert nodes.prefills[-1].prompt_tokens == nodes.prefills[-2].prompt_tokens[:5]
+
+
 async def test_logits_processors_go_to_the_nodes_by_name(client, nodes):
     wanted = ["plain", {"qualname": "vllm", "args": [1]}, {"name": "both", "args": [], "kwargs": {"a": {"b": 2}}}]
     for path, body in (("chat/completions", CHAT), ("completions", {"prompt": "x"})):
@@ -128,16 +140,17 @@ async def test_echo(client, nodes):
     assert "".join(c["choices"][0]["text"] for c in events(response.text)) == "the fox: hello world"
 
 
-async def test_what_is_echoed_of_a_truncated_prompt_is_what_is_kept(client):
+@pytest.mark.parametrize("side", ["left", "right"])
+async def test_what_is_echoed_of_a_truncated_prompt_is_what_is_kept(client, side):
     text = "the quick brown fox"
     ids = tiny_tokenizer().encode(text, False)
-    asked = {"echo": True, "logprobs": 0, "max_tokens": 0}
+    asked = {"echo": True, "logprobs": 0, "max_tokens": 0, "truncation_side": side}
     for kept in (3, len(ids) + 1, len(ids) + 2):
         for prompt, num_special in ((text, 1), (list(ids), 0)):
             wanted = {"prompt": prompt, "truncate_prompt_tokens": kept, **asked}
             choice = (await client.post("/v1/completions", json=wanted)).json()["choices"][0]
             assert choice["text"] == "".join(choice["logprobs"]["tokens"][num_special:])
-            assert choice["text"].endswith("fox")
+            assert choice["text"].endswith("fox") if side == "left" else choice["text"].startswith("th")
             assert (choice["text"] == text) == (kept > len(ids))
 
 

@@ -112,10 +112,12 @@ def test_a_text_is_truncated_to_its_last_tokens_beside_the_special_ones(text, mo
     kept = tokenizer.encode(text, special, most)
     if len(whole) <= most:
         assert kept == whole
+        assert tokenizer.encode(text, special, most, "right") == whole
     else:
         num_special = len(whole) - len(content)
         assert len(kept) == most
         assert kept == whole[:num_special] + content[len(content) - most + num_special :]
+        assert tokenizer.encode(text, special, most, "right") == whole[:most]
 
 
 @RUNS
