@@ -137,7 +137,7 @@ class RouterServer:
         settings = self._settings
         limits = HttpLimits(bodies, settings.keep_alive_interval, settings.websocket_idle_timeout)
         parsers = make_parsers(settings)
-        generate = GenerateRoutes(self._service, limits, parsers)
+        generate = GenerateRoutes(self._service, limits, parsers, settings.enable_force_include_usage)
         store = ResponseStore(settings.num_stored_responses, settings.max_stored_response_bytes)
         responses = ResponsesRoutes(self._service, limits, generate, store)
         websockets = (

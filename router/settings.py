@@ -57,6 +57,9 @@ class RouterSettings(EdgeSettings, DiscoverySettings, ClusterSettings):
     reasoning_parser: str | None = Field(
         None, description="form in which the model writes its reasoning: qwen3, deepseek_r1, ...; unset: as content"
     )
+    enable_force_include_usage: bool = Field(
+        False, description="add the usage to each chunk of all streams of chats and completions"
+    )
     trust_request_chat_template: bool = Field(
         False, description="let requests bring a `chat_template` of their own, which is rendered in a sandbox"
     )

@@ -44,7 +44,8 @@ class ChatWebSocket:
         request_id = body.request_id or state.request_id
         generation, reading = await self._generate.start_chat(state, request_id, model, body)
         shape = chat_shape(generation, model, body, reading)
-        return generation, _Messages(generation, shape, body.stream_options)
+        options = self._generate.forced_options or body.stream_options
+        return generation, _Messages(generation, shape, options)
 
     def refusal(self, body: dict[str, Any], status: int) -> dict[str, Any]:
         return body

@@ -26,6 +26,7 @@ from router.http.schemas import (
     CompletionRequest,
     DetokenizeRequest,
     GenerationFields,
+    StreamOptions,
     TokenizeRequest,
     size_of_prompt,
 )
@@ -40,13 +41,17 @@ from router.text.constraints import constrained, naming_constraint
 from router.text.generation_request import GenerationRequest, check_answer, encode, num_kept_tokens, prompt_tokens
 from router.text.models import ServedModel
 
+_WITH_USAGE = StreamOptions(include_usage=True, continuous_usage_stats=True)
+
 
 class GenerateRoutes:
-    """`parsers`: for the answers to chats."""
+    """`parsers`: for the answers to chats. `forces_usage`: all streams have the usage in each chunk; `forced_options`
+    then come before those of requests."""
 
-    def __init__(self, service: Service, limits: HttpLimits, parsers: Parsers) -> None:
+    def __init__(self, service: Service, limits: HttpLimits, parsers: Parsers, forces_usage: bool = False) -> None:
         self._service = service
         self._parsers = parsers
+        self.forced_options = _WITH_USAGE if forces_usage else None
         self._limits = limits
         self._bodies = BodyReader(limits.bodies, service.offload)
         self._started = int(time.time())
@@ -157,7 +162,7 @@ class GenerateRoutes:
 
     def _response(self, generation: Generation, body: GenerationFields, shape: Shape) -> Response:
         if body.stream:
-            events = ChunkEvents(generation, shape, body.stream_options)
+            events = ChunkEvents(generation, shape, self.forced_options or body.stream_options)
             return EventResponse(generation, events, self._limits.keep_alive_s)
         kept = BestOfShape(shape, body.num_drawn, body.num_kept) if body.keeps_best else shape
         return WholeResponse(generation, kept, self._service.offload)

@@ -10,6 +10,7 @@ import pytest
 from router.http.parse import parse_json
 from tests.router.conftest import Router, says
 from tests.router.fake_node import Answer
+from tests.router.http.test_access import running
 from tests.router.http_shapes import CHAT, error_of, events
 from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer
 
@@ -65,6 +66,15 @@ async def test_usage_may_be_in_every_chunk(client):
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)
     assert counts[-1] == len(tiny_tokenizer().encode("hello world", False)) + 1
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_an_operator_may_have_usage_in_every_stream(nodes, path):
+    async with running(nodes, enable_force_include_usage=True) as (_, client):
+        for options in ({}, {"stream_options": {"include_usage": False}}):
+            chunks = events((await client.post(path, json={**CHAT, "prompt": "x", "stream": True, **options})).text)
+            assert [chunk["usage"]["completion_tokens"] > 0 for chunk in chunks] == [True] * len(chunks)
+            assert chunks[-1]["choices"] == []
 
 
 async def test_without_usage_the_last_chunk_carries_the_timings(client):
