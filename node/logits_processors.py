@@ -11,11 +11,15 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from baton.errors import InvalidRequest
-from baton.logits_processors import PARAM, LogitsProcessor
+from baton.logits_processors import PARAM, THINKING_BUDGET, LogitsProcessor
 from engine.logits_processor import LogitsProcessorChain
+from node.thinking_budget import ThinkingBudget
 
 GROUP = "baton.logits_processors"
 Factory = Callable[..., Callable[..., Any]]
+
+
+OWN: Mapping[str, Factory] = {THINKING_BUDGET: ThinkingBudget}
 
 
 class LogitsProcessors:
@@ -26,8 +30,9 @@ class LogitsProcessors:
 
     @classmethod
     def installed(cls) -> LogitsProcessors:
-        """All that are installed, imported now rather than while serving. Raises ValueError for one that cannot be."""
-        return cls({entry.name: _load(entry) for entry in entry_points(group=GROUP)})
+        """All that are installed, imported now rather than while serving, and baton's own. Raises ValueError for one
+        that cannot be imported."""
+        return cls({**{entry.name: _load(entry) for entry in entry_points(group=GROUP)}, **OWN})
 
     def chain(self, wanted: Sequence[LogitsProcessor]) -> LogitsProcessorChain | None:
         """The chain of one request; None if it wants none. Raises InvalidRequest for a name that is not installed, and

@@ -9,6 +9,8 @@ from typing import Any
 from baton.errors import InvalidRequest
 
 PARAM = "logits_processors"
+THINKING_BUDGET = "thinking_token_budget"
+"""Of the processor that all nodes have: see `node.thinking_budget`."""
 MAX_LOGITS_PROCESSORS = 16
 MAX_NAME_CHARS = 256
 MAX_ARGUMENTS_CHARS = 64 * 1024

@@ -115,6 +115,7 @@ FIELDS: Mapping[str, str] = {
     "chat_template": "Jinja template instead of the model's; needs --trust-request-chat-template",
     "chat_template_kwargs": "more variables for the template",
     "include_reasoning": "false: without the reasoning that a parser finds, `logprobs` and `token_ids`; unset: true",
+    "thinking_token_budget": "most tokens of reasoning; needs --reasoning-parser; -1: no bound",
     "reasoning_effort": "for the template; `none`: no reasoning, if it knows `enable_thinking` or `thinking`",
     "tools": "functions that the model may call",
     "tool_choice": "whether the model may or must call tools, or which one; unset: `auto` if there are tools",

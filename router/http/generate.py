@@ -40,6 +40,7 @@ from router.text.call_plan import NO_CALLS
 from router.text.constraints import constrained, naming_constraint
 from router.text.generation_request import GenerationRequest, check_answer, encode, num_kept_tokens, prompt_tokens
 from router.text.models import ServedModel
+from router.text.thinking_budget import with_thinking_budget
 
 _WITH_USAGE = StreamOptions(include_usage=True, continuous_usage_stats=True)
 
@@ -92,6 +93,8 @@ class GenerateRoutes:
                 prompt = await chat_prompt(self._service, model, body, size)
                 reading = plan.reading(self._parsers, prompt, parallel, body.begun)
                 wanted = body.wanted(request_id, prompt)
+                if body.thinking_token_budget not in (None, -1):
+                    wanted = with_thinking_budget(wanted, body.thinking_token_budget, reading, model.tokenizer)
                 with naming_constraint(plan, body.constraint):
                     wanted = salted(constrained(wanted, plan, reading), state.tenant)
                     return await self._service.generate(model, wanted, state.received, admitted, state.client), reading

@@ -228,6 +228,7 @@ class ChatRequest(GenerationFields, TemplateFields):
     logprobs: bool | None = None
     top_logprobs: Whole | None = between(0, MAX_LOGPROBS)
     include_reasoning: bool | None = None
+    thinking_token_budget: Whole | None = between(-1)  # -1: none
     echo: bool | None = None
     add_special_tokens: bool | None = None
     tools: ToolList | None = None
@@ -241,9 +242,18 @@ class ChatRequest(GenerationFields, TemplateFields):
         limit, valid = self.max_completion_tokens, RANGES["max_tokens"]
         if limit is not None and limit not in valid:
             raise InvalidRequest(f"max_completion_tokens {valid.text}, not {limit}", "max_completion_tokens")
+        if self.thinking_token_budget is not None:
+            self._check_budget(self.thinking_token_budget)
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("`top_logprobs` needs `logprobs` to be true.", "top_logprobs")
         _check_num_logprobs(self.top_logprobs, "top_logprobs")
+
+    def _check_budget(self, budget: int) -> None:
+        name = "thinking_token_budget"
+        if budget < -1:
+            raise InvalidRequest(f"`{name}` must be -1 or more, not {budget}.", name)
+        if self.use_beam_search:
+            raise InvalidRequest(f"`{name}` and `use_beam_search` exclude each other.", name)
 
     @property
     def names(self) -> dict[str, str]:

@@ -7,7 +7,7 @@ Other packages add parsers by subclassing `ReasoningParser` and naming the class
 from collections.abc import Mapping
 
 from router.plugins import load_plugin
-from router.reasoning_parsers.base import ReasoningDelta, ReasoningParser
+from router.reasoning_parsers.base import ReasoningDelta, ReasoningMarks, ReasoningParser
 from router.reasoning_parsers.harmony import GptOssParser
 from router.reasoning_parsers.tags import (
     DeepSeekR1Parser,
@@ -41,4 +41,4 @@ def find_reasoning_parser(name: str) -> type[ReasoningParser]:
     return load_plugin(GROUP, name, REASONING_PARSERS, ReasoningParser)  # type: ignore[type-abstract]  # never made
 
 
-__all__ = ["REASONING_PARSERS", "ReasoningDelta", "ReasoningParser", "find_reasoning_parser"]
+__all__ = ["REASONING_PARSERS", "ReasoningDelta", "ReasoningMarks", "ReasoningParser", "find_reasoning_parser"]

@@ -7,7 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
+from baton.errors import InvalidRequest
 from baton.structured_output.structural_tag import Format
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningMarks:
+    """`begins_open`: the reasoning begins with the answer, and `opening` may come before it; else it must. It ends with
+    any of `ends`, of which the first is its own."""
+
+    opening: str
+    ends: Sequence[str]
+    begins_open: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +53,12 @@ class ReasoningParser(ABC):
         """The structural tag of the reasoning that may come before content that must match something; None: there is
         none, or its form is unknown. Before any text."""
         return None
+
+    def marks(self) -> ReasoningMarks | None:
+        """Between what the reasoning is, so that its tokens can be bounded; None: there will be none. Before any text.
+        Raises InvalidRequest if that cannot be said."""
+        text = "`thinking_token_budget` is not supported with this router's --reasoning-parser."
+        raise InvalidRequest(text, "thinking_token_budget")
 
     @abstractmethod
     def feed(self, text: str) -> ReasoningDelta: ...

@@ -6,7 +6,7 @@ from enum import Enum
 from typing import ClassVar, Self
 
 from baton.structured_output.structural_tag import Format
-from router.reasoning_parsers.base import ReasoningDelta, ReasoningParser
+from router.reasoning_parsers.base import ReasoningDelta, ReasoningMarks, ReasoningParser
 from router.tool_parsers.source import any_of, num_held
 
 _END_CHARS = 64
@@ -56,9 +56,17 @@ class TagParser(ReasoningParser):
     def format(self) -> Format | None:
         if self._begins_open:
             return self._thought("")
-        if self.prompt[-_END_CHARS:].rstrip().endswith(self.closing):
+        if self._is_closed:
             return None
         return {"type": "or", "elements": [self._thought(self.opening), {"type": "const_string", "value": ""}]}
+
+    def marks(self) -> ReasoningMarks | None:
+        return None if self._is_closed else ReasoningMarks(self.opening, self._ends, self._begins_open)
+
+    @property
+    def _is_closed(self) -> bool:
+        """Whether the template has written both tags."""
+        return not self._begins_open and self.prompt[-_END_CHARS:].rstrip().endswith(self.closing)
 
     def feed(self, text: str) -> ReasoningDelta:
         if self._state is _State.CONTENT:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from baton.structured_output.structural_tag import Format
-from router.reasoning_parsers import ReasoningDelta, ReasoningParser
+from router.reasoning_parsers import ReasoningDelta, ReasoningMarks, ReasoningParser
 from router.tool_parsers import CallListParser, CallStart, Content, Part, Piece, Thought, ToolParser, Tools, merge
 
 
@@ -76,6 +76,10 @@ class AnswerReading:
     def reasoning_format(self) -> Format | None:
         """See ReasoningParser.format. Before any reader."""
         return self._reasoning.format() if self._reasoning else None
+
+    def reasoning_marks(self) -> ReasoningMarks | None:
+        """See ReasoningParser.marks. Before any reader."""
+        return self._reasoning.marks() if self._reasoning else None
 
     def _tool_maker(self) -> Callable[[], ToolParser] | None:
         kind, own = self._tool_parser, self.parsers.tool

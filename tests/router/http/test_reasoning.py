@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
+from baton.logits_processors import THINKING_BUDGET
+from router.reasoning_parsers import REASONING_PARSERS
 from tests.router.conftest import Router, running_router, says
 from tests.router.fake_node import FakeCluster
 from tests.router.http.tool_chats import (
@@ -17,8 +19,8 @@ from tests.router.http.tool_chats import (
     chunks_of,
     nodes_with_tools,
 )
-from tests.router.http_shapes import CHAT
-from tests.router.tiny_tokenizer import tiny_tokenizer
+from tests.router.http_shapes import CHAT, error_of
+from tests.router.tiny_tokenizer import EOT, tiny_tokenizer
 
 
 @pytest.fixture
@@ -130,3 +132,21 @@ async def test_an_answer_of_gpt_oss_has_its_parts(nodes):
         assert "".join(delta.get("content") or "" for delta in deltas) == "I will look."
         parts = [part for delta in deltas for part in delta.get("tool_calls", ())]
         assert "".join(part["function"]["arguments"] for part in parts) == ARGUMENTS
+
+
+async def test_a_budget_of_reasoning_is_checked(client, nodes):
+    for budget, says_why in ((-2, "-1 or more"), (0.6, "integer"), (5, "one token")):
+        refusal = await client.post(CHATS, json={**CHAT, "thinking_token_budget": budget})
+        assert (refusal.status_code, error_of(refusal)["param"]) == (400, "thinking_token_budget")
+        assert says_why in error_of(refusal)["message"]
+    beams = await client.post(CHATS, json={**CHAT, "thinking_token_budget": 5, "use_beam_search": True})
+    assert "exclude each other" in error_of(beams)["message"]
+    assert (await client.post(CHATS, json={**CHAT, "thinking_token_budget": -1})).status_code == 200
+    assert nodes.prefills[-1].sampling.logits_processors == ()
+
+
+async def test_a_budget_of_reasoning_goes_to_the_nodes(client, nodes, monkeypatch):
+    monkeypatch.setattr(REASONING_PARSERS["qwen3"], "closing", "<|endoftext|>")
+    assert (await client.post(CHATS, json={**CHAT, "thinking_token_budget": 5})).status_code == 200
+    (bound,) = nodes.prefills[-1].sampling.logits_processors
+    assert (bound.name, bound.parsed()[0][:2]) == (THINKING_BUDGET, [5, [EOT]])
