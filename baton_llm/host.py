@@ -89,9 +89,12 @@ class Host:
     ) -> RequestOutput:
         """The finished output; `on_change` gets what there is so far whenever there is more. Raises BatonError."""
         request = request_of(params, request_id, prompt.token_ids, priority, prompt.cache_salt)
-        with_logprobs = params is not None and params.logprobs is not None
+        with_logprobs = params is not None and params.has_logprobs
+        with_ranks = params is None or params.logprob_token_ids is None
         with_text = params is None or params.detokenize
-        collector = Collector(request_id, prompt, request.n, with_logprobs, self.backend.token_text, with_text)
+        collector = Collector(
+            request_id, prompt, request.n, with_logprobs, self.backend.token_text, with_text, with_ranks
+        )
 
         def take(deltas: Sequence[Any]) -> None:
             collector.add(deltas)

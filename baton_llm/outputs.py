@@ -83,7 +83,8 @@ TokenText = Callable[[int], str | None]
 
 
 class Collector:
-    """Adds up the pieces of one prompt's answers. `with_text`: False: without texts, also of single tokens."""
+    """Adds up the pieces of one prompt's answers. `with_text`: False: without texts, also of single tokens.
+    `with_ranks`: whether the logprobs are those of the most likely tokens."""
 
     def __init__(
         self,
@@ -93,12 +94,13 @@ class Collector:
         with_logprobs: bool,
         token_text: TokenText,
         with_text: bool = True,
+        with_ranks: bool = True,
     ) -> None:
         self._request_id = request_id
         self._prompt = prompt
         self._token_text = token_text = token_text if with_text else _no_text
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-        self._answers = [_Answer(index, with_logprobs, token_text, with_text) for index in range(n)]
+        self._answers = [_Answer(index, with_logprobs, token_text, with_text, with_ranks) for index in range(n)]
 
     def add(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
@@ -124,7 +126,9 @@ class Collector:
 
 
 class _Answer:
-    def __init__(self, index: int, with_logprobs: bool, token_text: TokenText, with_text: bool) -> None:
+    def __init__(
+        self, index: int, with_logprobs: bool, token_text: TokenText, with_text: bool, with_ranks: bool
+    ) -> None:
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self._index = index
@@ -134,6 +138,7 @@ class _Answer:
         self._stop: int | str | None = None
         self._token_text = token_text
         self._with_text = with_text
+        self._with_ranks = with_ranks
 
     def add(self, delta: Delta) -> None:
         if self._with_text:
@@ -142,7 +147,7 @@ class _Answer:
         if self._logprobs is not None:
             for token_id, entry in zip(delta.token_ids, delta.logprobs, strict=True):
                 self._cumulative += entry.logprob
-                self._logprobs.append(_by_token(token_id, entry, self._token_text))
+                self._logprobs.append(_by_token(token_id, entry, self._token_text, self._with_ranks))
         if delta.finish_reason:
             self.finish_reason, self._stop = delta.finish_reason.value, delta.stop
 
@@ -162,8 +167,9 @@ def _no_text(_token_id: int) -> None:
     return None
 
 
-def _by_token(chosen: int, entry: TokenLogprobs, token_text: TokenText) -> dict[int, Logprob]:
-    top = {token: Logprob(value, rank, token_text(token)) for rank, (token, value) in enumerate(entry.top, 1)}
+def _by_token(chosen: int, entry: TokenLogprobs, token_text: TokenText, with_ranks: bool) -> dict[int, Logprob]:
+    ranked = enumerate(entry.top, 1)
+    top = {token: Logprob(value, rank if with_ranks else None, token_text(token)) for rank, (token, value) in ranked}
     return {chosen: top.pop(chosen, Logprob(entry.logprob, None, token_text(chosen))), **top}
 
 

@@ -35,7 +35,7 @@ _FLAGS = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
 )
-_TOKEN_LISTS = ("stop_token_ids", "allowed_token_ids")
+_TOKEN_LISTS = ("stop_token_ids", "allowed_token_ids", "logprob_token_ids")
 _PROCESSORS = "a list of names, or of dicts with `name`, `args` and `kwargs`"
 
 
@@ -73,8 +73,8 @@ class SamplingParams:
 
     n: answers to each prompt. seed: None and -1 draw one; the same seed gives the same answers. max_tokens: None is
     what the context leaves. logprobs: None for none, 0 for those of the chosen tokens, k <= 20 for the k most likely
-    too. stop: texts that end an answer, of which they are no part unless `include_stop_str_in_output`. detokenize:
-    False leaves texts out of the outputs.
+    too. logprob_token_ids: logprobs of these tokens, instead of the most likely ones'. stop: texts that end an answer,
+    of which they are no part unless `include_stop_str_in_output`. detokenize: False leaves texts out of the outputs.
     structured_outputs: what an answer must match, or a dict with one of its names. allowed_token_ids: no other token is
     chosen. bad_words: no token completes one of these. prompt_logprobs: logprobs of the prompt's tokens, each with so
     many of the most likely ones. logits_processors: names of installed ones, or dicts with `name`, `args` and `kwargs`.
@@ -98,6 +98,7 @@ class SamplingParams:
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     logprobs: int | None = None
+    logprob_token_ids: Sequence[int] | None = None
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     detokenize: bool = True
@@ -132,9 +133,15 @@ class SamplingParams:
         """What it says of `baton.sampling.SamplingParams`, by name."""
         said = {name: getattr(self, name) for name in NAMES if hasattr(self, name)}
         said |= {"num_logprobs": self.logprobs, "num_prompt_logprobs": self.prompt_logprobs}
+        if self.logprob_token_ids:
+            said["num_logprobs"] = len(set(self.logprob_token_ids))
         said["structured_outputs"] = structured_output_of(None, self._structured_outputs, {})
         said["logits_processors"] = tuple(map(_processor, self.logits_processors or ())) or None
         return {name: value for name, value in said.items() if value is not None}
+
+    @property
+    def has_logprobs(self) -> bool:
+        return self.logprobs is not None or self.logprob_token_ids is not None
 
     @property
     def _structured_outputs(self) -> Mapping[str, Any] | None:
@@ -164,7 +171,7 @@ class SamplingParams:
 
     def _check_lists(self) -> None:
         """Lists are read more than once, so an iterator is none."""
-        stop, words, allowed = self.stop, self.bad_words, self.allowed_token_ids
+        stop, words = self.stop, self.bad_words
         is_stop = stop is None or is_text(stop) or _is_list(stop, is_text)
         _check(is_stop, "stop", "a text or a list of texts", stop)
         _check(self.detokenize or not stop, "stop", "None with detokenize=False", stop)
@@ -172,7 +179,9 @@ class SamplingParams:
         for name in _TOKEN_LISTS:
             ids = getattr(self, name)
             _check(ids is None or _is_list(ids, _is_whole), name, "a list of token ids", ids)
-        _check(allowed is None or len(allowed) > 0, "allowed_token_ids", "a list with token ids, or None", allowed)
+        for name in ("allowed_token_ids", "logprob_token_ids"):
+            ids = getattr(self, name)
+            _check(ids is None or len(ids) > 0, name, "a list with token ids, or None", ids)
         processors = self.logits_processors
         are_processors = processors is None or _is_list(processors, lambda wanted: isinstance(wanted, str | Mapping))
         _check(are_processors, "logits_processors", _PROCESSORS, processors)

@@ -32,7 +32,7 @@ GREEDY_BELOW = 1e-5
 _INTS = ("seed", "top_k")
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 """The sampling parameters that are uploaded for each choice, in the order of the upload."""
-_DRAWS, _FILTERED, _BIASED, _PENALIZED, _MASKED, _BAD_WORDS = 1, 2, 4, 8, 16, 32
+_DRAWS, _FILTERED, _BIASED, _PENALIZED, _MASKED, _BAD_WORDS, _NAMES_LOGPROBS = 1, 2, 4, 8, 16, 32, 64
 _ADJUSTED = _BIASED | _PENALIZED | _MASKED | _BAD_WORDS
 _COMPLETES_BAD_WORD = -1e20
 """Added to a logit. It is finite: if every allowed token completes a bad word, these still rank before tokens that are
@@ -70,6 +70,7 @@ class Sampler:
         self._bias = [_NO_ENTRIES] * num_rows
         self._bad_words = [_NO_BAD_WORDS] * num_rows
         self._ends = [_NO_ENTRIES] * num_rows
+        self._logprob_tokens: dict[int, tuple[int, ...]] = {}  # by row; of those that name any
         self._unused: dict[int, list[ChoiceTensors]] = {}  # by number of choices
 
     def begin(self, row: int, params: SamplingParams, prompt_tokens: Seq[int], output_tokens: Seq[int]) -> None:
@@ -81,10 +82,13 @@ class Sampler:
             _DRAWS * draws | _FILTERED * filtered | _BIASED * bool(p.logit_bias) | _PENALIZED * p.has_penalties
         )
         feature_flags |= _MASKED * bool(p.allowed_token_ids) | _BAD_WORDS * bool(p.bad_words_token_ids)
+        feature_flags |= _NAMES_LOGPROBS * bool(p.logprob_token_ids)
         self._feature_flags[row] = feature_flags
         self._num_prompt_tokens[row] = len(prompt_tokens)
         self._may_end_from[row] = len(prompt_tokens) + p.min_tokens
         self._num_logprobs[row] = p.num_logprobs
+        if p.logprob_token_ids:
+            self._logprob_tokens[row] = p.logprob_token_ids
         self._ints[:, row] = p.seed - (1 << 64) if p.seed >> 63 else p.seed, min(p.top_k, self._counts.shape[1])
         self._floats[:, row] = [getattr(p, name) for name in _FLOATS]
         self._floats[_FLOATS.index("temperature"), row] = p.temperature if draws else 0.0
@@ -223,8 +227,21 @@ class Sampler:
         logprobs = own.float().log_softmax(dim=-1)
         chosen = logprobs.gather(1, tokens.index_select(0, picked).long()[:, None])[:, 0]
         values, ids = logprobs.topk(min(int(num_logprobs.max()), logits.shape[1]), dim=-1)
+        if tensors.feature_flags & _NAMES_LOGPROBS:
+            self._name(tensors.host_rows[asked], logprobs, values, ids)
         asks = list(zip(asked.tolist(), num_logprobs[asked].tolist(), strict=True))
         return Sampled(tokens, (chosen, values, ids), asks)
+
+    def _name(self, rows: NDArray[np.int64], logprobs: Tensor, values: Tensor, ids: Tensor) -> None:
+        """Put the tokens that a row's sequence names, with their logprobs, in place of the most likely ones. rows: of
+        the logprobs, [n, vocab_size]; values, ids: [n, k], with k tokens or more than any row names."""
+        naming = np.flatnonzero(self._feature_flags[rows] & _NAMES_LOGPROBS)
+        named = np.zeros((len(naming), ids.shape[1]), np.int64)
+        for own, row in zip(named, rows[naming].tolist(), strict=True):
+            own[: len(self._logprob_tokens[row])] = self._logprob_tokens[row]
+        choices, tokens = upload(naming, ids.device), upload(named, ids.device)
+        ids[choices] = tokens
+        values[choices] = logprobs.index_select(0, choices).gather(1, tokens)
 
 
 class ChoiceTensors:

@@ -66,9 +66,10 @@ class SamplingParams:
 
     The random draw for a token is a function of (`seed` + sample index, position) alone, so any node can take over at
     any position and draw the same token. `num_logprobs`: -1: none; 0: the chosen token's; k: also the k most likely;
-    logprobs are of the raw logits, before penalties and temperature. `allowed_token_ids`: no other token is chosen;
-    empty: all are allowed. `bad_words_token_ids`: no token completes one of these in the output, unless the allowed
-    tokens leave no other. `logits_processors`: those of installed packages that change the raw
+    logprobs are of the raw logits, before penalties and temperature. `logprob_token_ids`: tokens whose logprobs come,
+    in this order, instead of those of the most likely ones; `num_logprobs` is their number. `allowed_token_ids`: no
+    other token is chosen; empty: all are allowed. `bad_words_token_ids`: no token completes one of these in the output,
+    unless the allowed tokens leave no other. `logits_processors`: those of installed packages that change the raw
     logits. `beam_width`: beam search with so many beams, of which the best become the answers. Raises InvalidRequest
     that names the parameter.
     """
@@ -87,6 +88,7 @@ class SamplingParams:
     ignore_eos: bool = False
     stop_token_ids: frozenset[int] = frozenset()
     num_logprobs: int = _within(-1, -1, MAX_LOGPROBS, f"must be at most {MAX_LOGPROBS}")
+    logprob_token_ids: tuple[int, ...] = ()
     num_prompt_logprobs: int | None = None
     structured_outputs: StructuredOutput | None = None
     allowed_token_ids: frozenset[int] = frozenset()
@@ -120,6 +122,16 @@ class SamplingParams:
             _check(False, "logits_processors", count, f"must be at most {MAX_LOGITS_PROCESSORS}")
         if self.logit_bias:
             self._check_logit_bias()
+        if self.logprob_token_ids:
+            self._check_logprob_tokens()
+
+    def _check_logprob_tokens(self) -> None:
+        name, count = "logprob_token_ids", len(self.logprob_token_ids)
+        _check_count(name, count, MAX_LOGPROBS)
+        _check_tokens(name, self.logprob_token_ids)
+        _check(count == self.num_logprobs, name, count, f"must be num_logprobs, {self.num_logprobs} tokens")
+        if self.beam_width:
+            raise InvalidRequest(f"{name} and a beam search exclude each other", name)
 
     def _check_logit_bias(self) -> None:
         _check_count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)

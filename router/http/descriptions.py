@@ -100,6 +100,7 @@ FIELDS: Mapping[str, str] = {
     "unset: `16`",
     "ChatRequest.logprobs": "logprobs of the answer's tokens",
     "prompt_logprobs": "logprobs of the prompt's tokens, and of so many likely ones",
+    "logprob_token_ids": "tokens whose logprobs come instead of the most likely ones'; needs `logprobs`",
     "top_logprobs": "logprobs of so many likely tokens; needs `logprobs`",
     "echo": "begin each text with its prompt",
     "ChatRequest.echo": "begin each content with the last message, if that is the assistant's or is continued",

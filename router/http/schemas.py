@@ -123,6 +123,7 @@ class GenerationFields(BaseModel):
     truncate_prompt_tokens: Whole | None = between(-1)  # -1: what max_tokens leaves of the context
     truncation_side: TruncationSide | None = None
     prompt_logprobs: Whole | None = between(0, MAX_LOGPROBS)
+    logprob_token_ids: list[Whole] | None = Field(None, min_length=1, max_length=MAX_LOGPROBS)
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     best_of: Whole | None = between(1, MAX_N)
@@ -244,8 +245,9 @@ class ChatRequest(GenerationFields, TemplateFields):
             raise InvalidRequest(f"max_completion_tokens {valid.text}, not {limit}", "max_completion_tokens")
         if self.thinking_token_budget is not None:
             self._check_budget(self.thinking_token_budget)
-        if self.top_logprobs and not self.logprobs:
-            raise InvalidRequest("`top_logprobs` needs `logprobs` to be true.", "top_logprobs")
+        if not self.logprobs and (self.top_logprobs or self.logprob_token_ids):
+            name = "top_logprobs" if self.top_logprobs else "logprob_token_ids"
+            raise InvalidRequest(f"`{name}` needs `logprobs` to be true.", name)
         _check_num_logprobs(self.top_logprobs, "top_logprobs")
 
     def _check_budget(self, budget: int) -> None:
@@ -316,6 +318,8 @@ class CompletionRequest(GenerationFields):
         if self.max_tokens == 0 and self.min_tokens:
             raise InvalidRequest(f"`min_tokens` must be in [0, max_tokens], not {self.min_tokens}.", "min_tokens")
         _check_num_logprobs(self.logprobs, "logprobs")
+        if self.logprob_token_ids and self.logprobs is None:
+            raise InvalidRequest("`logprob_token_ids` needs `logprobs`.", "logprob_token_ids")
 
     @property
     def prompt_only(self) -> bool:

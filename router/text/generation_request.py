@@ -223,6 +223,10 @@ def sampling_params(
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < model.vocab_size):
             bad = next(token for token in token_ids if not 0 <= token < model.vocab_size)
             raise InvalidRequest(f"{name} names a token id outside [0, {model.vocab_size}): {bad}", name)
+    if "logprob_token_ids" in given:
+        named = given["logprob_token_ids"] = tuple(dict.fromkeys(given["logprob_token_ids"]))
+        check_tokens(named, model, "logprob_token_ids")
+        given["num_logprobs"] = len(named)
     given["bad_words_token_ids"] = bad_words_token_ids
     if given.get("top_k") == -1:  # vLLM's older way to say off
         given["top_k"] = 0

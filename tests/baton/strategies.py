@@ -42,6 +42,7 @@ attempt_id = st.builds(messages.AttemptId, uint64, name, uint32)
 @st.composite
 def sampling(draw: st.DrawFn, least: int = 1) -> SamplingParams:
     max_tokens = draw(st.integers(least, 2**31 - 1))
+    named = draw(st.lists(int31, max_size=4).map(tuple))
     return SamplingParams(
         temperature=draw(st.floats(0, 100)),
         top_p=draw(st.floats(0, 1, exclude_min=True)),
@@ -56,7 +57,8 @@ def sampling(draw: st.DrawFn, least: int = 1) -> SamplingParams:
         min_tokens=draw(st.integers(0, max_tokens)),
         ignore_eos=draw(st.booleans()),
         stop_token_ids=draw(st.frozensets(int31, max_size=4)),
-        num_logprobs=draw(st.integers(-1, 20)),
+        num_logprobs=len(named) or draw(st.integers(-1, 20)),
+        logprob_token_ids=named,
         num_prompt_logprobs=draw(st.none() | st.integers(0, 20)),
         structured_outputs=draw(st.none() | st.builds(StructuredOutput, st.sampled_from(StructuredKind), name)),
         allowed_token_ids=draw(st.frozensets(int31, max_size=4)),

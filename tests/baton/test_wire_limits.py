@@ -100,6 +100,8 @@ PROMPT = [
     ("sampling.min_p", INF, "min_p"),
     ("sampling.max_tokens", 0, "max_tokens"),
     ("sampling.num_logprobs", 21, "logprobs"),
+    ("sampling.logprob_token_ids", [100], "token ids of logprob_token_ids"),
+    ("sampling.logprob_token_ids", [1] * 21, "logprob_token_ids"),
     ("target_incarnation", "a\nb", "target_incarnation"),
     *[("deadline_s", value, "deadline_s") for value in (NAN, INF, -1.0)],
 ]

@@ -173,6 +173,23 @@ def test_logprobs(llm):
     assert (plain.outputs[0].logprobs, plain.outputs[0].cumulative_logprob) == (None, None)
 
 
+def test_logprobs_of_named_tokens(llm):
+    params = SamplingParams(temperature=0.0, max_tokens=6)
+    [most_likely, named] = llm.generate(
+        ["Once upon a time"] * 2,
+        [dataclasses.replace(params, logprobs=20), dataclasses.replace(params, logprob_token_ids=[300, 16, 300])],
+        use_tqdm=False,
+    )
+    answer, known = named.outputs[0], most_likely.outputs[0].logprobs
+    assert answer.token_ids == most_likely.outputs[0].token_ids
+    for token, entry, top in zip(answer.token_ids, answer.logprobs, known, strict=True):
+        assert list(entry) == [token, *(one for one in (300, 16) if one != token)]
+        assert {logprob.rank for logprob in entry.values()} == {None}
+        shared = entry.keys() & top.keys()
+        assert [entry[one].logprob for one in shared] == pytest.approx([top[one].logprob for one in shared], abs=1e-4)
+        assert all(entry[one].logprob <= min(x.logprob for x in top.values()) for one in entry.keys() - top.keys())
+
+
 def test_logprobs_of_a_prompt_are_those_of_the_same_tokens_as_an_answer(llm):
     """The prefill node scores what the decode node chose one by one; with a handoff and without one."""
     prompt = list(range(100, 140))

@@ -283,6 +283,28 @@ def test_logprobs_are_of_the_raw_logits(device: str) -> None:
     assert [x for _, x in choice.logprobs.top] == pytest.approx([values[0, i].item() - total for i in best], abs=1e-5)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_logprobs_may_be_of_tokens_that_are_named(device: str) -> None:
+    """Beside choices that name none."""
+    values = logits(3).to(device)
+    expected = values.float().log_softmax(dim=-1)
+    first, most_likely, second = choose(
+        values,
+        Ask(greedy(num_logprobs=2, logprob_token_ids=(4, 1)), row=0),
+        Ask(greedy(num_logprobs=3), row=1),
+        Ask(greedy(num_logprobs=1, logprob_token_ids=(0,)), row=2),
+    )
+    for index, (choice, named) in enumerate(((first, [4, 1]), (second, [0]))):
+        assert choice.logprobs is not None
+        assert [token for token, _ in choice.logprobs.top] == named
+        row = expected[2 * index].tolist()
+        assert [value for _, value in choice.logprobs.top] == pytest.approx([row[token] for token in named], abs=1e-5)
+        assert choice.logprobs.logprob == pytest.approx(row[choice.token], abs=1e-5)
+    assert most_likely.logprobs is not None
+    best = expected[1].topk(3).indices.tolist()
+    assert [token for token, _ in most_likely.logprobs.top] == best
+
+
 def test_each_choice_gets_as_many_logprobs_as_it_asked_for() -> None:
     numbers = [-1, 0, 2, 20]
     chosen = choose(logits(), *(Ask(greedy(num_logprobs=n)) for n in numbers))

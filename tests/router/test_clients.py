@@ -195,6 +195,7 @@ async def test_grpc_allowed_tokens_bad_words_and_truncation(stub, nodes):
         prompt="abc " * 100,
         allowed_token_ids=[5, 7],
         bad_words=["x", "x"],
+        logprob_token_ids=[9, 7],
         truncate_prompt_tokens=9,
         skip_special_tokens=False,
         spaces_between_special_tokens=False,
@@ -208,6 +209,7 @@ async def test_grpc_allowed_tokens_bad_words_and_truncation(stub, nodes):
     assert prefill.prompt_tokens == tiny_tokenizer().encode("abc " * 100, True, 9)
     assert (len(prefill.prompt_tokens), prefill.sampling.allowed_token_ids) == (9, {5, 7})
     assert tiny_tokenizer().encode("x", False) in prefill.sampling.bad_words_token_ids
+    assert (prefill.sampling.logprob_token_ids, prefill.sampling.num_logprobs) == ((9, 7), 2)
 
 
 async def test_grpc_beam_search(stub, nodes):

@@ -13,6 +13,7 @@ from baton.sampling import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
     MAX_STOP_TOKEN_IDS,
     NAMES,
     SamplingParams,
@@ -36,10 +37,15 @@ def read_sampling(wire: common_pb2.SamplingParams, limits: Limits = ANY) -> Samp
         ("stop_token_ids", wire.stop_token_ids, MAX_STOP_TOKEN_IDS),
         ("logit_bias", wire.logit_bias, MAX_LOGIT_BIAS),
         ("allowed_token_ids", wire.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS),
+        ("logprob_token_ids", wire.logprob_token_ids, MAX_LOGPROBS),
     ):
         if len(ids) > most:
             raise InvalidRequest(f"{param}: {len(ids)} tokens are more than {most}", param)
-    for param, ids in (("logit_bias", wire.logit_bias), ("allowed_token_ids", wire.allowed_token_ids)):
+    for param, ids in (
+        ("logit_bias", wire.logit_bias),
+        ("allowed_token_ids", wire.allowed_token_ids),
+        ("logprob_token_ids", wire.logprob_token_ids),
+    ):
         highest = max(ids, default=0)
         if highest >= limits.vocab_size:
             text = f"token ids of {param} must be in [0, {limits.vocab_size}), not {highest}"
@@ -49,6 +55,7 @@ def read_sampling(wire: common_pb2.SamplingParams, limits: Limits = ANY) -> Samp
         "logit_bias": dict(wire.logit_bias),
         "stop_token_ids": frozenset(wire.stop_token_ids),
         "allowed_token_ids": frozenset(wire.allowed_token_ids),
+        "logprob_token_ids": tuple(wire.logprob_token_ids),
         "bad_words_token_ids": _read_bad_words(wire.bad_words_token_ids, limits) if wire.bad_words_token_ids else (),
         "structured_outputs": read_structured(wire.structured_outputs) if wire.HasField("structured_outputs") else None,
         "num_prompt_logprobs": wire.num_prompt_logprobs if wire.HasField("num_prompt_logprobs") else None,

@@ -44,5 +44,5 @@ SHARED = frozenset(
         *("structured_outputs", "timeout", "truncate_prompt_tokens", "truncation_side"),
         *GUIDED,
     }
-) - {"max_tokens", "num_logprobs", "prompt_logprobs", "num_prompt_logprobs"}
+) - {"max_tokens", "logprob_token_ids", "num_logprobs", "prompt_logprobs", "num_prompt_logprobs"}
 """Fields of `GenerationFields` that responses have too, with the same meaning. The others are refused."""

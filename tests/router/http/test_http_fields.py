@@ -33,6 +33,20 @@ async def test_sampling_reaches_the_nodes(client, nodes):
     assert sampling.logit_bias == {17: 3.0}
 
 
+async def test_tokens_whose_logprobs_are_wanted_reach_the_nodes(client, nodes):
+    wanted = {"logprob_token_ids": [9, 7.0, 9], "max_tokens": 1}
+    for path, body in (
+        ("/v1/chat/completions", {**CHAT, "logprobs": True}),
+        ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 5}),
+        ("/v1/completions", {"prompt": [5], "logprobs": 0}),
+    ):
+        choice = (await client.post(path, json={**body, **wanted})).json()["choices"][0]
+        sampling = nodes.prefills[-1].sampling
+        assert (sampling.logprob_token_ids, sampling.num_logprobs) == ((9, 7), 2)
+        entry = choice["logprobs"].get("content", [choice["logprobs"]])[0]
+        assert len(entry["top_logprobs"]) == (2 if "chat" in path else 1)
+
+
 async def test_allowed_tokens_and_bad_words_reach_the_nodes_as_ids(client, nodes):
     body = {"prompt": [5], "allowed_token_ids": [7, 9.0, 7], "bad_words": ["hello", " world", "hello"]}
     assert (await client.post("/v1/completions", json=body)).status_code == 200

@@ -24,6 +24,7 @@ IMAGE = [{"type": "image_url", "image_url": {"url": "x"}}]
 LONG = [{"role": "user", "content": "x" * 20_000}]
 DEEP = {"a": {"a": {"a": {"a": {"a": {"a": {"a": {"a": 1}}}}}}}}
 TOOL = {"type": "function", "function": {"name": "f"}}
+NAMED = {"prompt": "x", "logprobs": 1, "logprob_token_ids": [5]}
 
 
 @on_shared_loop
@@ -52,6 +53,12 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ("chat/completions", {**CHAT, "top_logprobs": 2}, 400, "top_logprobs", "logprobs"),
         ("chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "20"),
         ("chat/completions", {**CHAT, "logit_bias": {"x": 1, "2": 1, "y": 1}}, 400, "logit_bias", "more, not 'x', 'y'"),
+        ("chat/completions", {**CHAT, "logprob_token_ids": [5]}, 400, "logprob_token_ids", "needs `logprobs`"),
+        ("completions", {"prompt": "x", "logprob_token_ids": [5]}, 400, "logprob_token_ids", "needs `logprobs`"),
+        ("completions", {**NAMED, "logprob_token_ids": []}, 400, "logprob_token_ids", "at least 1"),
+        ("completions", {**NAMED, "logprob_token_ids": [5] * 21}, 400, "logprob_token_ids", "at most 20"),
+        ("completions", {**NAMED, "logprob_token_ids": [400]}, 400, "logprob_token_ids", "Token id 400"),
+        ("completions", {**NAMED, "use_beam_search": True}, 400, "logprob_token_ids", "exclude each other"),
         ("chat/completions", {**CHAT, "logit_bias": {"4000": 1}}, 400, "logit_bias", "outside [0, 335): 4000"),
         ("chat/completions", {**CHAT, "stop_token_ids": [4000]}, 400, "stop_token_ids", "outside"),
         ("chat/completions", {**CHAT, "allowed_token_ids": []}, 400, "allowed_token_ids", "at least 1"),
