@@ -76,6 +76,7 @@ PARAMETERS: dict[str, list[tuple[str, Fields]]] = {
     "bad_words": _completions({"bad_words": ["dog", "the", "was"]}),
     "allowed_token_ids": _completions({"allowed_token_ids": list(range(100, 1000, 3))}),
     "logprobs": _completions({"logprobs": 0}, {"logprobs": 5, "presence_penalty": 1.0}),
+    "logprob_token_ids": _completions({"logprob_token_ids": [300, 16, 18], "logprobs": 0}),
     "top_logprobs": _chat({"logprobs": True, "top_logprobs": 4}),
     "skip_special_tokens": _completions({"skip_special_tokens": False, "logit_bias": {"4": 16, "2": 16}}),
     "spaces_between_special_tokens": _completions(
