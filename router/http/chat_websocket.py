@@ -42,8 +42,8 @@ class ChatWebSocket:
         body.check()
         model = self._service.model(body.model)
         request_id = body.request_id or state.request_id
-        generation, reading = await self._generate.start_chat(state, request_id, model, body)
-        shape = chat_shape(generation, model, body, reading)
+        generation, reading, prompt = await self._generate.start_chat(state, request_id, model, body)
+        shape = chat_shape(generation, model, body, reading, prompt)
         options = self._generate.forced_options or body.stream_options
         return generation, _Messages(generation, shape, options)
 

@@ -89,6 +89,7 @@ FIELDS: Mapping[str, str] = {
     "truncate_prompt_tokens": "keep the last so many tokens of the prompt; -1: what `max_tokens` leaves of the context",
     "truncation_side": "`right`: `truncate_prompt_tokens` keeps the first tokens; unset: `left`",
     "return_token_ids": "add `token_ids` and, once for each prompt, `prompt_token_ids` to the answer",
+    "return_prompt_text": "add `prompt_text`, what the template made of the chat, to the answer or its first chunk",
     "return_tokens_as_token_ids": "in logprobs, write tokens as `token_id:ID`",
     "return_token_strs": "add `token_strs` to the answer",
     "request_id": "for the log and the answer's id; the header `x-request-id` comes first",

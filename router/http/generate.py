@@ -71,14 +71,14 @@ class GenerateRoutes:
         body.check()
         model = self._service.model(body.model)
         request_id = request_id_of(request, body.request_id)
-        generation, reading = await self.start_chat(request.state, request_id, model, body)
-        return self._response(generation, body, chat_shape(generation, model, body, reading))
+        generation, reading, prompt = await self.start_chat(request.state, request_id, model, body)
+        return self._response(generation, body, chat_shape(generation, model, body, reading, prompt))
 
     async def start_chat(
         self, state: State, request_id: str, model: ServedModel, body: ChatRequest
-    ) -> tuple[Generation, AnswerReading | None]:
+    ) -> tuple[Generation, AnswerReading | None, str]:
         """Start a chat that was checked, with the state of its HTTP request. Also says how its answers are read; None:
-        as they are. Raises BatonError."""
+        as they are; and what the template made of it. Raises BatonError."""
         if body.tools:
             body = body.with_allowed_tools()
         parallel = body.parallel_tool_calls is not False
@@ -97,7 +97,8 @@ class GenerateRoutes:
                     wanted = with_thinking_budget(wanted, body.thinking_token_budget, reading, model.tokenizer)
                 with naming_constraint(plan, body.constraint):
                     wanted = salted(constrained(wanted, plan, reading), state.tenant)
-                    return await self._service.generate(model, wanted, state.received, admitted, state.client), reading
+                    generation = await self._service.generate(model, wanted, state.received, admitted, state.client)
+                return generation, reading, prompt
         except InvalidRequest as error:
             rename_field(error, body.names)
             raise
@@ -209,10 +210,11 @@ def _check_echo(num_chars: int) -> None:
 
 
 def chat_shape(
-    generation: Generation, model: ServedModel, body: ChatRequest, reading: AnswerReading | None
+    generation: Generation, model: ServedModel, body: ChatRequest, reading: AnswerReading | None, prompt: str
 ) -> ChatShape:
     logprobs = ChatLogprobs(model.tokenizer, bool(body.return_tokens_as_token_ids)) if body.logprobs else None
     prompts = prompt_shape(model.tokenizer, body.prompt_logprobs)
     ids = generation.parts[0].request.prompt_tokens if body.return_token_ids else None
     with_reasoning = body.include_reasoning is not False
-    return ChatShape(generation.request_id, model, logprobs, ids, reading, body.echoed, prompts, with_reasoning)
+    text = prompt if body.return_prompt_text else None
+    return ChatShape(generation.request_id, model, logprobs, ids, reading, body.echoed, prompts, with_reasoning, text)

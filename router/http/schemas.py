@@ -230,6 +230,7 @@ class ChatRequest(GenerationFields, TemplateFields):
     top_logprobs: Whole | None = between(0, MAX_LOGPROBS)
     include_reasoning: bool | None = None
     thinking_token_budget: Whole | None = between(-1)  # -1: none
+    return_prompt_text: bool | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
     tools: ToolList | None = None

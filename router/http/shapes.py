@@ -44,9 +44,9 @@ class Shape(Protocol):
 
 
 class ChatShape:
-    """`prompt_ids`: the prompt's tokens, if clients get the ids of tokens. `reading` says how texts become messages;
-    None: texts are their content. `echo` comes before each content. `with_reasoning`: whether clients get what the
-    reading finds to be reasoning; if not, they get nothing that is about single tokens either."""
+    """`prompt_ids`, `prompt_text`: the prompt, if clients get the ids of tokens, or it as text. `reading` says how
+    texts become messages; None: texts are their content. `echo` comes before each content. `with_reasoning`: whether
+    clients get what the reading finds to be reasoning; if not, they get nothing that is about single tokens either."""
 
     def __init__(
         self,
@@ -58,6 +58,7 @@ class ChatShape:
         echo: str = "",
         prompt_shape: PromptShape | None = None,
         with_reasoning: bool = True,
+        prompt_text: str | None = None,
     ) -> None:
         self._prompt_shape = prompt_shape
         self._with_reasoning = with_reasoning
@@ -65,6 +66,8 @@ class ChatShape:
         tells_tokens = with_reasoning or reading is None or not reading.parts_reasoning
         self._logprobs = logprobs if tells_tokens else None
         self._prompt_ids = prompt_ids
+        self._prompt_text = prompt_text
+        self._tells_prompt = prompt_ids is not None or prompt_text is not None
         self._token_ids = prompt_ids is not None and tells_tokens
         self._reading = reading
         self._is_named = reading is not None and reading.is_named  # OpenAI says stop then
@@ -83,7 +86,7 @@ class ChatShape:
 
     def chunk(self, delta: Delta) -> dict[str, Any] | None:
         content = {"content": delta.text} if self._reading is None else delta_of(self._read(self._reading, delta))
-        prompt = {} if self._begun or self._prompt_ids is None else self._prompt()
+        prompt = self._prompt() if self._tells_prompt and not self._begun else {}
         if delta.index not in self._begun:
             self._begun.add(delta.index)
             content = self._echoed({"role": "assistant", "content": None, **content})
@@ -114,7 +117,8 @@ class ChatShape:
         return {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": self.usage(usage)}
 
     def _prompt(self) -> dict[str, Any]:
-        return {} if self._prompt_ids is None else {"prompt_token_ids": list(self._prompt_ids)}
+        ids = {} if self._prompt_ids is None else {"prompt_token_ids": list(self._prompt_ids)}
+        return ids if self._prompt_text is None else {**ids, "prompt_text": self._prompt_text}
 
     def _whole_choice(self, deltas: Sequence[Delta], answer: Delta) -> dict[str, Any]:
         """answer: all of its deltas as one."""

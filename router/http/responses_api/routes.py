@@ -89,7 +89,7 @@ class ResponsesRoutes:
         try:
             chat = body.chat(earlier)
             items = await self._dumped([*earlier, *body.input]) if store else b""
-            generation, reading = await self._generate.start_chat(state, request_id, model, chat)
+            generation, reading, _ = await self._generate.start_chat(state, request_id, model, chat)
         except InvalidRequest as error:
             rename_field(error, _NAMES)
             raise

@@ -18,7 +18,7 @@ from router.offload.template_worker import render
 from tests.router.conftest import on_shared_loop, says
 from tests.router.fake_node import FakeCluster
 from tests.router.http.test_access import running
-from tests.router.http_shapes import CHAT, error_of
+from tests.router.http_shapes import CHAT, error_of, events
 from tests.router.tiny_tokenizer import tiny_tokenizer
 
 CHATS = "/v1/chat/completions"
@@ -60,6 +60,14 @@ async def test_echo_is_of_the_assistant_unless_a_message_is_continued(client: ht
 async def test_the_prompt_does_not_begin_a_message_when_told_so(client: httpx.AsyncClient, nodes: FakeCluster) -> None:
     await client.post(CHATS, json={**CHAT, "add_generation_prompt": False})
     assert text_of(nodes.prefills[0].prompt_tokens).endswith("hi<|im_end|>\n")
+
+
+async def test_the_prompt_may_be_returned_as_text(client: httpx.AsyncClient) -> None:
+    body = {**CHAT, "return_prompt_text": True, "n": 2}
+    text = "<|bos|><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert (await client.post(CHATS, json=body)).json()["prompt_text"] == text
+    chunks = events((await client.post(CHATS, json={**body, "stream": True})).text)
+    assert [chunk.get("prompt_text") for chunk in chunks] == [text] + [None] * (len(chunks) - 1)
 
 
 @on_shared_loop
