@@ -28,7 +28,7 @@ from kv_transfer.transports.carriers.simulated import SimulatedCarrier
 from kv_transfer.transports.pair.transport import PairTransport
 from node.base import Base, Link
 from node.describe import TokenizerFiles
-from node.logits_processors import OWN, LogitsProcessors
+from node.logits_processors import LogitsProcessors
 from node.settings import NodeSettings
 from node.slots import slot_sizes
 
@@ -78,7 +78,7 @@ def make_simulated_base(settings: NodeSettings, wake: Callable[[], None]) -> Bas
         built.engine.config.max_num_seqs,
         settings.time_scale,
     )
-    return Base(settings, built, links, make_links, new_incarnation(), None, LogitsProcessors(OWN))
+    return Base(settings, built, links, make_links, new_incarnation(), None, LogitsProcessors({}))
 
 
 def slots_for(
