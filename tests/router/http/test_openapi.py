@@ -49,6 +49,7 @@ def test_the_messages_api_is_described():
 def test_the_responses_api_is_described():
     described = describe()["components"]["schemas"]["ResponsesRequest"]
     chats = {"n", "best_of", "use_beam_search", "max_tokens", "prompt_logprobs", "response_format", "return_token_ids"}
+    chats |= {"logprob_token_ids"}
     assert set(described["properties"]) == set(ResponsesRequest.model_fields) - chats
     assert described["required"] == ["input"]
     assert described["properties"]["input"]["anyOf"][0] == {"type": "string"}
