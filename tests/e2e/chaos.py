@@ -243,7 +243,7 @@ class Chaos:
         if text.startswith(STOPPED):
             return "its router was stopped"
         if text.startswith(GIVEN_UP):
-            return "error two nodes died of it"
+            return "error two nodes lost that ran it"
         if code not in ERRORS:
             self._report.wrong.append(f"{answer.error}")
         return f"error {code}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -15,7 +17,7 @@ UP = "--device=cpu --log-level=warning --drain-timeout=5"
 @dataclass(slots=True)
 class Attack:
     """The cluster under attack, with the addresses of its nodes by name; `begin` is called once the attacker's
-    preparations are complete."""
+    preparations are complete. `ended`: what the case itself did to processes, by name."""
 
     http: HostPort
     grpc: HostPort
@@ -25,10 +27,21 @@ class Attack:
     vocab_size: int
     began: float = field(default_factory=time.monotonic)
     size: str = ""
+    ended: dict[str, str] = field(default_factory=dict)
 
     def begin(self, size: str = "") -> None:
         self.size = size
         self.began = time.monotonic()
+
+    def stop(self, name: str) -> None:
+        self._send(name, signal.SIGTERM, "stopped when told to")
+
+    def kill(self, name: str) -> None:
+        self._send(name, signal.SIGKILL, "was killed")
+
+    def _send(self, name: str, number: signal.Signals, what: str) -> None:
+        self.ended[name] = what
+        os.kill(self.processes[name].pid, number)
 
     def metrics(self, name: str) -> HostPort:
         address = self.processes[name].metrics

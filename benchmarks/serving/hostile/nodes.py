@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import time
 from collections import Counter
 
@@ -23,7 +21,7 @@ BODY = json.dumps({"prompt": "abc", "max_tokens": 4, "ignore_eos": True, "timeou
 async def drain_one_of_two(attack: Attack) -> str:
     """SIGTERM to one of two decode nodes: 40 requests"""
     attack.begin()
-    os.kill(attack.processes["decode-1"].pid, signal.SIGTERM)
+    attack.stop("decode-1")
     await asyncio.sleep(0.3)  # lets the node report that it is draining
     attempts, failed = Counter[int](), 0
     async with Connection(attack.http) as connection:
@@ -42,7 +40,7 @@ async def drain_one_of_two(attack: Attack) -> str:
 async def drain_only_decode(attack: Attack) -> str:
     """SIGTERM to the only decode node, with a stream on it"""
     attack.begin()
-    os.kill(attack.processes["decode-0"].pid, signal.SIGTERM)
+    attack.stop("decode-0")
     return await _seen(attack)
 
 
@@ -50,7 +48,7 @@ async def drain_only_decode(attack: Attack) -> str:
 async def prefill_dead(attack: Attack) -> str:
     """the only prefill node is killed"""
     attack.begin()
-    os.kill(attack.processes["prefill-0"].pid, signal.SIGKILL)
+    attack.kill("prefill-0")
     return await _seen(attack)
 
 

@@ -30,7 +30,7 @@ from benchmarks.serving.hostile import clients, nodes, peers  # noqa: F401 - the
 from benchmarks.serving.hostile.case import CASES, UP, Attack, Case
 from benchmarks.serving.hostile.stranger import Stranger
 from benchmarks.serving.hostile.victim import Seen, Victim
-from benchmarks.serving.hostile.watch import Memory, cluster_processes, few_descriptors, get, integrity
+from benchmarks.serving.hostile.watch import Memory, Process, cluster_processes, few_descriptors, get, integrity
 
 MIB = 2**20
 CASE_S = 400.0
@@ -56,7 +56,8 @@ class HostileSettings(Settings):
 
 @dataclass(slots=True)
 class Row:
-    """One case's figures. Memory is growth: `peak` during the attack, `kept` afterwards."""
+    """One case's figures. Memory is growth: `peak` during the attack, `kept` afterwards. `dead`: processes that ended
+    by themselves; `ended`: those that the case ended, and how."""
 
     text: str
     outcome: str
@@ -67,6 +68,7 @@ class Row:
     peak_mib: dict[str, int]
     kept_mib: dict[str, int]
     dead: list[str]
+    ended: dict[str, str]
     integrity: str
     serves: str
 
@@ -98,7 +100,7 @@ async def measure(case: Case, attack: Attack, victim: Victim) -> Row:
     until = time.monotonic()
     seen: Seen = victim.between(attack.began, until)
     now = cluster_processes()
-    dead = [name for name, process in attack.processes.items() if name not in now or now[name].pid != process.pid]
+    dead, ended_by_case = gone(attack, now)
     return Row(
         text=f"{case.text}, {attack.size}" if attack.size else case.text,
         outcome=outcome,
@@ -109,9 +111,17 @@ async def measure(case: Case, attack: Attack, victim: Victim) -> Row:
         peak_mib={name: (memory.peak[name] - size) // MIB for name, size in memory.before.items()},
         kept_mib={name: (memory.after[name] - size) // MIB for name, size in memory.before.items()},
         dead=dead,
+        ended=ended_by_case,
         integrity=await integrity(now),
         serves=await _serves(attack.http) if flows else "the victim's stream does not flow",
     )
+
+
+def gone(attack: Attack, now: dict[str, Process]) -> tuple[list[str], dict[str, str]]:
+    """`dead` and `ended` of a Row. `now`: the processes that there are."""
+    names = [name for name, process in attack.processes.items() if name not in now or now[name].pid != process.pid]
+    ended = {name: attack.ended[name] for name in names if name in attack.ended}
+    return [name for name in names if name not in ended], ended
 
 
 async def _run(case: Case, attack: Attack) -> str:
@@ -160,7 +170,9 @@ async def run(settings: HostileSettings) -> dict[str, Row]:
                 row = rows[case.name] = await measure(case, attack, victim)
                 print(f"{case.name}: {row.outcome} {json.dumps(asdict(row))}", file=sys.stderr, flush=True)
                 _save(settings.save, rows)
-                whole = not row.dead and row.serves == "yes" and max(row.kept_mib.values()) < FRESH_MIB
+                whole = (
+                    not row.dead and not row.ended and row.serves == "yes" and max(row.kept_mib.values()) < FRESH_MIB
+                )
     return rows
 
 
@@ -196,7 +208,8 @@ def table(rows: dict[str, Any], before: dict[str, Any]) -> Table:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    state = [f"{name} died" for name in row["dead"]]
+    ended = row.get("ended", {})  # which files of older code lack
+    state = [f"{name} died" for name in row["dead"]] + [f"{name} {how}" for name, how in ended.items()]
     state += [] if row["integrity"] == "ok" else [row["integrity"]]
     state += [] if row["serves"] == "yes" else [row["serves"]]
     numbers = (f"{row['seconds']:.2f}", f"{row['gap_ms']:.0f}", f"{row['tokens_per_s']:.0f}", str(row["lost"]))

@@ -1,13 +1,17 @@
 """What the table of hostile cases says of its victim."""
 
+import signal
+import subprocess
 from dataclasses import asdict
 
 from baton.address import HostPort
-from benchmarks.serving.hostile.run import Row, table
+from benchmarks.serving.hostile.case import Attack
+from benchmarks.serving.hostile.run import Row, gone, table
 from benchmarks.serving.hostile.victim import BEGIN, END, LOST, TOKEN, Victim
+from benchmarks.serving.hostile.watch import Process
 
 SIZES = {"router": 1, "decode-0": 2}
-ROW = Row("a case", "400", 1.0, 20.0, 80.0, 0, SIZES, SIZES, [], "ok", "yes")
+ROW = Row("a case", "400", 1.0, 20.0, 80.0, 0, SIZES, SIZES, [], {}, "ok", "yes")
 
 
 def victim(*events: tuple[float, str]) -> Victim:
@@ -39,8 +43,23 @@ def test_a_lost_stream_is_a_gap_until_the_next_one_speaks() -> None:
     assert (round(seen.longest_gap_s, 3), seen.lost) == (4.0, ["503"])
 
 
+def test_a_process_that_the_case_ended_has_not_died() -> None:
+    with subprocess.Popen(["sleep", "60"]) as stopped, subprocess.Popen(["sleep", "60"]) as killed:
+        pids = {"decode-0": stopped.pid, "decode-1": killed.pid, "prefill-0": 0, "router": 0}
+        processes = {name: Process(name, pid, {}) for name, pid in pids.items()}
+        attack = Attack(HostPort("", 1), HostPort("", 2), {}, processes, 1, 1)
+        attack.stop("decode-0")
+        attack.kill("decode-1")
+    assert [stopped.returncode, killed.returncode] == [-signal.SIGTERM, -signal.SIGKILL]
+    dead, ended = gone(attack, {"router": processes["router"]})
+    row = asdict(ROW) | {"dead": dead, "ended": ended}
+    said = "prefill-0 died; decode-0 stopped when told to; decode-1 was killed"
+    assert said in table({"one": row}, {}).markdown()
+
+
 def test_both_runs_are_in_the_table() -> None:
     before = asdict(ROW) | {"dead": ["decode-0"], "serves": "no"}
+    del before["ended"]  # an earlier version's
     text = table({"one": asdict(ROW)}, {"one": before}).markdown()
     assert "decode-0 died; no" in text
     assert text.count("1/2") == 4
