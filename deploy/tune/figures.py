@@ -14,6 +14,7 @@ POOLS = ("prefill", "decode")
 class Pool:
     """The nodes of a role. None: not known, as without the nodes' own pages.
 
+    waiting: requests, on the nodes; for decode nodes also those that the router keeps until one has room.
     kv_blocks, seats: share in use. device: share of the time in which devices compute. gap: of the time in which a
     device computes or waits for its host, the part in which it waits; for devices of their own only. tokens_per_step:
     of prompts, in the steps that have any. prompt_steps: share of the steps that have prompts. preemptions: per attempt
@@ -93,9 +94,10 @@ def _pool(name: str, router: Window, nodes: Sequence[Window]) -> Pool:
     def said(metric: str, **labels: str) -> float:
         return router.gauge(f"baton:{metric}", pool=name, **labels) or 0.0
 
+    kept = router.gauge_sum("baton:num_requests", state="unplaced") if name == "decode" else 0.0
     return Pool(
         num_nodes=round(router.gauge("baton:nodes", node_role=name, state="up") or 0),
-        waiting=said("pool_requests", state="waiting"),
+        waiting=said("pool_requests", state="waiting") + kept,
         running=said("pool_requests", state="running"),
         kv_blocks=said("pool_utilization", resource="kv_blocks"),
         seats=said("pool_utilization", resource="seats"),

@@ -81,6 +81,10 @@ class Window:
         values = [sample.value for page in self.pages for sample in page.find(name, labels)]
         return sum(values) / len(values) if values else None
 
+    def gauge_sum(self, name: str, **labels: str) -> float:
+        """The mean over all pages of a gauge of which each worker has a part: within a page, their sum."""
+        return sum(_total(page, name, labels) for page in self.pages) / len(self.pages)
+
     def quantile(self, name: str, share: float, **labels: str) -> float | None:
         """Of a histogram's increase: the upper bound of the bucket that has it. None: nothing was observed."""
         buckets = sorted(

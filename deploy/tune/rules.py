@@ -112,7 +112,7 @@ def grow(figures: Figures, goals: Goals) -> Proposal | None:
     pool = figures.pool(name)
     why = (
         f"The {name} pool limits {figures.bottleneck[name]:.0%} of the time: {pool.waiting:.1f} requests wait "
-        f"there, with {pool.kv_blocks:.0%} of KV blocks and {pool.seats:.0%} of seats in use."
+        f"for it, with {pool.kv_blocks:.0%} of KV blocks and {pool.seats:.0%} of seats in use."
     )
     return Proposal(f"{name} nodes", f"{pool.num_nodes + 1} instead of {pool.num_nodes}", why)
 

@@ -288,6 +288,25 @@ def test_figures_are_what_happened_between_two_pages():
     assert (decode.slots, decode.preemptions) == (0.25, None)  # no attempt ended
 
 
+def test_what_a_router_keeps_until_a_decode_node_has_room_waits_for_one():
+    registry = new_registry(ROUTER)
+    metrics = RouterMetrics(registry)
+    metrics.pools.set({"prefill": PoolState(1, 4), "decode": PoolState(1, 1, num_withheld=3)})
+    metrics.set_requests({"queued": 5, "unplaced": 3})
+    page = Page.parse(generate_latest(registry).decode())
+    found = figures([Window([page, page])])
+    assert (found.prefill.waiting, found.decode.waiting) == (4.0, 4.0)
+
+
+def test_a_gauge_of_which_each_worker_has_a_part_is_added_up():
+    head = "baton:build_info 1\n"
+    two = Page.parse(
+        head + 'baton:num_requests{worker="0",state="unplaced"} 3\nbaton:num_requests{worker="1",state="unplaced"} 2\n'
+    )
+    window = Window([two, Page.parse(head)])
+    assert window.gauge_sum("baton:num_requests", state="unplaced") == 2.5
+
+
 def test_one_page_stands_for_all_since_the_start():
     found = figures(windows([router_pages()[-1], node_pages(NodeRole.DECODE)[-1]]))
     assert (found.seconds, found.num_requests, found.decode.device) == (None, 10, None)
