@@ -1,4 +1,4 @@
-"""The command `baton`: the other commands as its subcommands.
+"""The command `baton`: the other commands as its subcommands, and those that have names of their own.
 
 A subcommand's module is imported only when it is called: `baton version` and `baton bench` import no torch, and start
 in a fraction of a second. Nor are settings imported before: that takes a tenth of a second, in which a container that
@@ -87,6 +87,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(EXIT_READER_LEFT)
     finally:
         _reader_left()  # also after --help, which exits: nothing is left to print at Python's exit
+
+
+def up() -> None:
+    """The command `baton-up`."""
+    main(["up", *sys.argv[1:]])
+
+
+def router() -> None:
+    """The command `baton-router`."""
+    main(["router", *sys.argv[1:]])
+
+
+def prefill() -> None:
+    """The command `baton-prefill`."""
+    main(["prefill", *sys.argv[1:]])
+
+
+def decode() -> None:
+    """The command `baton-decode`."""
+    main(["decode", *sys.argv[1:]])
 
 
 def _run(name: str, rest: Sequence[str]) -> None:

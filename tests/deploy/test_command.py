@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from unittest.mock import patch
 
@@ -13,6 +14,8 @@ import pytest
 
 from deploy import command, completion
 from deploy.command import SUBCOMMANDS
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_help_has_a_line_for_each_subcommand(capsys):
@@ -42,6 +45,18 @@ def test_ctrl_c_ends_a_subcommand_without_a_traceback(capsys):
         command.main(["version"])
     assert ended.value.code == 130
     assert capsys.readouterr() == ("", "")
+
+
+def test_commands_with_names_of_their_own_are_subcommands():
+    """So that signals and readers that leave find them as prepared."""
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    own = {name.removeprefix("baton-"): entry for name, entry in scripts.items() if name != "baton"}
+    assert own.keys() == {"up", "router", "prefill", "decode"}
+    for name, entry in own.items():
+        assert entry == f"deploy.command:{name}"
+        with patch("deploy.command._run") as run, patch("sys.argv", [f"baton-{name}", "--model", "m"]):
+            getattr(command, name)()
+        run.assert_called_once_with(name, ["--model", "m"])
 
 
 SLOW = """

@@ -72,8 +72,8 @@ def with_ports(text: str, ports: dict[str, str]) -> str:
 def command(line: str) -> list[str]:
     """The line with its script replaced by what the script runs: scripts need not be installed where tests run."""
     script, *arguments = shlex.split(line)
-    module = SCRIPTS[Path(script).name].split(":")[0]
-    return ["-m", module, *arguments]
+    module, function = SCRIPTS[Path(script).name].split(":")
+    return ["-c", f"import sys; from {module} import {function}; sys.exit({function}())", *arguments]
 
 
 @pytest.fixture(scope="module")
