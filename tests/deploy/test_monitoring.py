@@ -15,8 +15,13 @@ import yaml
 
 from baton.errors import TransferError
 from baton.node_info import NodeRole
+from baton.telemetry import ROUTER, NodeMetrics, new_registry
 from baton.telemetry.metrics import outcome_labels
+from baton.telemetry.pools import PoolMetrics
 from baton.telemetry.timeline import STAGES
+from router.placement.routed_node import Node, pool_state
+from tests.protocol.decoding import Decoding
+from tests.router.rig import info
 from tools.metrics_page import node_registry, router_registry
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,6 +93,48 @@ def test_handoffs_fail_with_every_error_of_a_transfer() -> None:
     assert set(matched.split("|")) == reasons
     page = (ROOT / "docs" / "metrics.md").read_text()
     assert [reason for reason in reasons if f"`{reason}`" not in page] == []
+
+
+def test_a_decode_node_with_too_few_blocks_causes_what_the_alerts_about_its_pool_read() -> None:
+    expressions = {rule["alert"]: rule["expr"] for rule in rules()}
+    exhausted = re.fullmatch(r'max by \(pool\) \((.+){resource="(.+)"}\) > (.+)', expressions["BatonPoolExhausted"])
+    preempting = re.fullmatch(r"sum by \(instance\) \(rate\((.+)\[5m\]\)\) > .+", expressions["BatonPreemptions"])
+    assert exhausted
+    assert preempting
+    decoding, registry = Decoding(num_blocks=18), new_registry(ROUTER)
+    pools, metrics, core = PoolMetrics(registry), NodeMetrics(registry, "m"), decoding.core
+    node = Node(info("d", NodeRole.DECODE), core.load())
+
+    def shown(name: str, **labels: str) -> float:
+        value = registry.get_sample_value(name, {"role": ROUTER, **labels})
+        assert value is not None
+        return value
+
+    def alerts() -> tuple[bool, float]:
+        """Whether the pool counts as exhausted, and how many requests were preempted."""
+        node.load = core.load()
+        pools.set({"prefill": pool_state([], 0), "decode": pool_state([node], 0)})
+        metrics.set_counts({}, core.engine.num_preemptions)
+        used = shown(exhausted[1], pool="decode", resource=exhausted[2])
+        return used > float(exhausted[3]), shown(preempting[1], model_name="m")
+
+    for name in ("old", "young"):
+        decoding.prefill(name, tuple(range(2, 26)), max_tokens=30)
+    seen = [alerts()]
+    while not core.engine.num_preemptions:
+        decoding.turn()
+        if decoding.node.model.is_busy:
+            decoding.node.advance_device()
+        seen.append(alerts())
+    assert seen[0] == (False, 0.0)
+    assert (True, 0.0) in seen
+    assert seen[-1][1] == 1.0
+
+
+def test_no_summary_tells_small_numbers_in_thousandths() -> None:
+    """As Prometheus' `humanize` does: it writes "200m requests a second" for one in five."""
+    summaries = [rule["annotations"]["summary"] for rule in rules()]
+    assert [text for text in summaries if re.search(r"humanize\b", text)] == []
 
 
 @pytest.mark.parametrize(("where", "query"), list(queries()))
