@@ -368,6 +368,18 @@ def test_pools_scale_by_metrics_that_routers_have() -> None:
                 assert labels <= metrics[metric] | {"namespace", "service"}, metric  # the operator adds those two
 
 
+@pytest.mark.parametrize("name", ["tiny", "gpu"])
+def test_values_name_no_replicas_of_what_scales_by_itself(name: str) -> None:
+    """The chart leaves them to the scaling, which begins with its own least."""
+    values = yaml.safe_load(VALUES[name].read_text())
+    pools = {pool: values.get(pool, {}) for pool in ("router", "prefill", "decode")}
+    scaled = [pool for pool, own in pools.items() if own.get("autoscaling", {}).get("enabled")]
+    assert [pool for pool in scaled if "replicas" in pools[pool]] == []
+    if name == "gpu":
+        assert scaled == ["router", "prefill", "decode"]
+        assert {made["spec"]["minReplicaCount"] for made in of_kind(name, "ScaledObject")} == {2}  # as the docs say
+
+
 @needs_promtool
 def test_prometheus_can_read_what_keda_asks(tmp_path: Path) -> None:
     triggers = [trigger for made in of_kind("gpu", "ScaledObject") for trigger in made["spec"]["triggers"]]
