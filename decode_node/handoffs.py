@@ -15,7 +15,7 @@ from baton.errors import BatonError, InvalidRequest, NodeUnavailable
 from baton.handoff_messages import Hello
 from baton.messages import Auth
 from baton.rpc.cluster_secret import HANDOFF, NotTrusted, admit
-from baton.rpc.streams import ENDED, EOF, HELLO_S, STOPPED
+from baton.rpc.streams import ENDED, EOF, HELLO_S, LEFT, STOPPED
 from node.events import ClosePeer, PeerClosed, PeerOpened, ToPrefill
 from node.handoffs.stream import (
     CONNECT_S,
@@ -106,7 +106,7 @@ class HandoffServer:
         )
 
     async def _talk(self, context: Context, theirs: Hello) -> None:
-        peer, reason = theirs.incarnation, "cancelled"
+        peer, reason = theirs.incarnation, LEFT
         stream = self._streams[peer] = HandoffStream(peer, DECODE_CODEC, self._ours.limits)
         try:
             error = await self._connect(theirs)

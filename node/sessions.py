@@ -43,7 +43,7 @@ from baton.messages import (
 )
 from baton.prompt_logprobs import PromptLogprobs
 from baton.rpc.cluster_secret import SESSION, NotTrusted, admit
-from baton.rpc.streams import ENDED, EOF, HEARTBEAT_S, HELLO_S, STOPPED, Stream, first_end, read_all
+from baton.rpc.streams import ENDED, EOF, HEARTBEAT_S, HELLO_S, LEFT, STOPPED, Stream, first_end, read_all
 from baton.rpc.trust import Trust
 from baton.telemetry import NodeMetrics
 from baton.v1 import node_pb2
@@ -153,7 +153,7 @@ class Sessions:
         """One `Session` call, from Subscribe to its end."""
         epoch = await self._subscribe(context)
         session = self._open(epoch)
-        reason = "cancelled"
+        reason = LEFT
         try:
             await context.write(wire.write_node_message(Subscribed(self._incarnation)))
             reason = await first_end(

@@ -129,6 +129,14 @@ async def test_the_decode_node_can_end_it_too():
         assert (await closed(p)).reason == "ABORTED: its transport is gone"
 
 
+async def test_a_prefill_node_that_leaves_is_told_so():
+    """gRPC cancels what serves its stream; an error that says "cancelled" would be taken for the client's doing."""
+    async with pair() as (_, d):
+        async with opened(d) as call:
+            await hear(call)
+        assert (await closed(d)).reason == "the peer ended the call, or its connection was lost"
+
+
 async def test_only_a_reserve_opens_a_stream():
     async with pair() as (p, d):
         p.say(ToDecode(target(d), Release(WORK)), ToDecode(target(d), COMMIT))

@@ -20,6 +20,8 @@ HEARTBEAT_S = 0.5
 HELLO_S = 5.0
 """Timeout for the first message of a new stream."""
 ENDED = "the peer ended the stream"
+LEFT = "the peer ended the call, or its connection was lost"
+"""Why gRPC cancels a server's handler of a stream, unless the server itself ends."""
 STOPPED = "the node was stopped"
 _NO_MESSAGE = "its bytes are no message"
 _LOST_CONNECTION = ("Internal error from Core", "Stream removed")
