@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         results = uvloop.run(bench.run())
     except RequestFailed as error:
-        _fail(str(error), EXIT_FAILED)
+        _fail(f"{settings.url}: {error}", EXIT_FAILED)
     except KeyboardInterrupt:
         print(report(bench.results.runs, None, bench.results.details))
         _fail("interrupted", EXIT_INTERRUPTED)

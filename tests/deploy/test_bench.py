@@ -90,6 +90,13 @@ async def test_a_server_that_is_not_there_is_a_failure():
     assert failed.value.kind == "connect"
 
 
+def test_a_server_that_is_not_there_is_named(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--url=http://127.0.0.1:1"])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.startswith("baton bench: http://127.0.0.1:1: connect: ")
+
+
 async def test_a_server_with_tls_must_be_of_a_known_authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     certificate = make_certificate(tmp_path)
     async with Stub(tls=certificate) as stub:
