@@ -275,6 +275,23 @@ def test_what_is_measured_is_compared_with_the_link(way, gb_s, verdict):
     assert verdicts.transfer(way, gb_s, 1 << 26).verdict == verdict
 
 
+@pytest.mark.parametrize(
+    ("way", "do"),
+    [
+        (Way(True, True, "ucx", 2.0, 380.0), "--transport ipc"),
+        (Way(True, False, "ucx", 2.0, 9.0), "--transport ipc"),
+        (Way(True, False, "ipc", 2.0, 9.0), "on this machine"),
+        (Way(False, True, "ucx", 3.0, 900.0, 12.5, 50.0), "does not use RDMA"),
+        (Way(False, True, "ucx", 3.0, 900.0, 12.5), "--transfer-interface"),
+    ],
+)
+def test_a_slow_transfer_comes_with_advice_that_fits_the_way(way, do):
+    finding = verdicts.transfer(way, 0.1, 1 << 26)
+    assert finding.verdict == "warning"
+    assert do in finding.do
+    assert ("--transfer-interface" in finding.do) == (not way.same_host)
+
+
 def test_a_real_transport_between_two_processes(monkeypatch):
     monkeypatch.setattr(verdicts, "FAR_BELOW", 0.0)
     with listening(in_process=False) as listener:

@@ -53,7 +53,7 @@ def transfer(way: Way, gb_s: float, num_bytes: int) -> Finding:
     ceiling, measure = way.ceiling()
     text = (
         f"{way.transport} moves KV blocks at {gb_s:.2f} GB/s ({num_bytes >> 20} MiB each time, every block compared), "
-        f"where {measure} {'do' if measure.endswith('s') else 'does'} {ceiling:.2f}."
+        f"beside {ceiling:.2f} of {measure}."
     )
     if gb_s >= FAR_BELOW * ceiling:
         return ok("transfer", text)
@@ -61,8 +61,10 @@ def transfer(way: Way, gb_s: float, num_bytes: int) -> Finding:
 
 
 def _advice(way: Way) -> str:
-    if way.same_host and way.on_gpu and way.transport != "ipc":
+    if way.same_host and way.transport != "ipc":
         return "Use --transport ipc within a host, or look in the log for the path that UCX takes."
-    if not way.same_host and way.rdma_gb_s is not None:
+    if way.same_host:
+        return "Look at what else runs on this machine."
+    if way.rdma_gb_s is not None:
         return "It does not use RDMA: try --transport nixl, --transfer-interface, and the check named RDMA."
     return "Look at what else runs on these machines, and at --transfer-interface."
