@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import shutil
+import ssl
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ from deploy.command import SUBCOMMANDS
 from node.settings import NodeSettings
 from node.shell import GRACE_S, THREAD_STOP_S
 from router.settings import RouterSettings
+from tests.certificates import make_certificate
 from tests.deploy.commands import parsed, put_file
 
 ROOT = Path(__file__).parents[2]
@@ -84,9 +86,9 @@ def test_secrets_that_compose_reads_are_neither_committed_nor_copied_into_images
     assert "!secrets" not in (ROOT / ".dockerignore").read_text().splitlines()
 
 
-@pytest.fixture
-def page() -> Iterator[str]:
-    """A server whose /health answers 200, and whose other pages answer 503."""
+@pytest.fixture(params=["plain", "TLS"])
+def page(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A server whose /health answers 200, and whose other pages answer 503. The URL is that of an image's check."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -97,6 +99,10 @@ def page() -> Iterator[str]:
             pass
 
     server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    if request.param == "TLS":
+        certificate, tls = make_certificate(tmp_path), ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        tls.load_cert_chain(certificate.certfile, certificate.keyfile)
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}"
