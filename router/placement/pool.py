@@ -244,8 +244,9 @@ class Pool:
 
     # ---- what it was given ----
 
-    def place(self, placement: Placement, num_tokens: int, now: float) -> None:
-        """A prompt of so many tokens goes there. The caller follows with `prefilled` and `ended`, once each."""
+    def place(self, placement: Placement, num_tokens: int, now: float, goes_on: bool = True) -> None:
+        """A prompt of so many tokens goes there. The caller follows with `prefilled` and `ended`, once each. `goes_on`:
+        an answer may go on at the decode node, which else hears nothing of it."""
         node = placement.prefill
         self._num_placed += 1
         self._num_placed_on[node.version.id] = self._num_placed_on.get(node.version.id, 0) + 1
@@ -257,7 +258,7 @@ class Pool:
         node.last_placed = self._num_placed
         placement.last.to_decode += num_tokens
         self._node_breakers.placed(node.place, now)
-        if placement.decode:
+        if placement.decode and goes_on:
             self._node_breakers.placed(placement.decode.place, now)
             self.pair_breakers.placed(_key(node, placement.decode), now)
 

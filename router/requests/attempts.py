@@ -157,7 +157,7 @@ class Attempts:
         state.version = last.version
         self._report(task, placement, nodes, now)
         last.num_promised += attempt.num_promised
-        self._pool.place(placement, attempt.num_tokens, now)
+        self._pool.place(placement, attempt.num_tokens, now, goes_on=attempt.num_promised > 0)
         for incarnation in attempt.placed_on:
             self._pending.add(incarnation, state.request.block_hashes)
         decode = placement.decode.info if placement.decode else None

@@ -258,6 +258,8 @@ class Updates:
             if incarnation == attempt.decode and not attempt.handed_off:
                 # its last word is still under way and says nothing new
                 self._attempts.abort_on(attempt.prefill, attempt)
+            elif attempt.awaits_decode:  # its first tokens were the whole answer
+                self._pool.worked(incarnation)
             self._attempts.retire(state, attempt, now)
             self._requests.end_if_done(state, now)
         elif incarnation == attempt.decode and not attempt.handed_off:

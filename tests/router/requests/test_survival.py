@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import InternalError, TransferTimeout
-from baton.messages import Adopted, End, HandedOff, Prefill, Tokens
+from baton.messages import Adopted, End, HandedOff, Prefill, SampleEnd, Tokens
 from baton.node_info import NodeRole
-from baton.sampling import SamplingParams
+from baton.sampling import FinishReason, SamplingParams
 from router.placement.circuit_breakers import FIRST_OUT_S, LAST_OUT_S, MAX_FAILURES, TRIAL_S, WINDOW_S, CircuitBreakers
 from router.requests.request_state import RoutedRequest
 from router.requests.retry_budget import MEMORY_S, MIN_PER_S, SHARE, RetryBudget
@@ -81,8 +81,8 @@ def test_what_is_gone_or_failed_long_ago_is_forgotten() -> None:
 # ---- nodes ----
 
 
-def ask(rig: RouterRig, name: str, now: float = 1.0) -> tuple[str, Prefill]:
-    rig.core.submit(RoutedRequest(name, (1, 2, 3), 1, SamplingParams(max_tokens=8), 60.0), now)
+def ask(rig: RouterRig, name: str, now: float = 1.0, max_tokens: int = 8) -> tuple[str, Prefill]:
+    rig.core.submit(RoutedRequest(name, (1, 2, 3), 1, SamplingParams(max_tokens=max_tokens), 60.0), now)
     rig.collect()
     return rig.prefills[-1]
 
@@ -118,6 +118,38 @@ def test_without_another_prefill_node_the_decode_nodes_do_its_work_until_a_trial
     rig.say("d1", trial, Adopted(0.1, 0, 9), now=now)
     assert targets(rig, "c", now) == ("p1", "d1")
     assert rig.core.pool.why_degraded(now) is None
+
+
+ONE_TOKEN = (Tokens(0, 0, (5,)), SampleEnd(0, FinishReason.LENGTH), End())
+
+
+def test_an_answer_that_ends_with_its_first_token_is_a_prefill_nodes_success() -> None:
+    """As all are where prompts are scored: failures among them are not in a row, and one of them may be the trial."""
+    rig = RouterRig("p1", "d1")
+    for number in range(2 * MAX_FAILURES):
+        fail(rig, f"fails-{number}")
+        where, prefill = ask(rig, f"works-{number}", max_tokens=1)
+        rig.say(where, prefill, *ONE_TOKEN)
+        assert where == "p1"
+    for number in range(MAX_FAILURES):
+        fail(rig, f"in-a-row-{number}")
+    now = 1.0 + FIRST_OUT_S
+    where, trial = ask(rig, "trial", now, max_tokens=1)
+    assert targets(rig, "meanwhile", now) == ("d1", None)
+    rig.say(where, trial, *ONE_TOKEN, now=now)
+    assert targets(rig, "after", now) == ("p1", "d1")
+
+
+def test_a_request_that_a_decode_node_never_hears_of_is_no_trial_of_it_or_of_its_pair() -> None:
+    rig = RouterRig("p1", "d1", "d2")
+    rig.core.node_lost("d2", "away", 0.0)
+    for _ in range(MAX_FAILURES):
+        rig.core.pool.failed("d1", "CUDA error", 1.0)
+        rig.core.pool.pair_breakers.failed(("p1", "d1"), "no KV", 1.0)
+    now = 1.0 + FIRST_OUT_S
+    assert [ask(rig, str(i), now, max_tokens=1)[0] for i in range(2)] == ["p1", "p1"]
+    rig.core.node_up(info("d2", NodeRole.DECODE), now)
+    assert {targets(rig, f"more-{i}", now)[1] for i in range(4)} == {"d1", "d2"}
 
 
 def test_a_decode_node_that_fails_gets_requests_only_if_there_is_no_other() -> None:
