@@ -88,7 +88,6 @@ class Generation:
 
     async def start(self, received: float) -> None:
         """Place all prompts. If it raises a BatonError, none is running."""
-        self._admitted.keep()
         self._live.update(part.request.request_id for part in self.parts)
         pause = Pauses()
         try:
@@ -97,6 +96,7 @@ class Generation:
                 await pause()
                 if self._error is not None:  # of a part that was placed before
                     raise self._error
+            self._admitted.keep()  # what is refused does not count as a generation that took no time
         except BaseException:
             self.close()
             self._live.clear()  # those that were not placed

@@ -11,7 +11,7 @@ from baton.sampling import FinishReason, SamplingParams
 from router.deliveries import Deliveries
 from router.generation import Generation, Part
 from router.nodes.dispatcher import Sink
-from router.requests.admission import Admission
+from router.requests.admission import Admission, Full
 from router.requests.request_state import RequestEnd, RequestTimings, RoutedRequest, SampleOut
 from router.text.answer import Answer
 from router.text.stops import StopScanner, StopStrings
@@ -49,8 +49,8 @@ def part(name: str, n: int = 1) -> Part:
     return Part(RoutedRequest(name, (1, 2), n, SamplingParams(), 60.0), [answer(i) for i in range(n)])
 
 
-def generation(placing: Placing, *parts: Part) -> tuple[Generation, Admission]:
-    admission = Admission()
+def generation(placing: Placing, *parts: Part, admission: Admission | None = None) -> tuple[Generation, Admission]:
+    admission = admission or Admission()
     dispatcher: Any = placing
     return Generation("r", dispatcher, parts, admission.admit(len(parts), 2 * len(parts)), Deliveries()), admission
 
@@ -87,6 +87,24 @@ async def test_what_cannot_be_placed_whole_is_not_placed():
         await subject.start(0.0)
     assert not placing.sinks
     assert admission.num_requests == 0
+
+
+async def test_what_cannot_be_placed_says_nothing_of_how_long_generations_last():
+    """By which `Retry-After` goes: for want of nodes, or of room on them, all are refused at once."""
+    now = [0.0]
+    placing, admission = Placing(refuses="b"), Admission(2, clock=lambda: now[0])
+    subject, _ = generation(placing, part("a"), admission=admission)
+    await subject.start(0.0)
+    now[0] = 40.0
+    placing.end("a")
+    for _ in range(50):
+        subject, _ = generation(placing, part("b"), admission=admission)
+        with pytest.raises(NodeUnavailable):
+            await subject.start(40.0)
+    admission.admit(2, 0)
+    with pytest.raises(Full) as error:
+        admission.admit(1, 0)
+    assert error.value.retry_after_s == 20, "half of what is in flight has to end"
 
 
 async def test_a_part_that_ends_while_others_are_placed_is_not_the_end():
