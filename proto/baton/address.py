@@ -30,7 +30,7 @@ class HostPort:
         host, colon, port = text.strip().rpartition(":")
         bracketed = host.startswith("[") and host.endswith("]")
         host = host[1:-1] if bracketed else host
-        if not colon or not host or any(c.isspace() or c in "/[]" for c in host):
+        if not colon or not host or any(c in " /[]" or not c.isprintable() for c in host):
             raise ValueError(f"must be HOST:PORT, not {text!r}")
         try:
             host.encode("idna")  # as each lookup of it does

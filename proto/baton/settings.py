@@ -251,7 +251,7 @@ def _read_file(cls: type[Settings], path: Path) -> dict[str, Any]:
         content = yaml.load(path.read_bytes(), _Values) or {}  # of bytes YAML knows the encoding, whatever the locale
     except OSError as error:
         raise SettingsError(f"--config: cannot read {path}: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # also a date that cannot be
+    except yaml.YAMLError as error:
         raise SettingsError(f"--config: {path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise SettingsError(f"--config: {path} must map names to values")

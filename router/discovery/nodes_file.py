@@ -78,7 +78,7 @@ def _read(path: Path) -> tuple[tuple[int, ...], frozenset[Member]]:
         stated = yaml.load(read_regular(path), _Texts)
     except OSError as error:
         raise BadNodesFile(_unreadable(path, error)) from None
-    except (yaml.YAMLError, RecursionError) as error:
+    except yaml.YAMLError as error:
         raise BadNodesFile(f"{_FLAG}: {path} is neither YAML nor JSON: {' '.join(str(error).split())}") from None
     try:
         return stamp, parse(stated)

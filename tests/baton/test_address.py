@@ -24,6 +24,13 @@ def test_names_that_no_host_can_have(host: str) -> None:
         HostPort.parse(f"{host}:1")
 
 
+@pytest.mark.parametrize("host", ["a b", "a\0", "a\n", "a\x7f", "a\u2028b", "a/b", "[a", ""])
+def test_what_is_no_host_and_port(host: str) -> None:
+    """A resolver takes what is before a NUL, and logs have a line for each address."""
+    with pytest.raises(ValueError, match="must be HOST:PORT"):
+        HostPort.parse(f"{host}:1")
+
+
 @pytest.mark.parametrize("host", ["a" * 63 + ".b", "a.", "bücher.example", "_a.b", "10.0.0.1"])
 def test_names_that_a_host_can_have(host: str) -> None:
     assert HostPort.parse(f"{host}:1").host == host

@@ -186,6 +186,8 @@ def test_a_bad_variable_is_named(capsys, monkeypatch):
         ("max-num-seqs: 1\nmax_num_seqs: 2", "sets 'max_num_seqs' twice"),
         ("max-num-seqs: 1\nlow: 2\nmax-num-seqs: 2", "'max-num-seqs' is there twice"),
         ("low: 2026-13-01", "is not YAML: month must be in 1..12"),
+        (r'low: "\UFFFFFFFF"', "is not YAML: "),
+        ("low: !!bool maybe", "is not YAML: "),
         ("low: " + 3000 * "[", "is not YAML: maximum recursion depth exceeded"),
         ("listen: 8000", "): must be HOST:PORT, not '8000'"),
         ("listen: {host: a, port: 1}", "): must be HOST:PORT, not "),
