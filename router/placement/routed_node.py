@@ -63,7 +63,7 @@ class Node:
         layout = self.info.layout
         self.tables = TableShape(layout.block_size, layout.windows)
         self.num_next = self.tables.width
-        self.capacity = self.info.num_blocks * layout.block_size // max(1, self.tables.num_full)
+        self.capacity = max(1, self.info.num_blocks * layout.block_size // max(1, self.tables.num_full))
         self.version = version_of(self.info)
 
     @property

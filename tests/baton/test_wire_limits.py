@@ -19,6 +19,7 @@ from baton.messages import (
     End,
     HandedOff,
     KvEvents,
+    Load,
     Prefill,
     Sample,
     TokenLogprobs,
@@ -234,6 +235,21 @@ def test_an_update_that_makes_no_sense_ends_its_own_work_and_no_other(kind) -> N
 
 
 LAYER = {"num_kv_heads": 2, "head_dim_k": 1, "head_dim_v": 1, "dtype": "float32"}
+
+
+@pytest.mark.parametrize("field", ["target_itl_s", "prompt_tokens_per_s"])
+@pytest.mark.parametrize("value", [NAN, INF, -1.0])
+def test_a_load_has_finite_times_and_rates(field: str, value: float) -> None:
+    load = node_pb2.Load()
+    setattr(load, field, value)
+    with pytest.raises(InvalidRequest, match=field):
+        wire.read_node_message(node_pb2.NodeMessage(load=load))
+
+
+@pytest.mark.parametrize(("said", "rate"), [(0.0, 0.0), (5e-324, 0.0), (1e-9, 0.0), (0.5, 0.5), (1e300, 1e300)])
+def test_a_rate_at_which_nothing_is_ever_computed_is_not_known(said: float, rate: float) -> None:
+    load = wire.read_node_message(node_pb2.NodeMessage(load=node_pb2.Load(prompt_tokens_per_s=said)))
+    assert load == Load(prompt_tokens_per_s=rate)
 
 
 def node_info(**changes: object) -> common_pb2.NodeInfo:

@@ -151,10 +151,11 @@ def read_seconds(value: float, param: str, most: float = MAX_SECONDS) -> float:
 
 
 def read_rate(value: float, param: str) -> float:
-    """A number per second. Raises InvalidRequest if it is negative, infinite or NaN."""
+    """A number per second, 0 if it is so small that nobody waits for it: a quotient would be infinite. Raises
+    InvalidRequest if it is negative, infinite or NaN."""
     if not 0.0 <= value < math.inf:
         raise InvalidRequest(f"{param} must be 0 or more per second, not {value}", param)
-    return value
+    return value if value * MAX_SECONDS >= 1.0 else 0.0
 
 
 def write_time_left(seconds: float) -> float:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from random import Random
 
 import pytest
 
+from baton.layout import KvLayout, LayerKv
+from baton.messages import Load
 from baton.node_info import NodeInfo, NodeRole
 from router.placement import compatibility
 from router.placement.circuit_breakers import FIRST_OUT_S, MAX_FAILURES
 from router.placement.pool import Pool
+from router.policies.registry import POLICIES, find_policy
 from tests.router.rig import info
 
 
@@ -94,3 +98,16 @@ def test_each_pair_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3):
         assert len(pool.targets(source, 0.0)) == 3
     assert len(compared) == len(set(compared)) == 16 + 3
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_a_pool_of_less_than_a_token_is_none_to_divide_by(policy: str) -> None:
+    """What a node says of itself may be wrong, and then no other request is the worse for it."""
+    layer = LayerKv(1, 8, 8, "float32")
+    layout = KvLayout((layer, layer), block_size=1, fingerprint="f", groups=((0,), (1,)))
+    pool = Pool(policy=find_policy(policy), draw=Random(0))
+    for name, num_blocks in (("d1", 1), ("d2", 9)):
+        pool.add(dataclasses.replace(info(name, NodeRole.DECODE), layout=layout, num_blocks=num_blocks), 0.0)
+    pool.update_load("d1", Load(), 0.0)  # nor does it tell of its blocks
+    placement = pool.choose(set(), 0.0, num_tokens=1)
+    assert placement is not None
