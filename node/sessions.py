@@ -35,6 +35,7 @@ from baton.messages import (
     Load,
     Migrate,
     Prefill,
+    SampleEnd,
     Started,
     Stayed,
     Subscribe,
@@ -281,12 +282,14 @@ class Sessions:
 
 
 def _batches(updates: Sequence[Update]) -> Iterator[tuple[Update, ...]]:
-    """All of them, in messages of bounded size."""
+    """All of them, in messages of bounded size. A sample's end stays with its last token: if it were lost, the router
+    would have the sample go on."""
     start = num_bytes = 0
     for end, update in enumerate(updates, 1):
         if isinstance(update.kind, PromptLogprobs):
             num_bytes += update.kind.num_bytes
-        if end - start == UPDATES_PER_MESSAGE or num_bytes >= PIECES_BYTES_PER_MESSAGE or end == len(updates):
+        is_full = end - start >= UPDATES_PER_MESSAGE or num_bytes >= PIECES_BYTES_PER_MESSAGE
+        if end == len(updates) or (is_full and not isinstance(updates[end].kind, SampleEnd)):
             yield tuple(updates[start:end])
             start, num_bytes = end, 0
 

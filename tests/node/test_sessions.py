@@ -14,6 +14,7 @@ from baton.messages import (
     KvEvents,
     Load,
     Prefill,
+    SampleEnd,
     Subscribe,
     Subscribed,
     Tokens,
@@ -24,6 +25,7 @@ from baton.node_info import NodeRole
 from baton.prompt_logprobs import PromptLogprobs
 from baton.rpc.streams import Stream
 from baton.rpc.trust import Trust
+from baton.sampling import FinishReason
 from baton.telemetry import NodeMetrics, new_registry
 from baton.v1 import node_pb2, node_pb2_grpc
 from baton.wire import Limits
@@ -270,6 +272,21 @@ async def test_many_updates_go_in_messages_of_bounded_size(monkeypatch):
     async with running(PREFILL_SIDE, NodeRole.PREFILL, script=answer) as node, session(node) as router:
         await router.send(prefill(WORK))
         assert [len(await router.updates()) for _ in range(2)] == [2, 1]
+
+
+async def test_a_samples_end_travels_with_its_last_token(monkeypatch):
+    """A node that died between two messages would leave a sample that goes on after its end, elsewhere."""
+    monkeypatch.setattr(sessions, "UPDATES_PER_MESSAGE", 3)
+    async with (
+        running(DECODE_SIDE, NodeRole.DECODE) as node,
+        RouterStream(node_pb2_grpc.DecodeNodeStub(node.channel), Subscribe(1, "i1")) as router,
+    ):
+        await router.read()
+        tokens, end = [Tokens(0, index, (7,)) for index in range(5)], SampleEnd(0, FinishReason.STOP)
+        kinds: list[UpdateKind] = [*tokens[:3], end, *tokens[3:], end, End()]
+        node.say(*[ToRouter(1, Update(WORK, kind)) for kind in kinds])
+        said = [[update.kind for update in await router.updates()] for _ in range(3)]
+        assert said == [kinds[:4], kinds[4:7], kinds[7:]]
 
 
 async def test_logprobs_of_prompts_go_in_messages_of_bounded_size(monkeypatch):
