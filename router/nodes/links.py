@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 
 DESCRIBE_TIMEOUT_S = 5.0
 TOKENIZER_TIMEOUT_S = 60.0
+MAX_TOKENIZER_BYTES = 256 * 2**20
+"""Several times the largest. Whoever is at the address may send without end, and has not proved the cluster's secret
+yet."""
 LAST_WORD_S = 0.5
 """How long a stream that can no longer be written to has to say why."""
 _ENOUGH_BYTES = 2**20
@@ -225,11 +228,14 @@ async def _write(call: _Call, outgoing: asyncio.Queue[Prefill | Abort | Migrate]
 
 async def _fetch_tokenizer(status: node_pb2_grpc.NodeStatusStub, info: NodeInfo) -> bytes:
     request = node_pb2.GetTokenizerRequest(digest=info.tokenizer_digest)
-    pieces = list[bytes]()
+    pieces, num_bytes = list[bytes](), 0
     async with until_silent(DESCRIBE_TIMEOUT_S) as watch:
         async for chunk in status.GetTokenizer(request, timeout=TOKENIZER_TIMEOUT_S):
             watch.heard()
             pieces.append(chunk.data)
+            num_bytes += len(chunk.data)
+            if num_bytes > MAX_TOKENIZER_BYTES:
+                raise NodeUnavailable(f"its tokenizer has more than {MAX_TOKENIZER_BYTES} bytes")
     return b"".join(pieces)
 
 

@@ -169,6 +169,16 @@ async def test_a_node_that_stops_sending_its_tokenizer_does_not_keep_the_others_
     await router.stop()
 
 
+async def test_a_tokenizer_without_end_is_not_read_to_its_end(empty, monkeypatch):
+    monkeypatch.setattr(nodes_of_router, "MAX_TOKENIZER_BYTES", 5000)
+    node = await empty.add(NodeRole.DECODE)
+    router = Router(empty)
+    await router.start()
+    link = router.server.cluster.find(node.info.address)
+    await router.until(lambda: link.problem == "its tokenizer has more than 5000 bytes")
+    await router.stop()
+
+
 async def test_a_node_that_is_removed_while_it_sends_its_tokenizer_does_not_take_the_others_with_it(empty):
     hung = await empty.add(NodeRole.DECODE)
     hung.sends_tokenizer.clear()
