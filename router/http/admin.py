@@ -96,6 +96,7 @@ class AdminRoutes:
         self._keys.owner(authorization_of(request.scope))
 
     def _find(self, name: str) -> NodeLink:
+        """Raises NoSuchNode, and InvalidRequest for an id of several nodes."""
         if (link := self._cluster.find(name)) is None:
             raise NoSuchNode(f"There is no node {name[:_MAX_ADDRESS_CHARS]!r}: it must be an address or a node's id.")
         return link

@@ -41,6 +41,7 @@ NODES: dict[str, Any] = {
     "required": ["nodes", "unpaired", "problems"],
 }
 ADMIN_ERRORS = {401: "The key of the admin API is missing or wrong", 404: "No such node, or no --admin-api-key"}
+NAMED_NODE_ERRORS = {400: "The id is that of several nodes", **ADMIN_ERRORS}
 
 
 NODE_NAME = {

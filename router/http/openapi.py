@@ -21,7 +21,7 @@ from router.http.console.snapshot import PATH as SNAPSHOT_PATH
 from router.http.debug_requests import PATH as REQUESTS
 from router.http.descriptions import with_descriptions
 from router.http.errors.anthropic import PATH as MESSAGES
-from router.http.node_openapi import ADMIN_ERRORS, ADMIN_NODES, NODE, NODE_NAME, NODES
+from router.http.node_openapi import ADMIN_ERRORS, ADMIN_NODES, NAMED_NODE_ERRORS, NODE, NODE_NAME, NODES
 from router.http.request_openapi import LIMIT, RECENT, REQUEST_ID, TIMELINES
 from router.http.responses_api.openapi import DELETED, PAGE_OF_ITEMS, RESPONSE, RESPONSE_ID
 from router.http.responses_api.routes import PATH as RESPONSES
@@ -242,11 +242,11 @@ def _operation() -> dict[str, Any]:
             **_post("add_node", NodeRequest, NODE, {**_BODY_ERRORS, **ADMIN_ERRORS}),
         },
         f"{ADMIN}/{{node}}": {
-            "delete": {"operationId": "remove_node", "responses": _responses(_json(NODE), ADMIN_ERRORS)},
+            "delete": {"operationId": "remove_node", "responses": _responses(_json(NODE), NAMED_NODE_ERRORS)},
             **NODE_NAME,
         },
         f"{ADMIN}/{{node}}/drain": {
-            "post": {"operationId": "drain_node", "responses": _responses(_json(NODE), ADMIN_ERRORS)},
+            "post": {"operationId": "drain_node", "responses": _responses(_json(NODE), NAMED_NODE_ERRORS)},
             **NODE_NAME,
         },
         "/debug/prefix_index": _get("prefix_index", _json(_PREFIX_INDEX)),

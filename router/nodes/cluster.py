@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from baton.address import HostPort
+from baton.errors import InvalidRequest
 from baton.node_info import NodeRole
 from router.discovery.membership import Membership
 from router.discovery.source import Member
@@ -128,11 +129,16 @@ class Cluster:
         await asyncio.gather(*(each.task for each in running), return_exceptions=True)
 
     def find(self, name: str) -> NodeLink | None:
-        """The link of that address, or to the node of that id or incarnation."""
-        for link in self.links:
-            if name == str(link.address) or (link.info and name in (link.info.node_id, link.info.incarnation)):
-                return link
-        return None
+        """The link of that address, or to the node of that id or incarnation. Raises InvalidRequest for an id of
+        several nodes, as of nodes on several machines that were given none."""
+        if link := next((link for link in self.links if name == str(link.address)), None):
+            return link
+        named = [link for link in self.links if link.info and name in (link.info.node_id, link.info.incarnation)]
+        if len(named) > 1:
+            addresses = ", ".join(str(link.address) for link in named[:NUM_TOLD])
+            why = f"{len(named)} nodes have the id {name!r}. Name one by its address: {addresses}"
+            raise InvalidRequest(why, "node")
+        return named[0] if named else None
 
     def remove(self, link: NodeLink) -> None:
         """End the links to the node at once, whatever wants it: its requests go on elsewhere."""

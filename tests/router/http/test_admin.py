@@ -165,6 +165,23 @@ async def test_a_drained_node_finishes_what_it_has_and_gets_nothing_new(operator
     await operator.router.until(lambda: not node.sessions)
 
 
+@pytest.mark.parametrize(("method", "then"), [("DELETE", ""), ("POST", "/drain")])
+async def test_an_id_of_several_nodes_names_none_of_them(operator: Operator, method: str, then: str) -> None:
+    """As nodes have that run on several machines with the same flags: it would be any of them."""
+    first, second = operator.nodes.nodes
+    twin = await operator.nodes.add(NodeRole.DECODE, node_id=first.info.node_id)
+    await operator.post("decode", twin)
+    await operator.router.until(lambda: operator.router.server.cluster.num_nodes_by_state()["decode", "up"] == 3)
+    refused = await operator.client.request(method, f"/admin/nodes/{first.info.node_id}{then}")
+    both = f"{first.info.address}, {twin.info.address}"
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "node")
+    assert refused.json()["error"]["message"].endswith(f"Name one by its address: {both}")
+    assert set((await operator.states()).values()) == {"up"}
+    for name, node in ((twin.info.address, twin), (second.info.node_id, second)):
+        assert (await operator.client.request(method, f"/admin/nodes/{name}{then}")).status_code == 200
+        await operator.gone(node)
+
+
 @pytest.mark.parametrize("how", ["drain", "remove"])
 async def test_a_node_of_two_addresses_is_not_used_at_the_other_one_instead(operator: Operator, how: str) -> None:
     node, cluster = operator.nodes.nodes[0], operator.router.server.cluster
