@@ -51,7 +51,7 @@ class ChatTemplate:
         try:
             self._template = _environment().from_string(source)
             self._template.globals = dict(self._template.globals)  # each rendering copies them: of a ChainMap, slowly
-        except jinja2.TemplateError as error:
+        except Exception as error:  # noqa: BLE001  (Jinja's, or Python's of the program that it makes of it)
             self._broken = f"the chat template cannot be compiled: {error}"
 
     def render(

@@ -53,8 +53,13 @@ def test_what_the_template_refuses_is_said():
         render("{{ messages[7].content.upper() }}")
 
 
-def test_a_broken_template_refuses_all_messages():
-    template = ChatTemplate("{% for %}", {})
+DEEP = "{{ " + 3000 * "(" + "1" + 3000 * ")" + " }}"
+
+
+@pytest.mark.parametrize("source", ["{% for %}", "{% break %}", DEEP, "{{ " + 5000 * "9" + " }}"])
+def test_a_broken_template_refuses_all_messages(source):
+    """And no more: a node whose template it is computes completions."""
+    template = ChatTemplate(source, {})
     with pytest.raises(InvalidRequest, match="cannot be compiled"):
         template.render(MESSAGES)
 
