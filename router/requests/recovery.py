@@ -82,12 +82,12 @@ class Recovery:
         if not (retry or error.retryable) or attempt.id.attempt + 1 >= MAX_ATTEMPTS:
             self._requests.end(state, _given_up(state) if is_suspect else error, now)
             return
-        if not (isinstance(error, NodeLost | PeerLost) or self._retries.take(now)):
+        tasks = [_next_task(state, attempt, group, error) for group in state.groups(unfinished)]
+        if not (isinstance(error, NodeLost | PeerLost) or self._retries.take(now, len(tasks))):
             self._requests.end(
                 state, type(error)(f"{error.message}; not tried again, since too many requests are"), now
             )
             return
-        tasks = [_next_task(state, attempt, group, error) for group in state.groups(unfinished)]
         if is_suspect:
             for task in tasks:
                 self._attempts.hold(task)

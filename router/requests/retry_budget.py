@@ -31,12 +31,13 @@ class RetryBudget:
         self._decay(now)
         self._balance += SHARE
 
-    def take(self, now: float) -> bool:
-        """Take one further attempt. False: the budget is used up."""
+    def take(self, now: float, num_attempts: int = 1) -> bool:
+        """Take so many further attempts at one request. False: the budget is used up. It may be overdrawn: many answers
+        to one prompt are tried again together, or not at all."""
         self._decay(now)
         if self._balance < 1:
             return False
-        self._balance -= 1
+        self._balance -= num_attempts
         return True
 
     def _decay(self, now: float) -> None:

@@ -214,6 +214,18 @@ def test_a_request_ends_with_its_error_when_too_many_are_tried_again() -> None:
     assert rig.end.message == "late; not tried again, since too many requests are"
 
 
+def test_each_answer_that_is_tried_again_takes_its_share() -> None:
+    """What had tokens goes on in an attempt of its own."""
+    rig = RouterRig("d1", with_prefill=False)
+    prefill = rig.submit(n=FLOOR)
+    rig.say("d1", prefill, *(Tokens(sample, 0, (5,)) for sample in range(FLOOR)), End(TransferTimeout("late")))
+    assert len(rig.prefills) == 1 + FLOOR
+    where, other = ask(rig, "other")
+    rig.say(where, other, End(TransferTimeout("late")))
+    assert isinstance(rig.end, TransferTimeout)
+    assert rig.end.message == "late; not tried again, since too many requests are"
+
+
 def test_streams_of_a_lost_node_all_go_on() -> None:
     rig = RouterRig("p1", "d1", "d2")
     prefills = [ask(rig, str(i))[1] for i in range(4 * FLOOR)]
