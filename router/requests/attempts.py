@@ -106,7 +106,7 @@ class Attempts:
                 try:
                     placement = self.choose(task.request_state, task.samples, now)
                 except (VersionGone, TooLargeForNow, InvalidRequest) as error:
-                    in_vain.append((task.request_state, error))
+                    in_vain.append((task.request_state, task.refused(error)))
                     continue
                 except NodeUnavailable as misfit:  # a node that fits may come yet, and the request has a deadline
                     if self._pool.why_not_ready(task.request_state.version):

@@ -121,11 +121,8 @@ class Recovery:
                 if lost and isinstance(error, Overloaded) and (placement is None or _is_full(state, lost, placement)):
                     raise error
                 self._attempts.place_or_wait(task, placement, now)
-        except (NodeUnavailable, Overloaded) as refused:
-            end = error if refused is error else type(refused)(f"{error.message}; {refused.message}")
-            self._requests.end(state, end, now)
-        except InvalidRequest as refused:  # by the nodes that are left: the one that is gone could hold it
-            self._requests.end(state, NodeUnavailable(f"{error.message}; {refused.message}"), now)
+        except (NodeUnavailable, Overloaded, InvalidRequest) as refused:
+            self._requests.end(state, error if refused is error else tasks[0].refused(refused), now)
 
 
 def _given_up(state: RequestState) -> InternalError:

@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from baton.block_hash import BlockHash
-from baton.errors import BatonError, DeadlineExceeded, InternalError, NodeUnavailable, PeerLost, TransferError
+from baton.errors import (
+    BatonError,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    NodeUnavailable,
+    PeerLost,
+    TransferError,
+)
 from baton.incarnation import failure_domain
 from baton.messages import (
     Adopted,
@@ -248,6 +256,14 @@ class Unplaced:
     attempt: int
     error: BatonError | None = None
     cause: str = ""
+
+    def refused(self, error: BatonError) -> BatonError:
+        """What ends it if the nodes that there are refuse it. Of a later attempt this is not the client's mistake: a
+        node that is gone had taken it."""
+        if not self.attempt or self.error is None:
+            return error
+        kind = NodeUnavailable if isinstance(error, InvalidRequest) else type(error)
+        return kind(f"{self.error.message}; {error.message}")
 
 
 @dataclass(slots=True)

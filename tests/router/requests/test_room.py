@@ -265,6 +265,19 @@ def test_as_many_answers_as_only_a_lost_node_could_run_end_with_its_loss() -> No
     assert rig.end.message == "decode node d2 lost: gone; n 8 is more than --max-num-seqs 4"
 
 
+def test_as_many_answers_as_a_node_that_comes_can_not_run_end_with_the_loss_before() -> None:
+    rig = RouterRig("p1")
+    rig.core.node_up(dataclasses.replace(info("d2", NodeRole.DECODE), max_num_seqs=8), 0.0)
+    load(rig, 90, "d2")
+    rig.core.submit(RoutedRequest("many", tuple(range(LONG)), 8, SamplingParams(max_tokens=8), 60.0), 0.0)
+    rig.core.node_lost("d2", "gone", 0.0)
+    assert rig.core.states() == [AttemptState.UNPLACED]
+    rig.core.node_up(dataclasses.replace(info("d1", NodeRole.DECODE), num_blocks=100), 1.0)
+    rig.collect()
+    assert isinstance(rig.end, NodeUnavailable)
+    assert rig.end.message == "decode node d2 lost: gone; n 8 is more than --max-num-seqs 4"
+
+
 def test_after_a_loss_room_is_needed_for_the_output_too() -> None:
     """32 tokens of prompt and 40 of output take 5 blocks, and one for the next token."""
     rig = RouterRig("p1", "d1")
