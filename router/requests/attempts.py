@@ -25,6 +25,10 @@ from router.versions import ModelVersion, VersionGone
 
 log = logging.getLogger(__name__)
 
+LEAST_DEADLINE_S = 1e-3
+"""What an Abort states of an attempt that was late when it was placed. 0 would be no deadline, and nodes that never
+heard of the attempt would remember it for hours."""
+
 
 class Attempts:
     """Uses the pool's nodes, and tells them through `outbox`; `index` says what they hold. Keeps up to date
@@ -253,7 +257,8 @@ class Attempts:
 
     def abort_on(self, incarnation: str, attempt: Attempt, samples: tuple[int, ...] = ()) -> None:
         if self._pool.get(incarnation):
-            self._outbox.to_node(incarnation, Abort(attempt.id, samples, attempt.deadline_s))
+            deadline_s = attempt.deadline_s if attempt.deadline_s > LEAST_DEADLINE_S else LEAST_DEADLINE_S
+            self._outbox.to_node(incarnation, Abort(attempt.id, samples, deadline_s))
 
     def retire(self, state: RequestState, attempt: Attempt, now: float) -> None:
         """It is over: nothing that a node says of it counts any more."""

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from baton import wire
 from baton.errors import (
     BatonError,
     CacheExhausted,
@@ -41,6 +42,20 @@ def handed_over(*names: str) -> tuple[RouterRig, Prefill]:
 def aborts(rig: RouterRig) -> list[tuple[str, tuple[int, ...]]]:
     """(node, samples) of each Abort so far."""
     return [(a.incarnation, a.message.samples) for a in rig.sent if isinstance(a.message, Abort)]
+
+
+def test_an_abort_of_what_was_late_from_the_start_states_its_deadline() -> None:
+    """As of a prompt that was longer on its way here than its client waits. Without one, each would stay at the decode
+    node for twice `--request-timeout`, and a million of them cost the router its session."""
+    rig = RouterRig("p1", "d1")
+    rig.core.submit(RoutedRequest("r", (1, 2), 1, SamplingParams(), 0.01), 10.0, 9.9)
+    rig.tick(10.0)
+    assert rig.aborted == {"p1", "d1"}
+    for action in rig.sent:
+        if isinstance(action.message, Abort):
+            read = wire.read_router_message(wire.write_router_message(action.message))
+            assert isinstance(read, Abort)
+            assert 0.0 < read.deadline_s < 1.0
 
 
 # ---- whose words count ----
