@@ -41,7 +41,8 @@ class DiscoverySettings(Settings):
 
     @model_validator(mode="after")
     def _check_discovery(self) -> DiscoverySettings:
-        twice = set(self.prefill_dns) & set(self.decode_dns)
-        if twice:
-            raise ValueError(f"--prefill-dns, --decode-dns: {twice.pop()} is given for both")
+        every = [*self.prefill_dns, *self.decode_dns]
+        twice = next((name for name in every if every.count(name) > 1), None)
+        if twice:  # two lookups would undo each other, if only one of them fails
+            raise ValueError(f"--prefill-dns, --decode-dns: {twice} is given twice")
         return self

@@ -374,7 +374,8 @@ HERE = (HostPort("a", 1),)
     [
         ({}, "--decode: at least one address is needed, without --decode-dns, --nodes-file or --admin-api-key"),
         ({"decode": HERE, "workers": 2, "admin_api_key": (SecretStr("k"),)}, "--admin-api-key: must be unset with"),
-        ({"prefill_dns": HERE, "decode_dns": HERE}, "--prefill-dns, --decode-dns: a:1 is given for both"),
+        ({"prefill_dns": HERE, "decode_dns": HERE}, "--prefill-dns, --decode-dns: a:1 is given twice"),
+        ({"decode_dns": HERE * 2}, "--prefill-dns, --decode-dns: a:1 is given twice"),
     ],
 )
 def test_settings_that_cannot_be_are_named(settings: dict[str, Any], why: str) -> None:
