@@ -258,7 +258,7 @@ class Updates:
             if incarnation == attempt.decode and not attempt.handed_off:
                 # its last word is still under way and says nothing new
                 self._attempts.abort_on(attempt.prefill, attempt)
-            elif attempt.awaits_decode:  # its first tokens were the whole answer
+            elif attempt.decode and incarnation == attempt.prefill:  # its first tokens were the whole answer
                 self._pool.worked(incarnation)
             self._attempts.retire(state, attempt, now)
             self._requests.end_if_done(state, now)
