@@ -131,7 +131,7 @@ def test_helm_refuses_values_that_the_schema_does_not_allow(value: str, complain
         check=False,
     )
     assert ran.returncode != 0
-    assert complaint in ran.stderr
+    assert complaint in ran.stderr.replace("/", ".")  # helm 4 separates a value's names by slashes
 
 
 def test_the_values_that_come_with_the_chart_match_its_schema() -> None:

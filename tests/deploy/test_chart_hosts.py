@@ -186,7 +186,7 @@ def test_what_pods_cannot_be_is_refused_by_name(values: str, why: str) -> None:
     command = [str(HELM), "template", "baton", str(CHART), "--set", values]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (ran.returncode == 0) == (not why), ran.stderr
-    assert why in ran.stderr
+    assert why in ran.stderr.replace("/", ".")  # helm 4 separates a value's names by slashes
 
 
 def why_not_said(host: Host, text: str) -> str | None:
