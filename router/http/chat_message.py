@@ -9,10 +9,10 @@ from router.tool_parsers import CallArguments, CallStart, Content, Part, Thought
 
 
 def message_of(parts: Sequence[Part]) -> dict[str, Any]:
-    """Content is null where there is something else instead."""
+    """Content is null where there is something else instead. `refusal` is null, as it has to be there."""
     calls = [{name: value for name, value in call.items() if name != "index"} for call in _calls(parts)]
     content, reasoning = _content(parts), _reasoning(parts)
-    message: dict[str, Any] = {"role": "assistant", "content": content}
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if not content and (calls or reasoning):
         message["content"] = None
     return {**message, **reasoning, **({"tool_calls": calls} if calls else {})}

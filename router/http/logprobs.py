@@ -69,7 +69,7 @@ class ChatLogprobs:
 
     def of(self, delta: Delta) -> dict[str, Any]:
         pairs = zip(delta.token_ids, delta.logprobs, strict=True)
-        return {"content": [self._token(token_id, entry) for token_id, entry in pairs]}
+        return {"content": [self._token(token_id, entry) for token_id, entry in pairs], "refusal": None}
 
     def _token(self, token_id: int, entry: TokenLogprobs) -> dict[str, Any]:
         top = [self._described(other, logprob) for other, logprob in entry.top]

@@ -122,7 +122,7 @@ class ChatShape:
 
     def _whole_choice(self, deltas: Sequence[Delta], answer: Delta) -> dict[str, Any]:
         """answer: all of its deltas as one."""
-        message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
         if self._reading is not None:
             pieces = deltas if self.reads_pieces else [answer]
             message = message_of([part for piece in pieces for part in self._read(self._reading, piece)])

@@ -43,7 +43,7 @@ class InputMessage(BaseModel):
     def kept(self) -> dict[str, Any]:
         """The item in the form of the API, with its text in one part."""
         if self.role == "assistant":
-            part: dict[str, Any] = {"type": "output_text", "text": self.content, "annotations": []}
+            part: dict[str, Any] = {"type": "output_text", "text": self.content, "annotations": [], "logprobs": []}
         else:
             part = {"type": "input_text", "text": self.content}
         return {"type": "message", "role": self.role, "content": [part], "status": "completed"}

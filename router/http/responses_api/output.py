@@ -97,7 +97,8 @@ class _CallItem(_Item):
 
     def end(self, status: str) -> Iterator[Event]:
         self.content["arguments"] = "".join(self._texts)
-        yield self._event("function_call_arguments.done", arguments=self.content["arguments"])
+        done = {name: self.content[name] for name in ("name", "arguments")}
+        yield self._event("function_call_arguments.done", **done)
         yield from super().end(status)
 
 

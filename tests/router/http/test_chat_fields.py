@@ -40,10 +40,10 @@ def contents(stream: str) -> str:
 async def test_the_last_message_is_continued_and_echoed(client: httpx.AsyncClient, nodes: FakeCluster) -> None:
     body = {**CHAT, "messages": PREFILL, "continue_final_message": True}
     answer = (await client.post(CHATS, json=body)).json()["choices"][0]["message"]
-    assert answer == {"role": "assistant", "content": "hello world"}
+    assert answer == {"role": "assistant", "content": "hello world", "refusal": None}
     assert text_of(nodes.prefills[0].prompt_tokens).endswith("<|im_start|>assistant\nhello ")
     answer = (await client.post(CHATS, json={**body, "echo": True, "n": 1})).json()["choices"][0]["message"]
-    assert answer == {"role": "assistant", "content": "hello hello world"}
+    assert answer == {"role": "assistant", "content": "hello hello world", "refusal": None}
     assert contents((await client.post(CHATS, json={**body, "echo": True, "stream": True})).text) == "hello hello world"
 
 

@@ -23,7 +23,7 @@ async def test_a_chat_answer(client, nodes):
             break
     assert response.status_code == 200
     choice = body["choices"][0]
-    assert choice["message"] == {"role": "assistant", "content": "hello world"}
+    assert choice["message"] == {"role": "assistant", "content": "hello world", "refusal": None}
     assert (choice["finish_reason"], choice["stop_reason"], choice["logprobs"]) == ("stop", None, None)
     prompt = tiny_tokenizer().encode("<|bos|><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", False)
     assert nodes.prefills[0].prompt_tokens == prompt
@@ -168,7 +168,9 @@ async def test_length_of_answers_to_those_who_do_not_say(client, nodes):
 
 async def test_chat_logprobs(client):
     body = (await client.post("/v1/chat/completions", json={**CHAT, "logprobs": True, "top_logprobs": 2})).json()
-    content = body["choices"][0]["logprobs"]["content"]
+    logprobs = body["choices"][0]["logprobs"]
+    content = logprobs["content"]
+    assert logprobs == {"content": content, "refusal": None}
     assert len(content) == body["usage"]["completion_tokens"]
     assert "".join(entry["token"] for entry in content) == "hello world<|im_end|>"
     assert content[0]["bytes"] == list(content[0]["token"].encode())

@@ -37,7 +37,7 @@ async def router(nodes: FakeCluster) -> AsyncIterator[Router]:
 
 async def test_reasoning_may_be_left_out(client):
     whole = await choice_of(client, include_reasoning=False)
-    assert whole["message"].keys() == {"role", "content", "tool_calls"}
+    assert whole["message"].keys() == {"role", "content", "refusal", "tool_calls"}
     assert whole["message"]["content"] == "\n\nI will look.\n"
     stream = {**TOOLS, "stream": True, "include_reasoning": False}
     chunks = chunks_of((await client.post("/v1/chat/completions", json=stream)).text)

@@ -59,6 +59,7 @@ async def test_a_whole_answer_has_reasoning_content_and_calls(client):
     assert message == {
         "role": "assistant",
         "content": "\n\nI will look.\n",
+        "refusal": None,
         "reasoning": "\nThe weather.\n",
         "reasoning_content": "\nThe weather.\n",
         "tool_calls": [call, call],
@@ -76,7 +77,7 @@ async def test_content_is_null_where_there_is_none(client, nodes):
     assert (choice["message"]["content"], choice["message"]["reasoning"]) == (None, "Only this")
     assert choice["finish_reason"] == "stop"
     nodes.script = says("")
-    assert (await choice_of(client))["message"] == {"role": "assistant", "content": ""}
+    assert (await choice_of(client))["message"] == {"role": "assistant", "content": "", "refusal": None}
 
 
 async def test_the_streamed_answer_is_the_whole_one(client):
@@ -136,7 +137,7 @@ async def test_every_sample_has_its_own_parsers(client, nodes):
     response = await client.post("/v1/chat/completions", json={**TOOLS, "n": 3})
     first, second, third = response.json()["choices"]
     assert [first["finish_reason"], second["finish_reason"]] == ["tool_calls", "stop"]
-    assert second["message"] == {"role": "assistant", "content": "Just text <tool_"}
+    assert second["message"] == {"role": "assistant", "content": "Just text <tool_", "refusal": None}
     assert (third["message"]["reasoning"], third["message"]["content"]) == ("a", "b")
 
 
@@ -151,7 +152,7 @@ async def test_text_is_content_without_tools_or_with_a_choice_of_none(client, no
     nodes.script = says(CALL + "<|im_start|>")
     for fields in ({"tools": []}, {"tools": None}, {"tool_choice": "none"}):
         choice = await choice_of(client, **fields)
-        assert choice["message"] == {"role": "assistant", "content": CALL}
+        assert choice["message"] == {"role": "assistant", "content": CALL, "refusal": None}
         assert choice["finish_reason"] == "stop"
         assert ("get_weather" in prompt_of(nodes)) is ("tool_choice" in fields)
 

@@ -151,6 +151,7 @@ async def test_a_stream_tells_how_the_response_grows(client, nodes):
         deltas = [event["delta"] for event in inner if event["type"].endswith(".delta")]
         [done] = [e for e in inner if e["type"].endswith((".delta", ".done")) and ("text" in e or "arguments" in e)]
         assert "".join(deltas) == (done["text"] if "text" in done else done["arguments"])
+        assert done.get("name") == item.get("name")
         assert len(deltas) > 2
 
 
