@@ -64,6 +64,7 @@ HARMLESS: dict[str, Harmless] = {
     "early_stopping": _is_empty,
     "ec_transfer_params": _is_empty,
     "logprob_token_ids": _is_empty,
+    "packed_top_logprobs": _is_empty,
     "media_io_kwargs": _is_empty,
     "mm_processor_kwargs": _is_empty,
     "prompt_embeds": _is_empty,

@@ -76,6 +76,7 @@ MESSAGE_BODY = {
     "top_k": 7,
     "stop_sequences": ["x"],
     "metadata": {"user_id": "a"},
+    "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": {"type": "object"}}},
     "stream": True,
 }
 RESPONSE_BODY = {

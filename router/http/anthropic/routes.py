@@ -42,10 +42,11 @@ class MessagesRoutes:
         model = self._service.model(body.model)
         state = request.state
         plan = call_plan(self._parsers, body.chat_tools, body.chat_choice, body.parallel_tool_calls)
-        with self._service.admit(model, [body.size]) as admitted, naming_constraint(plan):
+        with self._service.admit(model, [body.size]) as admitted, naming_constraint(plan, body.constraint):
             prompt = await self._prompt(model, body)
             reading = plan.reading(self._parsers, prompt, body.parallel_tool_calls, body.begun)
-            wanted = salted(constrained(body.wanted(state.request_id, prompt), plan, reading), state.tenant)
+            wanted = body.wanted(state.request_id, prompt, plan.is_forced)
+            wanted = salted(constrained(wanted, plan, reading), state.tenant)
             generation = await self._service.generate(model, wanted, state.received, admitted, state.client)
         shape = MessageShape(state.request_id, model, reading)
         if body.stream:

@@ -21,6 +21,7 @@ from router.http.anthropic.content import (
     size_of_block,
 )
 from router.http.anthropic.conversation import text_of, turns_of
+from router.http.anthropic.output_config import OutputConfig
 from router.http.anthropic.tools import MessageToolChoice, ThinkingConfig, ToolList, tools_in_chat
 from router.http.anthropic.unsupported import IN_CONVERSATIONS, IN_MESSAGES
 from router.http.fields import CONFIG, Name, Strings, TemplateValues, Whole, between, sampling
@@ -74,6 +75,7 @@ class CountTokensRequest(BaseModel):
     tools: ToolList | None = None
     tool_choice: MessageToolChoice | None = None
     thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
     chat_template_kwargs: TemplateValues | None = None
 
     def check(self) -> None:
@@ -91,6 +93,8 @@ class CountTokensRequest(BaseModel):
         check_tools(self.chat_tools, self.chat_choice)
         if self.thinking is not None:
             self.thinking.check(max_tokens)
+        if self.output_config is not None:
+            self.output_config.check()
 
     @property
     def size(self) -> int:
@@ -127,11 +131,13 @@ class CountTokensRequest(BaseModel):
     def variables(self, may_reason: bool) -> dict[str, Any] | None:
         """Those of the chat template. may_reason: whether answers can have thinking blocks. Raises InvalidRequest."""
         thinks = self.thinking is not None and self.thinking.type != "disabled"
-        if not may_reason:
-            if thinks:
-                raise InvalidRequest("`thinking` needs --reasoning-parser, which this router lacks.", "thinking")
-            return self.chat_template_kwargs
-        return {**dict.fromkeys(THINKING_VARIABLES, thinks), **(self.chat_template_kwargs or {})}
+        if thinks and not may_reason:
+            raise InvalidRequest("`thinking` needs --reasoning-parser, which this router lacks.", "thinking")
+        said: dict[str, Any] = dict.fromkeys(THINKING_VARIABLES, thinks) if may_reason else {}
+        effort = self.output_config.effort if self.output_config else None
+        if effort and (thinks or self.thinking is None):
+            said["reasoning_effort"] = effort
+        return {**said, **(self.chat_template_kwargs or {})} or None
 
 
 class MessagesRequest(CountTokensRequest):
@@ -156,9 +162,16 @@ class MessagesRequest(CountTokensRequest):
             most = f"at most {MAX_STOP_CHARS} characters together"
             raise InvalidRequest(f"`stop_sequences` must have {most}, not {num_chars}.", "stop_sequences")
 
-    def wanted(self, request_id: str, prompt: str) -> GenerationRequest:
-        """`prompt` is the text that the chat template made from the conversation."""
+    def constraint(self) -> str | None:
+        """The field that says what answers must match."""
+        return "output_config" if self.output_config and self.output_config.format else None
+
+    def wanted(self, request_id: str, prompt: str, must_call: bool) -> GenerationRequest:
+        """`prompt` is the text that the chat template made from the conversation. must_call: answers are calls alone,
+        without text that could be of a format."""
         given = {name: getattr(self, name) for name in _SAMPLING}
+        if self.output_config and not must_call:
+            given["structured_outputs"] = self.output_config.constraint()
         return GenerationRequest(
             request_id=request_id,
             prompts=(prompt,),

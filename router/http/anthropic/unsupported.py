@@ -18,7 +18,6 @@ IN_CONVERSATIONS: Mapping[str, Harmless] = {
     "container": operator.not_,
     "context_management": operator.not_,
     "mcp_servers": operator.not_,
-    "output_config": operator.not_,
     "output_format": operator.not_,
 }
 """Those that would change the prompt, and so also its number of tokens."""

@@ -26,9 +26,11 @@ IN_RESPONSES: Mapping[str, Harmless] = {
     "background": _is_empty,
     "context_management": _is_empty,
     "conversation": _is_empty,
+    "enable_response_messages": _is_empty,  # vLLM's
     "generate": lambda value: value is True,
     "image": _is_empty,
     "include_reasoning": lambda value: value is True,  # a chat's
+    "previous_input_messages": _is_empty,  # vLLM's
     "prompt": _is_empty,
     "reasoning_effort": _never,  # a chat's: here it is `reasoning.effort`
     "stream_id": _is_empty,

@@ -10,6 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from router.http.anthropic.schemas import MessagesRequest
+from router.http.body import validate_fields
 from tests.router.conftest import Router, running_router, says
 from tests.router.fake_node import FakeCluster
 from tests.router.http.test_messages import MESSAGE, USER, error_of, events
@@ -230,6 +232,37 @@ async def test_thinking_is_told_to_the_template(client, nodes):
         assert (await ask(client, **fields))["content"] == blocks, fields
 
 
+def test_the_effort_is_told_to_the_template() -> None:
+    for fields, variables in (
+        ({}, {"reasoning_effort": "high", "enable_thinking": False, "thinking": False}),
+        ({"thinking": {"type": "adaptive"}}, {"reasoning_effort": "high", "enable_thinking": True, "thinking": True}),
+        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False, "thinking": False}),
+    ):
+        body = validate_fields({**MESSAGE, "output_config": {"effort": "high"}, **fields}, MessagesRequest)
+        body.check()
+        assert body.variables(may_reason=True) == variables
+    assert validate_fields({**MESSAGE, "output_config": {"effort": "low"}}, MessagesRequest).variables(False) == {
+        "reasoning_effort": "low"
+    }
+
+
+async def test_the_text_may_have_to_match_a_schema(client, nodes):
+    nodes.script = says('{"city": "Oslo"}')
+    wanted = {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}
+    body = await ask(client, tools=None, **wanted)
+    assert body["content"] == [{"type": "text", "text": '{"city": "Oslo"}'}]
+    structured = nodes.prefills[-1].sampling.structured_outputs
+    assert matches(structured, '<think>Hm.</think>{"city": "Oslo"}')
+    assert not matches(structured, '<think>Hm.</think>{"city": 1}')
+    await ask(client, **wanted)
+    assert matches(nodes.prefills[-1].sampling.structured_outputs, CALL), "it may call a tool instead"
+    await ask(client, **wanted, tool_choice={"type": "any"})
+    assert not matches(nodes.prefills[-1].sampling.structured_outputs, '{"city": "Oslo"}')
+    broken = {"format": {"type": "json_schema", "schema": {"type": "frob"}}}
+    response = await client.post("/v1/messages", json={**MESSAGE, "output_config": broken})
+    assert (response.status_code, "output_config: " in error_of(response)["message"]) == (400, True)
+
+
 async def test_an_answer_that_goes_on_from_text_does_not_think(client, nodes):
     nodes.script = says("<think>")
     messages = [USER, {"role": "assistant", "content": "So: "}]
@@ -253,6 +286,9 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"thinking": {"type": "enabled"}}, "at least 1024, not None"),
     ({"thinking": {"type": "enabled", "budget_tokens": 1000}}, "at least 1024, not 1000"),
     ({"thinking": {"type": "frob"}}, "thinking.type"),
+    ({"output_config": {"effort": "frob"}}, "output_config.effort"),
+    ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+    ({"output_config": {"task_budget": {"total": 9}}}, "`task_budget` in `output_config` is not supported"),
     (turn("user", **USE), "must be in a message of the assistant"),
     (turn("user", type="thinking", thinking=""), "must be in a message of the assistant"),
     (turn("assistant", type="tool_result", tool_use_id="t"), "must be in a message of the user"),

@@ -206,7 +206,7 @@ MISTAKES: list[tuple[dict[str, Any], int, str]] = [
     ({"tools": [{"name": "x"}]}, 400, "tools.0.input_schema"),
     ({"tool_choice": {"type": "any"}}, 400, "`tool_choice`"),
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2000}, 400, "--reasoning-parser"),
-    ({"output_config": {"format": {}}}, 400, "`output_config`"),
+    ({"output_format": {"type": "json_schema"}}, 400, "`output_format`"),
     ({"n": 2}, 400, "`n` is not supported"),
     ({"stop": ["x"]}, 400, "`stop` is not supported"),
     ({"temperature": -1}, 400, "temperature"),

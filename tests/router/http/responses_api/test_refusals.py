@@ -30,6 +30,8 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     (item(type="function_call", call_id="c", name="f", arguments="["), "messages", "JSON object"),
     ({"background": True}, "background", "`background` is not supported"),
     ({"conversation": "conv_1"}, "conversation", "`conversation`"),
+    ({"previous_input_messages": [{"role": "user"}]}, "previous_input_messages", "`previous_input_messages`"),
+    ({"enable_response_messages": True}, "enable_response_messages", "`enable_response_messages`"),
     ({"prompt": {"id": "p"}}, "prompt", "`prompt`"),
     ({"truncation": "auto"}, "truncation", "disabled"),
     ({"messages": []}, "messages", "`messages`"),
