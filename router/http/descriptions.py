@@ -15,6 +15,7 @@ OPERATIONS: Mapping[str, str] = {
     "messages": "answers a chat, in the form of Anthropic's Messages API",
     "count_tokens": "the number of tokens of such a chat",
     "responses": "answers a conversation, in the form of OpenAI's Responses API",
+    "input_tokens": "the number of tokens of such a prompt",
     "response": "a response that was kept",
     "delete_response": "forgets it",
     "cancel_response": "a 400: no response runs in the background",

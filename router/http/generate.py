@@ -103,6 +103,19 @@ class GenerateRoutes:
             rename_field(error, body.names)
             raise
 
+    async def count_tokens(self, model: ServedModel, body: ChatRequest) -> int:
+        """Those of the prompt of a chat that was checked, which may be longer than the context. Raises BatonError."""
+        if body.tools:
+            body = body.with_allowed_tools()
+        size = size_of_prompt(body)
+        with self._service.admit(model, (size,)):
+            prompt = await chat_prompt(self._service, model, body, size)
+
+            def count() -> int:
+                return len(encode(prompt, model, bool(body.add_special_tokens), MAX_COUNTED_CHARS))
+
+            return await self._service.offload.run(count, len(prompt))
+
     async def completion(self, request: Request) -> Response:
         body = await self._bodies.read(request, CompletionRequest)
         body.check()

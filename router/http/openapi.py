@@ -23,7 +23,7 @@ from router.http.descriptions import with_descriptions
 from router.http.errors.anthropic import PATH as MESSAGES
 from router.http.node_openapi import ADMIN_ERRORS, ADMIN_NODES, NAMED_NODE_ERRORS, NODE, NODE_NAME, NODES
 from router.http.request_openapi import LIMIT, RECENT, REQUEST_ID, TIMELINES
-from router.http.responses_api.openapi import DELETED, PAGE_OF_ITEMS, RESPONSE, RESPONSE_ID
+from router.http.responses_api.openapi import COUNT, DELETED, PAGE_OF_ITEMS, RESPONSE, RESPONSE_ID
 from router.http.responses_api.routes import PATH as RESPONSES
 from router.http.responses_api.schemas import ResponsesRequest
 from router.http.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -196,6 +196,7 @@ def _answers() -> dict[str, Any]:
         MESSAGES: _post("messages", MessagesRequest, _MESSAGE, _GENERATE_ERRORS, streams=True, failure=_ANTHROPIC),
         f"{MESSAGES}/count_tokens": _post("count_tokens", CountTokensRequest, _COUNT, _BODY_ERRORS, failure=_ANTHROPIC),
         RESPONSES: _post("responses", ResponsesRequest, RESPONSE, _GENERATE_ERRORS, streams=True),
+        f"{RESPONSES}/input_tokens": _post("input_tokens", ResponsesRequest, COUNT, _BODY_ERRORS),
         f"{RESPONSES}/{{response_id}}": {
             **_get("response", _json(RESPONSE), _KEPT_ERRORS),
             "delete": {"operationId": "delete_response", "responses": _responses(_json(DELETED), _KEPT_ERRORS)},

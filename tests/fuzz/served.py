@@ -104,6 +104,7 @@ BODIES = {
     "/v1/messages": MESSAGE_BODY,
     "/v1/messages/count_tokens": {name: MESSAGE_BODY[name] for name in ("model", "messages", "system")},
     "/v1/responses": RESPONSE_BODY,
+    "/v1/responses/input_tokens": {name: RESPONSE_BODY[name] for name in ("model", "input", "instructions", "tools")},
     "/tokenize": {"model": "tiny", "prompt": "hi there", "add_special_tokens": True, "return_token_strs": True},
     "/detokenize": {"model": "tiny", "tokens": [5, 6, 7, 8]},
 }

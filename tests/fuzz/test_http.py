@@ -19,6 +19,7 @@ NUM_BODIES = {
     "/v1/chat/completions": 600,
     "/v1/completions": 700,
     "/v1/responses": 250,
+    "/v1/responses/input_tokens": 150,
     "/v1/messages": 250,
     "/v1/messages/count_tokens": 200,
     "/tokenize": 300,

@@ -33,6 +33,11 @@ DELETED: dict[str, Any] = {
     "properties": {"id": _STRING, "object": {"const": "response"}, "deleted": {"const": True}},
     "required": ["id", "object", "deleted"],
 }
+COUNT: dict[str, Any] = {
+    "type": "object",
+    "properties": {"object": {"const": "response.input_tokens"}, "input_tokens": {"type": "integer"}},
+    "required": ["object", "input_tokens"],
+}
 PAGE_OF_ITEMS: dict[str, Any] = {
     "type": "object",
     "properties": {

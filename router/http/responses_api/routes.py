@@ -61,6 +61,7 @@ class ResponsesRoutes:
         self.routes = APIRouter()
         self.posts = {PATH: self.create}
         self.routes.add_api_route(PATH, self.create, methods=["POST"])
+        self.routes.add_api_route(f"{PATH}/input_tokens", self.input_tokens, methods=["POST"])
         one = f"{PATH}/{{response_id}}"
         self.routes.add_api_route(one, self.retrieve, methods=["GET"])
         self.routes.add_api_route(one, self.delete, methods=["DELETE"])
@@ -95,6 +96,19 @@ class ResponsesRoutes:
             raise
         shape = ResponseShape(body, model, generation, reading, stored)
         return Started(generation, shape, ResponseSaver(store, state.owner, shape.id, items) if store else None)
+
+    async def input_tokens(self, request: Request) -> JSONResponse:
+        """How many tokens the prompt of such a request has."""
+        body = await self._bodies.read(request, ResponsesRequest)
+        body.check()
+        model = self._service.models.get(body.model)
+        earlier = await self._earlier(request.state.owner, body.previous_response_id, None)
+        try:
+            count = await self._generate.count_tokens(model, body.chat(earlier))
+        except InvalidRequest as error:
+            rename_field(error, _NAMES)
+            raise
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
 
     async def retrieve(self, request: Request, response_id: str) -> Response:
         if request.query_params.get("stream", "false") not in ("false", "0"):

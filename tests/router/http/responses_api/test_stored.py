@@ -38,6 +38,32 @@ async def test_a_response_goes_on_from_the_previous_one(official, nodes):
     ]
 
 
+async def test_the_tokens_of_a_conversation_are_counted(official, client, nodes):
+    first = await official.responses.create(model="tiny", input="hi", tools=[TOOL], instructions="Be brief.")
+    only = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "other"}]}
+    for fields in (
+        {"input": "hi"},
+        {"input": "hi", "tools": [TOOL], "instructions": "Be brief.", "reasoning": {"effort": "low"}},
+        {"input": "And now?", "previous_response_id": first.id},
+        {"input": "hi", "tools": [TOOL, {**TOOL, "name": "other"}], "tool_choice": only},
+    ):
+        counted = await official.responses.input_tokens.count(model="tiny", **fields)
+        await official.responses.create(model="tiny", **fields)
+        assert counted.input_tokens == len(nodes.prefills[-1].prompt_tokens)
+    assert counted.object == "response.input_tokens"
+    assert len(nodes.prefills) == 5, "nothing is generated to count"
+    longer = await client.post(f"{PATH}/input_tokens", json={**HI, "input": "a b " * 10_000})
+    assert longer.json()["input_tokens"] > 4096, "of the context"
+    for fields, status, param in (
+        ({"input": []}, 400, "input"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}]}, 400, "input"),
+        ({"previous_response_id": "resp_x"}, 400, "previous_response_id"),
+        ({"model": "x"}, 404, "model"),
+    ):
+        refused = await client.post(f"{PATH}/input_tokens", json={**HI, **fields})
+        assert (refused.status_code, error_of(refused)["param"]) == (status, param)
+
+
 # ---- what is kept ----
 
 
