@@ -60,6 +60,10 @@ class ReasoningParser(ABC):
         text = "`thinking_token_budget` is not supported with this router's --reasoning-parser."
         raise InvalidRequest(text, "thinking_token_budget")
 
+    def keep_to_format(self) -> None:  # noqa: B027 - most end it nowhere else
+        """The answer has to match `format`, so its reasoning ends where that says, and nowhere else. Before any
+        text."""
+
     @abstractmethod
     def feed(self, text: str) -> ReasoningDelta: ...
 

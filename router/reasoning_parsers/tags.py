@@ -68,6 +68,10 @@ class TagParser(ReasoningParser):
         """Whether the template has written both tags."""
         return not self._begins_open and self.prompt[-_END_CHARS:].rstrip().endswith(self.closing)
 
+    def keep_to_format(self) -> None:
+        self._ends = (self.closing,)
+        self._end = any_of(self._ends)
+
     def feed(self, text: str) -> ReasoningDelta:
         if self._state is _State.CONTENT:
             return ReasoningDelta(content=text)

@@ -41,6 +41,7 @@ class AnswerReading:
     begun: str | None = None
     _reasoning: ReasoningParser | None = field(init=False)
     """Says what all answers need, and then parts the first one."""
+    _keeps_to_format: bool = field(default=False, init=False)
     _readers: list[AnswerReader] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -81,6 +82,11 @@ class AnswerReading:
         """See ReasoningParser.marks. Before any reader."""
         return self._reasoning.marks() if self._reasoning else None
 
+    def keep_to_format(self) -> None:
+        """See ReasoningParser.keep_to_format. Before any reader."""
+        self._keeps_to_format = True
+        self._reasoning = self._new_reasoning()
+
     def _tool_maker(self) -> Callable[[], ToolParser] | None:
         kind, own = self._tool_parser, self.parsers.tool
         if kind is CallListParser and own is not None:
@@ -91,7 +97,10 @@ class AnswerReading:
         kind = self.parsers.reasoning
         if kind is None:
             return None
-        return kind(self.prompt) if self.begun is None else kind.continuing(self.prompt, self.begun)
+        parser = kind(self.prompt) if self.begun is None else kind.continuing(self.prompt, self.begun)
+        if parser is not None and self._keeps_to_format:
+            parser.keep_to_format()
+        return parser
 
     @property
     def _tool_parser(self) -> type[ToolParser] | None:

@@ -34,6 +34,8 @@ def constrained(wanted: GenerationRequest, plan: CallPlan, reading: AnswerReadin
             body = {"type": "or", "elements": [alternative, body]}
     if body is None:
         return wanted
+    if reading is not None and (asked is not None or plan.is_forced):
+        reading.keep_to_format()
     whole = {"type": "sequence", "elements": [reasoning, body]} if reasoning else body
     text = json.dumps({"type": "structural_tag", "format": whole}, ensure_ascii=False, separators=(",", ":"))
     structured = StructuredOutput(StructuredKind.STRUCTURAL_TAG, text)

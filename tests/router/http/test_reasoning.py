@@ -12,6 +12,7 @@ from tests.router.fake_node import FakeCluster
 from tests.router.http.tool_chats import (
     ANSWER,
     ARGUMENTS,
+    CALL,
     CHATS,
     PARSERS,
     TOOLS,
@@ -20,6 +21,7 @@ from tests.router.http.tool_chats import (
     nodes_with_tools,
 )
 from tests.router.http_shapes import CHAT, error_of
+from tests.router.matching import matches
 from tests.router.tiny_tokenizer import EOT, tiny_tokenizer
 
 
@@ -80,6 +82,25 @@ async def test_reasoning_that_is_left_out_is_not_in_logprobs_or_token_ids(client
     assert {(choice["logprobs"], "token_ids" in choice) for choice in choices} == {(None, False)}
     assert body["prompt_token_ids"] == chunks[0]["prompt_token_ids"]
     assert all(choice["delta"] for choice in choices[2:-1])  # a chunk without news is not sent
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_reasoning_before_what_must_match_ends_where_the_constraint_says(client, nodes, n):
+    """Qwen3's parser also ends it where a call begins, and what follows would not have to match."""
+    thought = 'Hm. <tool_call>\n{"name": "get_weather", "arguments": {}}\n</tool_call>'
+    schema = {"type": "json_schema", "json_schema": {"name": "city", "schema": {"type": "object"}}}
+    for end, fields in (
+        ('{"city": "Oslo"}', {**CHAT, "response_format": schema}),
+        (CALL, {**TOOLS, "tool_choice": "required"}),
+    ):
+        nodes.script = says(f"<think>{thought}</think>{end}")
+        choices = (await client.post(CHATS, json={**fields, "n": n, "max_tokens": 500})).json()["choices"]
+        assert matches(nodes.prefills[-1].sampling.structured_outputs, f"<think>{thought}</think>{end}")
+        for choice in choices:
+            message = choice["message"]
+            calls = [call["function"]["arguments"] for call in message.get("tool_calls", ())]
+            found = (message["reasoning"], message["content"], calls)
+            assert found == (thought, *(((None, [ARGUMENTS])) if end == CALL else (end, [])))
 
 
 async def test_a_template_that_opens_the_reasoning_is_seen(client, nodes):
