@@ -126,6 +126,7 @@ FIELDS: Mapping[str, str] = {
     "metadata": "accepted, no effect",
     "tokens": "token ids",
     "ResponsesRequest.input": "a text, or items",
+    "InputMessage.status": "an assistant's last message that is `incomplete` or `in_progress` is continued",
     "ResponsesRequest.instructions": "system prompt, of this response only",
     "ResponsesRequest.max_output_tokens": "most tokens of the answer",
     "ResponsesRequest.text": "`format`: what the answer must match",

@@ -35,6 +35,12 @@ class InputMessage(BaseModel):
     role: Literal["user", "assistant", "system", "developer"]
     content: Text
     id: Name | None = None
+    status: Name | None = None
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the assistant has not finished it."""
+        return self.role == "assistant" and self.status in ("incomplete", "in_progress")
 
     @property
     def size(self) -> int:

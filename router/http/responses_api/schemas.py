@@ -11,7 +11,7 @@ from baton.errors import InvalidRequest
 from baton.sampling import MAX_LOGPROBS, RANGES
 from router.http.fields import CONFIG, Name, TemplateValues, TextOrObject, Whole, between
 from router.http.responses_api.conversation import AnyItem, messages_of
-from router.http.responses_api.items import Items
+from router.http.responses_api.items import InputMessage, Items
 from router.http.responses_api.unsupported import IN_RESPONSES, SHARED
 from router.http.schemas import ChatRequest, GenerationFields
 from router.http.template_fields import effort_variables
@@ -129,11 +129,16 @@ class ResponsesRequest(GenerationFields):
             raise InvalidRequest(
                 f"`input` has {len(items)} items with those before it, of at most {MAX_MESSAGES}.", "input"
             )
+        messages = messages_of(items, self.instructions)
+        last = items[-1] if items else None
+        continues = isinstance(last, InputMessage) and last.is_begun and not messages[-1].tool_calls
         shared = self.model_fields_set & SHARED & GenerationFields.model_fields.keys()
         given = {name: getattr(self, name) for name in shared}
         chat = ChatRequest.model_construct(
             **given,
-            messages=messages_of(items, self.instructions),
+            messages=messages,
+            continue_final_message=continues,
+            add_generation_prompt=not continues,
             max_completion_tokens=self.max_output_tokens,
             logprobs=self.wants_logprobs,
             top_logprobs=self.top_logprobs,

@@ -266,6 +266,33 @@ async def test_what_comes_between_calls_is_said_in_their_message(client, nodes):
     assert [(message["role"], message["tool_call_id"]) for message in told] == [("tool", name) for name in calls]
 
 
+async def test_a_message_that_is_not_finished_is_continued(client, nodes):
+    nodes.script = says("hello world")
+    begun = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "The best ("}]}
+    asked = {"role": "user", "content": "q"}
+    called = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    for status in ("incomplete", "in_progress"):
+        body = await post(client, input=[asked, {**begun, "status": status}])
+        assert prompt_of(nodes).endswith("The best (")
+        assert output_of(body) == [message("hello world")]
+    for items in (
+        [asked, {**begun, "status": "completed"}],
+        [asked, begun],
+        [asked, {**begun, "status": "incomplete"}, asked],
+        [{**asked, "status": "incomplete"}],
+        [asked, called, {**begun, "status": "incomplete"}],  # its calls come after the text in prompts
+    ):
+        await post(client, input=items)
+        assert prompt_of(nodes).endswith("}")
+    nodes.script = says("the lazy dog")
+    cut = await post(client, max_output_tokens=1)
+    assert output_of(cut) == [message("the", "incomplete")]
+    await post(client, input=[], previous_response_id=cut["id"])
+    assert prompt_of(nodes).endswith('"content": "the')
+    counted = await client.post(f"{PATH}/input_tokens", json={**HI, "input": [], "previous_response_id": cut["id"]})
+    assert counted.json()["input_tokens"] == len(nodes.prefills[-1].prompt_tokens)
+
+
 async def test_the_template_gets_the_effort_and_the_tools(client, nodes):
     await post(client, tools=[TOOL], reasoning={"effort": "low"}, chat_template_kwargs={"thinking": True})
     assert prompt_of(nodes).endswith("<think>\n")
