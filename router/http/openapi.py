@@ -25,7 +25,7 @@ from router.http.node_openapi import ADMIN_ERRORS, ADMIN_NODES, NAMED_NODE_ERROR
 from router.http.request_openapi import LIMIT, RECENT, REQUEST_ID, TIMELINES
 from router.http.responses_api.openapi import COUNT, DELETED, PAGE_OF_ITEMS, RESPONSE, RESPONSE_ID
 from router.http.responses_api.routes import PATH as RESPONSES
-from router.http.responses_api.schemas import ResponsesRequest
+from router.http.responses_api.schemas import InputTokensRequest, ResponsesRequest
 from router.http.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 _REF = "#/components/schemas/{model}"
@@ -171,7 +171,7 @@ _NOT_READY = {503: "Not now; the message says why"}
 
 _BODIES: tuple[type[BaseModel], ...] = (
     *(ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest),
-    *(MessagesRequest, CountTokensRequest, ResponsesRequest, NodeRequest),
+    *(MessagesRequest, CountTokensRequest, ResponsesRequest, InputTokensRequest, NodeRequest),
 )
 
 
@@ -196,7 +196,7 @@ def _answers() -> dict[str, Any]:
         MESSAGES: _post("messages", MessagesRequest, _MESSAGE, _GENERATE_ERRORS, streams=True, failure=_ANTHROPIC),
         f"{MESSAGES}/count_tokens": _post("count_tokens", CountTokensRequest, _COUNT, _BODY_ERRORS, failure=_ANTHROPIC),
         RESPONSES: _post("responses", ResponsesRequest, RESPONSE, _GENERATE_ERRORS, streams=True),
-        f"{RESPONSES}/input_tokens": _post("input_tokens", ResponsesRequest, COUNT, _BODY_ERRORS),
+        f"{RESPONSES}/input_tokens": _post("input_tokens", InputTokensRequest, COUNT, _BODY_ERRORS),
         f"{RESPONSES}/{{response_id}}": {
             **_get("response", _json(RESPONSE), _KEPT_ERRORS),
             "delete": {"operationId": "delete_response", "responses": _responses(_json(DELETED), _KEPT_ERRORS)},

@@ -38,14 +38,10 @@ def endpoints(document: Mapping[str, Any], covered: Covered) -> str:
 def bodies(document: Mapping[str, Any], covered: Covered) -> Iterator[str]:
     """A section for each endpoint with a body, then one for each schema within the bodies."""
     inner: dict[str, None] = {}
-    shown: dict[str, str] = {}
     for (method, path), content in operations(document).items():
         names = body_models(content, document)
         if names:
-            first = shown.setdefault(names[0], f"{method} {path}")
-            fields = _fields(names[0], document, covered)
-            text = fields if first == f"{method} {path}" else f"Its fields are those of `{first}`."
-            yield f"### {method} {path}\n\n{text}"
+            yield f"### {method} {path}\n\n{_fields(names[0], document, covered)}"
             inner |= dict.fromkeys(names[1:])
     for name in inner:
         yield f"### {name}\n\n{_fields(name, document, covered)}"

@@ -20,7 +20,7 @@ from router.http.responses import EventResponse, WholeResponse
 from router.http.responses_api.conversation import AnyItem
 from router.http.responses_api.events import ResponseEvents
 from router.http.responses_api.pages import page_of
-from router.http.responses_api.schemas import ResponsesRequest
+from router.http.responses_api.schemas import InputTokensRequest, ResponsesRequest
 from router.http.responses_api.shape import ResponseShape
 from router.http.responses_api.store import ResponseSaver, ResponseStore, dump_items
 from router.http.scope import request_id_of
@@ -99,7 +99,7 @@ class ResponsesRoutes:
 
     async def input_tokens(self, request: Request) -> JSONResponse:
         """How many tokens the prompt of such a request has."""
-        body = await self._bodies.read(request, ResponsesRequest)
+        body = await self._bodies.read(request, InputTokensRequest)
         body.check()
         model = self._service.models.get(body.model)
         earlier = await self._earlier(request.state.owner, body.previous_response_id, None)

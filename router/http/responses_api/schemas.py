@@ -209,6 +209,22 @@ class ResponsesRequest(GenerationFields):
                 raise InvalidRequest(f"A name in `metadata` has at most {most}.", "metadata")
 
 
+_COUNTED = (
+    *("model", "input", "instructions", "previous_response_id", "reasoning", "text", "truncation"),
+    *("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"),
+)
+
+
+def _counted(schema: dict[str, Any]) -> None:
+    schema["properties"] = {name: schema["properties"][name] for name in _COUNTED}
+
+
+class InputTokensRequest(ResponsesRequest):
+    """A request whose prompt is counted. What is said of its answer changes nothing."""
+
+    model_config = ConfigDict(**CONFIG, json_schema_extra=_counted)
+
+
 def _named_function(choice: Any) -> dict[str, Any]:
     """A choice of one function, as chats have it. Raises InvalidRequest."""
     kind, name = (choice.get("type"), choice.get("name")) if isinstance(choice, dict) else (None, None)
