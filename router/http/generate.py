@@ -93,10 +93,11 @@ class GenerateRoutes:
                 prompt = await chat_prompt(self._service, model, body, size)
                 reading = plan.reading(self._parsers, prompt, parallel, body.begun)
                 wanted = body.wanted(request_id, prompt)
-                if body.thinking_token_budget not in (None, -1):
-                    wanted = with_thinking_budget(wanted, body.thinking_token_budget, reading, model.tokenizer)
                 with naming_constraint(plan, body.constraint):
-                    wanted = salted(constrained(wanted, plan, reading), state.tenant)
+                    wanted = constrained(wanted, plan, reading)
+                    if body.thinking_token_budget not in (None, -1):
+                        wanted = with_thinking_budget(wanted, body.thinking_token_budget, reading, model.tokenizer)
+                    wanted = salted(wanted, state.tenant)
                     generation = await self._service.generate(model, wanted, state.received, admitted, state.client)
                 return generation, reading, prompt
         except InvalidRequest as error:
