@@ -53,6 +53,7 @@ ALL_NAMES = frozenset(
         "enable_auto_tool_choice",
         "enable_eplb",
         "enable_expert_parallel",
+        "enable_force_include_usage",
         "enable_tokenizer_info_endpoint",
         "endpoint",
         "disable_hybrid_kv_cache_manager",
