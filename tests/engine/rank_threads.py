@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import torch
-from torch._C._distributed_c10d import HashStore
 from transformers import PreTrainedModel
 
 from baton.kv_groups import group_layers
@@ -31,6 +29,7 @@ from engine.model.probe import Probe, probe
 from engine.model.rank import RankModel
 from engine.model.rank_step import Int32Array
 from engine.model.runner import TorchModelRunner
+from tests.engine.thread_ranks import Post, ThreadRanks
 
 TIMEOUT_S = 60.0
 Inbox = SimpleQueue[tuple[int, Int32Array]]
@@ -77,17 +76,17 @@ def in_threads(
 ) -> Iterator[RankGroup]:
     """The group as rank 0 sees it; `run` has the other ranks, a thread each. At the end all of them must have ended.
     over: makes of each rank's group the one that is used."""
-    store, joined = HashStore(), threading.Barrier(size)
+    post = Post()
 
-    def join(rank: int) -> RankGroup:
-        group = GlooRanks(store, rank, size, TIMEOUT_S)
-        joined.wait(TIMEOUT_S)  # a rank that ends at once would break the connections of those that still join
-        return over(group)
+    def run_rank(rank: int) -> None:
+        with contextlib.closing(ThreadRanks(post, rank, size, TIMEOUT_S)) as group:
+            run(over(group))
 
     with ThreadPoolExecutor(max(1, size - 1)) as pool:
-        others = [pool.submit(lambda rank: run(join(rank)), rank) for rank in range(1, size)]
+        others = [pool.submit(run_rank, rank) for rank in range(1, size)]
         try:
-            yield join(0)
+            with contextlib.closing(ThreadRanks(post, 0, size, TIMEOUT_S)) as group:
+                yield over(group)
         finally:
             for other in others:
                 other.result(TIMEOUT_S)

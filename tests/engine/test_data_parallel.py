@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._C._distributed_c10d import HashStore
 from transformers import PreTrainedModel, Qwen2MoeConfig
 
 from engine.engine import Engine
@@ -21,7 +20,7 @@ from engine.model.experts import expert_modules
 from engine.model.parallel.data_parallel import DataParallel
 from engine.model.parallel.eplb import Eplb
 from engine.model.parallel.expert_slots import expert_slots
-from engine.model.parallel.group import GlooRanks, OneRank, RankGroup
+from engine.model.parallel.group import OneRank, RankGroup
 from engine.sequence import Sequence
 from engine.step import Begun, Chunk
 from tests.engine import counting, tiny_models
@@ -30,6 +29,7 @@ from tests.engine.rank_threads import TIMEOUT_S, Load, Together, in_threads, ran
 from tests.engine.test_expert_parallel import FAMILIES
 from tests.engine.test_model_families import SIZES, sequences
 from tests.engine.test_sharding import LogitsOf, fill_biases
+from tests.engine.thread_ranks import Post, ThreadRanks
 
 torch.set_num_threads(1)
 
@@ -128,11 +128,11 @@ def logits_together(
     load: Load, num_nodes: int, num_ranks: int, eplb: Callable[[PreTrainedModel], Eplb | None] = lambda model: None
 ) -> list[torch.Tensor]:
     """Of each node."""
-    store, size = HashStore(), num_nodes * num_ranks
+    post, size = Post(), num_nodes * num_ranks
 
     def of_node(node: int) -> torch.Tensor:
         def join(rank: int) -> DataParallel:
-            return DataParallel(GlooRanks(store, rank * num_nodes + node, size, TIMEOUT_S), num_nodes)
+            return DataParallel(ThreadRanks(post, rank * num_nodes + node, size, TIMEOUT_S), num_nodes)
 
         return logits(load, num_ranks, steps_of(node), Together(join, Always(), eplb))
 

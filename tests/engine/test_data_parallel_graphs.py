@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
 
 from engine.model.parallel.data_parallel import DataParallel
-from engine.model.parallel.group import GlooRanks
 from engine.model.rank_step import EAGER, RankStep
 from engine.step import Chunk
 from tests.engine import tiny_models
@@ -21,6 +19,7 @@ from tests.engine.rank_threads import TIMEOUT_S, Load, Together, ranked_runner
 from tests.engine.test_data_parallel import Always
 from tests.engine.test_model_families import SIZES, sequences
 from tests.engine.test_sharding import LogitsOf
+from tests.engine.thread_ranks import Post, ThreadRanks
 
 torch.set_num_threads(1)
 
@@ -75,12 +74,12 @@ def logits(load: Load, num_ranks: int, node: int, together: Together | None) -> 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_logits_are_those_of_a_node_alone(num_ranks: int, tmp_path: Path) -> None:
     """All nodes replay what has room for the largest of them, idle ones as well; without that graph none does."""
-    folder, store = tiny_models.save(tiny_models.MIXTURES["qwen3_moe"], tmp_path), HashStore()
+    folder, post = tiny_models.save(tiny_models.MIXTURES["qwen3_moe"], tmp_path), Post()
     load = Load(folder, SIZES, fused=True, whole_experts=True)
 
     def of_node(node: int) -> tuple[Tensor, Logged]:
         def join(rank: int) -> DataParallel:
-            return DataParallel(GlooRanks(store, rank * 2 + node, num_ranks * 2, TIMEOUT_S), 2)
+            return DataParallel(ThreadRanks(post, rank * 2 + node, num_ranks * 2, TIMEOUT_S), 2)
 
         return logits(load, num_ranks, node, Together(join, Always()))
 
