@@ -327,28 +327,39 @@ class BlockManager:
     ) -> None:
         """Assert that every counter equals a recount from all block tables, leases and open pins (each block as often
         as it is pinned), and that every block is filed in exactly one place. Null blocks in tables do not count."""
-        owners, pins_r, pins_w = (Counter(itertools.chain.from_iterable(all_)) for all_ in (owned, read, written))
-        num_free = Counter(self._free)
-        self._cache.check_integrity()
-        for block in range(1, len(self._ref)):
-            held = self.counters(block)
-            assert held == (owners[block], pins_r[block], pins_w[block]), f"block {block}: {held} is not the recount"
-            self._check_block(block, num_free[block])
-        assert not any(self.counters(NULL_BLOCK)), "the null block is owned"
-        assert 0 <= self.num_claimed <= self.num_free + self.num_cached, f"{self.num_claimed} blocks are claimed"
-        assert self._cache.hash_of(NULL_BLOCK) is None, "the null block is sealed"
-        assert not num_free[NULL_BLOCK], "the null block is free"
-        assert sum(self.counts_by_state().values()) == self.num_total
-
-    def _check_block(self, block: int, times_free: int) -> None:
-        state = self.state(block)
-        assert (self._readers[block] > 0) == (block in self._in_flight), f"block {block} is {state.name}"
-        assert (state is BlockState.CACHED) == self._cache.is_evictable(block), f"block {block} is {state.name}"
-        assert times_free == (state is BlockState.FREE), f"block {block} is {state.name}, and {times_free} x free"
-        if state is BlockState.LOADING:
+        counted = [_recount(tables, len(self._ref)) for tables in (owned, read, written)]
+        loading = _recount([self._loading], len(self._ref))
+        held, recounted = list(zip(self._ref, self._readers, loading, strict=True)), list(zip(*counted, strict=True))
+        if held != recounted:
+            block = next(block for block, of_it in enumerate(held) if of_it != recounted[block])
+            raise AssertionError(f"block {block}: {held[block]} is not the recount {recounted[block]}")
+        in_flight = {block for block, readers in enumerate(self._readers) if readers}
+        assert in_flight == self._in_flight, f"{in_flight ^ self._in_flight} are in flight, or filed as such"
+        for block in self._loading:
             # Its owner may have released it, but nobody else can acquire it while it loads.
             assert self._ref[block] <= 1, f"block {block} is shared and loading"
             assert not self._readers[block], f"block {block} is read and loading"
+        self._check_unused({block for block, of_it in enumerate(held) if of_it == (0, 0, 0)} - {NULL_BLOCK})
+        assert 0 <= self.num_claimed <= self.num_free + self.num_cached, f"{self.num_claimed} blocks are claimed"
+        assert sum(self.counts_by_state().values()) == self.num_total
+
+    def _check_unused(self, unused: set[int]) -> None:
+        """Assert that those with a hash are evictable, the others free, and nothing else is."""
+        self._cache.check_integrity()
+        assert self._cache.hash_of(NULL_BLOCK) is None, "the null block is sealed"
+        cached = {block for block in unused if self._cache.hash_of(block) is not None}
+        wrong = self._cache.evictable ^ cached
+        assert not wrong, f"{wrong} are evictable and not cached, or the other way round"
+        assert sorted(self._free) == sorted(unused - cached), f"free are {unused - cached}, and listed {self._free}"
+
+
+def _recount(tables: Iterable[Iterable[int]], num_blocks: int) -> list[int]:
+    """How often each block is in them; null blocks do not count."""
+    counts = [0] * num_blocks
+    for block, count in Counter(itertools.chain.from_iterable(tables)).items():
+        counts[block] = count
+    counts[NULL_BLOCK] = 0
+    return counts
 
 
 def _values(column: list[int], blocks: Iterable[int]) -> set[int]:

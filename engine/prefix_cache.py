@@ -35,6 +35,10 @@ class PrefixCache:
     def is_evictable(self, block: int) -> bool:
         return block in self._evictable
 
+    @property
+    def evictable(self) -> set[int]:
+        return set(self._evictable)
+
     def hash_of(self, block: int) -> BlockHash | None:
         return self._hash[block]
 
