@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -84,14 +84,48 @@ async def running_router(nodes: FakeCluster, **settings: object) -> AsyncIterato
         await router.stop()
 
 
-@pytest.fixture
-async def nodes() -> AsyncIterator[FakeCluster]:
+class Shared(NamedTuple):
+    """A router for all tests of a module, which run on its loop (`on_shared_loop`)."""
+
+    router: Router
+    client: httpx.AsyncClient
+    script: Callable[[Prefill], Answer]
+
+    def nodes_anew(self) -> FakeCluster:
+        """For the next test: the nodes answer as at first, and have heard nothing yet."""
+        nodes = self.router.nodes
+        nodes.script = self.script
+        nodes.prefills.clear()
+        nodes.aborts.clear()
+        return nodes
+
+
+@contextlib.asynccontextmanager
+async def shared_by_all(nodes: FakeCluster, **settings: object) -> AsyncIterator[Shared]:
+    """What a module's fixture yields. It is for tests that only ask: whatever else they do to the router or its nodes
+    would be there for those after them."""
+    async with (
+        running_router(nodes, **settings) as router,
+        httpx.AsyncClient(base_url=router.http, timeout=20) as client,
+    ):
+        yield Shared(router, client, nodes.script)
+        await router.idle()
+
+
+@contextlib.asynccontextmanager
+async def two_nodes() -> AsyncIterator[FakeCluster]:
     """One prefill and one decode node, which say hello."""
     cluster = FakeCluster(says("hello world"))
     await cluster.add(NodeRole.PREFILL)
     await cluster.add(NodeRole.DECODE)
     yield cluster
     await cluster.close()
+
+
+@pytest.fixture
+async def nodes() -> AsyncIterator[FakeCluster]:
+    async with two_nodes() as nodes:
+        yield nodes
 
 
 @pytest.fixture
@@ -110,17 +144,8 @@ async def client(router):
 async def shared_client() -> AsyncIterator[httpx.AsyncClient]:
     """Of a router that serves all tests of a module that send it requests to be refused. They run on its loop, with
     `@on_shared_loop`."""
-    nodes = FakeCluster(says("hello world"))
-    await nodes.add(NodeRole.PREFILL)
-    await nodes.add(NodeRole.DECODE)
-    router = Router(nodes)
-    await router.start()
-    await router.ready()
-    async with httpx.AsyncClient(base_url=router.http, timeout=20) as client:
-        yield client
-    await router.idle()
-    await router.stop()
-    await nodes.close()
+    async with two_nodes() as nodes, shared_by_all(nodes) as shared:
+        yield shared.client
 
 
 on_shared_loop = pytest.mark.asyncio(loop_scope="module")

@@ -9,10 +9,11 @@ from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 
 from router.http.anthropic.schemas import MessagesRequest
 from router.http.body import validate_fields
-from tests.router.conftest import Router, running_router, says
+from tests.router.conftest import Router, Shared, on_shared_loop, says, shared_by_all
 from tests.router.fake_node import FakeCluster
 from tests.router.http.test_messages import MESSAGE, USER, error_of, events
 from tests.router.http.tool_chats import CALL, PARSERS, nodes_with_tools
@@ -33,16 +34,23 @@ BLOCKS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture
-async def nodes() -> AsyncIterator[FakeCluster]:
-    async with nodes_with_tools(ANSWER) as nodes:
-        yield nodes
+pytestmark = on_shared_loop
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared() -> AsyncIterator[Shared]:
+    async with nodes_with_tools(ANSWER) as nodes, shared_by_all(nodes, **PARSERS) as shared:
+        yield shared
 
 
 @pytest.fixture
-async def router(nodes: FakeCluster) -> AsyncIterator[Router]:
-    async with running_router(nodes, **PARSERS) as router:
-        yield router
+def nodes(shared: Shared) -> FakeCluster:
+    return shared.nodes_anew()
+
+
+@pytest.fixture
+def client(shared: Shared, nodes: FakeCluster) -> httpx.AsyncClient:
+    return shared.client
 
 
 async def ask(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:

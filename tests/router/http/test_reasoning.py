@@ -4,10 +4,11 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
+import pytest_asyncio
 
 from baton.logits_processors import THINKING_BUDGET
 from router.reasoning_parsers import REASONING_PARSERS
-from tests.router.conftest import Router, running_router, says
+from tests.router.conftest import Shared, on_shared_loop, running_router, says, shared_by_all
 from tests.router.fake_node import FakeCluster
 from tests.router.http.tool_chats import (
     ANSWER,
@@ -24,17 +25,23 @@ from tests.router.http_shapes import CHAT, error_of
 from tests.router.matching import matches
 from tests.router.tiny_tokenizer import EOT, tiny_tokenizer
 
+pytestmark = on_shared_loop
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared() -> AsyncIterator[Shared]:
+    async with nodes_with_tools(ANSWER) as nodes, shared_by_all(nodes, **PARSERS) as shared:
+        yield shared
+
 
 @pytest.fixture
-async def nodes() -> AsyncIterator[FakeCluster]:
-    async with nodes_with_tools(ANSWER) as nodes:
-        yield nodes
+def nodes(shared: Shared) -> FakeCluster:
+    return shared.nodes_anew()
 
 
 @pytest.fixture
-async def router(nodes: FakeCluster) -> AsyncIterator[Router]:
-    async with running_router(nodes, **PARSERS) as router:
-        yield router
+def client(shared: Shared, nodes: FakeCluster) -> httpx.AsyncClient:
+    return shared.client
 
 
 async def test_reasoning_may_be_left_out(client):

@@ -4,13 +4,15 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
+import pytest_asyncio
 
 from router.edge import StartError
 from router.server import RouterServer
 from router.settings import RouterSettings
-from tests.router.conftest import ANY_PORT, Router, running_router, says
+from tests.router.conftest import ANY_PORT, Shared, on_shared_loop, running_router, says, shared_by_all
 from tests.router.fake_node import Answer, FakeCluster
 from tests.router.http.tool_chats import (
     ANSWER,
@@ -29,22 +31,28 @@ from tests.router.http_shapes import CHAT, allowed
 from tests.router.matching import matches
 from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer
 
-
-@pytest.fixture
-async def nodes() -> AsyncIterator[FakeCluster]:
-    async with nodes_with_tools(ANSWER) as nodes:
-        yield nodes
+pytestmark = on_shared_loop
 
 
-@pytest.fixture
-async def router(nodes: FakeCluster) -> AsyncIterator[Router]:
-    async with running_router(nodes, **PARSERS) as router:
-        yield router
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared() -> AsyncIterator[Shared]:
+    async with nodes_with_tools(ANSWER) as nodes, shared_by_all(nodes, **PARSERS) as shared:
+        yield shared
 
 
 @pytest.fixture
-async def official(router):
-    async with openai.AsyncOpenAI(base_url=f"{router.http}/v1", api_key="none", max_retries=0) as client:
+def nodes(shared: Shared) -> FakeCluster:
+    return shared.nodes_anew()
+
+
+@pytest.fixture
+def client(shared: Shared, nodes: FakeCluster) -> httpx.AsyncClient:
+    return shared.client
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def official(shared):
+    async with openai.AsyncOpenAI(base_url=f"{shared.router.http}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -333,7 +341,7 @@ async def test_tokenize_counts_the_tools(client, nodes):
 # ---- flags ----
 
 
-def test_parsers_that_are_not_there_are_named():
+async def test_parsers_that_are_not_there_are_named():
     for flag in ("tool_call_parser", "reasoning_parser"):
         fields: dict[str, Any] = {"decode": (ANY_PORT,), "http": ANY_PORT, "grpc": ANY_PORT, flag: "nonesuch"}
         settings = RouterSettings(**fields)
