@@ -240,7 +240,7 @@ async def test_thinking_is_told_to_the_template(client, nodes):
         assert (await ask(client, **fields))["content"] == blocks, fields
 
 
-def test_the_effort_is_told_to_the_template() -> None:
+async def test_the_effort_is_told_to_the_template() -> None:
     for fields, variables in (
         ({}, {"reasoning_effort": "high", "enable_thinking": False, "thinking": False}),
         ({"thinking": {"type": "adaptive"}}, {"reasoning_effort": "high", "enable_thinking": True, "thinking": True}),
