@@ -83,3 +83,12 @@ def test_the_smallest_number_and_what_rank_0_has(on_all_ranks: OnAllRanks) -> No
     for smallest, first in on_all_ranks(3, both):
         assert int(smallest) == -(1 << 40) - 7
         assert first.tolist() == [0, 0, 0]
+
+
+def test_only_contiguous_tensors_can_be_received(on_all_ranks: OnAllRanks) -> None:
+    def refused(group: RankGroup) -> list[torch.Tensor]:
+        with pytest.raises(RuntimeError, match="contiguous"):
+            group.receive(torch.zeros(2, 3).mT, 1 - group.rank)
+        return []
+
+    on_all_ranks(2, refused)

@@ -25,6 +25,7 @@ class _Letter:
     """A tensor on its way. `taken` is released when the receiver has it, or when it is lost."""
 
     def __init__(self, x: Tensor) -> None:
+        _check_contiguous(x)
         self.x, self.taken, self.is_lost = x, threading.Lock(), False
         self.taken.acquire()
 
@@ -63,6 +64,12 @@ class Post:
                 _lose(self.box(group, other, rank, tag))
 
 
+def _check_contiguous(x: Tensor) -> None:
+    """As gloo, which sends and receives bytes."""
+    if not x.is_contiguous():
+        raise RuntimeError("input tensor has to be contiguous")
+
+
 def _lose(box: Box) -> None:
     while True:
         try:
@@ -76,6 +83,7 @@ def _lose(box: Box) -> None:
 
 class _Receiving:
     def __init__(self, x: Tensor, box: Box) -> None:
+        _check_contiguous(x)
         self._x, self._box = x, box
 
     def wait(self, timeout: timedelta) -> None:
