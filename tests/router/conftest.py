@@ -141,11 +141,15 @@ async def client(router):
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared_client() -> AsyncIterator[httpx.AsyncClient]:
-    """Of a router that serves all tests of a module that send it requests to be refused. They run on its loop, with
-    `@on_shared_loop`."""
+async def shared() -> AsyncIterator[Shared]:
     async with two_nodes() as nodes, shared_by_all(nodes) as shared:
-        yield shared.client
+        yield shared
+
+
+@pytest.fixture(scope="module")
+def shared_client(shared: Shared) -> httpx.AsyncClient:
+    """For requests that are refused and reach no node."""
+    return shared.client
 
 
 on_shared_loop = pytest.mark.asyncio(loop_scope="module")

@@ -8,11 +8,28 @@ import httpx
 import pytest
 
 from router.http.parse import parse_json
-from tests.router.conftest import Router, says
-from tests.router.fake_node import Answer
+from tests.router.conftest import Router, Shared, on_shared_loop, running_router, says
+from tests.router.fake_node import Answer, FakeCluster
 from tests.router.http.test_access import running
 from tests.router.http_shapes import CHAT, error_of, events
 from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer
+
+pytestmark = on_shared_loop
+
+
+@pytest.fixture
+def nodes(shared: Shared) -> FakeCluster:
+    return shared.nodes_anew()
+
+
+@pytest.fixture
+def router(shared: Shared, nodes: FakeCluster) -> Router:
+    return shared.router
+
+
+@pytest.fixture
+def client(shared: Shared, nodes: FakeCluster) -> httpx.AsyncClient:
+    return shared.client
 
 
 async def test_a_chat_answer(client, nodes):
@@ -307,10 +324,11 @@ async def test_models(client):
     assert (await client.get("/v1/models/other")).status_code == 404
 
 
-async def test_metrics(client):
-    await client.post("/v1/chat/completions", json=CHAT)
-    await client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 1})
-    text = (await client.get("/metrics")).text
+async def test_metrics(nodes):
+    async with running_router(nodes) as router, httpx.AsyncClient(base_url=router.http) as client:
+        await client.post("/v1/chat/completions", json=CHAT)
+        await client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 1})
+        text = (await client.get("/metrics")).text
     assert 'baton:request_ends_total{model_name="tiny",outcome="finished",reason="stop",role="router"} 1.0' in text
     assert 'baton:request_ends_total{model_name="tiny",outcome="finished",reason="length",role="router"} 1.0' in text
     assert 'baton:time_to_first_token_seconds_count{model_name="tiny",role="router"} 2.0' in text

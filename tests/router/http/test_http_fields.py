@@ -1,24 +1,16 @@
 """What fields and prompts of the HTTP API come to at the nodes, and in answers."""
 
 import json
-from collections.abc import AsyncIterator
 
 import httpx
 import pytest
-import pytest_asyncio
 
-from tests.router.conftest import Shared, on_shared_loop, shared_by_all, two_nodes
+from tests.router.conftest import Shared, on_shared_loop
 from tests.router.fake_node import Answer, FakeCluster
 from tests.router.http_shapes import CHAT, SAMPLING, events
 from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer
 
 pytestmark = on_shared_loop
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared() -> AsyncIterator[Shared]:
-    async with two_nodes() as nodes, shared_by_all(nodes) as shared:
-        yield shared
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from pydantic import SecretStr
 
 from baton.errors import CacheExhausted, InternalError, Overloaded
 from router.http.anthropic.events import ContentBlocks
-from tests.router.conftest import Router, says
-from tests.router.fake_node import Answer
+from tests.router.conftest import Router, Shared, on_shared_loop, says
+from tests.router.fake_node import Answer, FakeCluster
 from tests.router.http.test_access import running
 from tests.router.http_wire import peer
 from tests.router.tiny_tokenizer import tiny_tokenizer
@@ -47,6 +47,24 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     assert body["request_id"] == response.headers["request-id"] == response.headers["x-request-id"]
     assert set(body["error"]) == {"type", "message"}
     return dict(body["error"])
+
+
+pytestmark = on_shared_loop
+
+
+@pytest.fixture
+def nodes(shared: Shared) -> FakeCluster:
+    return shared.nodes_anew()
+
+
+@pytest.fixture
+def router(shared: Shared, nodes: FakeCluster) -> Router:
+    return shared.router
+
+
+@pytest.fixture
+def client(shared: Shared, nodes: FakeCluster) -> httpx.AsyncClient:
+    return shared.client
 
 
 async def test_a_message(client, nodes):
@@ -153,7 +171,7 @@ async def test_prompts_beyond_the_context_are_counted(client):
     assert response.json()["input_tokens"] > 128
 
 
-def test_a_block_of_another_kind_begins_after_the_open_one():
+async def test_a_block_of_another_kind_begins_after_the_open_one():
     blocks = ContentBlocks()
     thinking, call = {"type": "thinking", "thinking": ""}, {"type": "tool_use", "id": "a", "name": "f", "input": {}}
     text = blocks.write(thinking, {}) + blocks.write(thinking, {}) + blocks.write(call, {})

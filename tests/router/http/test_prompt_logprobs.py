@@ -13,6 +13,7 @@ from router.http.logprobs import LEAST, ChatLogprobs, CompletionLogprobs, token_
 from router.requests.actions import Emit
 from router.requests.request_state import RoutedRequest
 from router.text.answer import Delta
+from tests.router.conftest import on_shared_loop
 from tests.router.fake_node import prompt_pieces
 from tests.router.http_shapes import CHAT, error_of
 from tests.router.rig import RouterRig
@@ -100,6 +101,7 @@ async def test_the_official_client_reads_echoed_logprobs(router):
     ]
 
 
+@on_shared_loop
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
@@ -111,8 +113,8 @@ async def test_the_official_client_reads_echoed_logprobs(router):
         ({"prompt": [5] * 50, "n": 40, "prompt_logprobs": 20, "stream": True}, "prompt_logprobs", "at most 32768"),
     ],
 )
-async def test_bad_requests(client, fields, param, says):
-    response = await client.post("/v1/completions", json={"prompt": IDS[0], **fields})
+async def test_bad_requests(shared_client, fields, param, says):
+    response = await shared_client.post("/v1/completions", json={"prompt": IDS[0], **fields})
     error = error_of(response)
     assert (response.status_code, error["param"]) == (400, param)
     assert says in error["message"]

@@ -10,36 +10,30 @@ import openai
 import pytest
 import pytest_asyncio
 
-from tests.router.conftest import Router, running_router, says
+from tests.router.conftest import Router, Shared, shared_by_all
 from tests.router.fake_node import FakeCluster
 from tests.router.http.tool_chats import PARSERS, nodes_with_tools
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster() -> AsyncIterator[FakeCluster]:
-    async with nodes_with_tools("hello world") as cluster:
-        yield cluster
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def router(cluster: FakeCluster) -> AsyncIterator[Router]:
-    async with running_router(cluster, **PARSERS) as router:
-        yield router
+async def shared() -> AsyncIterator[Shared]:
+    async with nodes_with_tools("hello world") as nodes, shared_by_all(nodes, **PARSERS) as shared:
+        yield shared
 
 
 @pytest.fixture
-def nodes(cluster: FakeCluster) -> FakeCluster:
-    """As if nothing had happened."""
-    cluster.script = says("hello world")
-    cluster.prefills.clear()
-    cluster.aborts.clear()
-    return cluster
+def nodes(shared: Shared) -> FakeCluster:
+    return shared.nodes_anew()
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def client(router, nodes):
-    async with httpx.AsyncClient(base_url=router.http, timeout=20) as client:
-        yield client
+@pytest.fixture
+def router(shared: Shared, nodes: FakeCluster) -> Router:
+    return shared.router
+
+
+@pytest.fixture
+def client(shared: Shared, nodes: FakeCluster) -> httpx.AsyncClient:
+    return shared.client
 
 
 @pytest_asyncio.fixture(loop_scope="module")
