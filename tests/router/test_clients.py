@@ -9,6 +9,7 @@ import grpc.aio
 import httpx
 import openai
 import pytest
+import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
@@ -18,28 +19,41 @@ from baton.errors import Overloaded
 from baton.logits_processors import LogitsProcessor
 from baton.v1 import common_pb2, generation_pb2_grpc, node_pb2
 from baton.v1 import generation_pb2 as pb
-from tests.router.conftest import Router, says
-from tests.router.fake_node import PATIENCE_S, Answer
+from tests.router.conftest import Router, Shared, on_shared_loop, running_router, says, two_nodes
+from tests.router.fake_node import PATIENCE_S, Answer, FakeCluster
 from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 
 
+pytestmark = on_shared_loop
+
+
 @pytest.fixture
+def nodes(shared: Shared) -> FakeCluster:
+    return shared.nodes_anew()
+
+
+@pytest.fixture
+def router(shared: Shared, nodes: FakeCluster) -> Router:
+    return shared.router
+
+
+@pytest_asyncio.fixture(loop_scope="module")
 async def client(router):
     async with openai.AsyncOpenAI(base_url=f"{router.http}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def channel(router):
     async with grpc.aio.insecure_channel(router.grpc) as channel:
         yield channel
 
 
 @pytest.fixture
-async def stub(channel):
+def stub(channel):
     return generation_pb2_grpc.GenerationStub(channel)
 
 
@@ -92,9 +106,9 @@ async def test_openai_sees_an_error_in_mid_stream(client, nodes):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("hold_at", [0, 2])
-async def test_a_client_that_leaves_cancels_its_request(router, nodes, stream, hold_at):
+async def test_a_client_that_leaves_cancels_its_request(nodes, stream, hold_at):
     nodes.script = says("hello world, hello there", hold=asyncio.Event(), hold_at=hold_at)
-    async with httpx.AsyncClient(base_url=router.http, timeout=20) as http:
+    async with running_router(nodes) as router, httpx.AsyncClient(base_url=router.http, timeout=20) as http:
         body = {"messages": MESSAGES, "stream": stream, "n": 2}
         request = asyncio.create_task(http.post("/v1/chat/completions", json=body))
         await nodes.until(lambda: nodes.prefills)
@@ -298,17 +312,22 @@ async def test_grpc_tokens_and_models(stub):
     assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_grpc_health_follows_readiness(router, nodes, channel):
-    stub = health_pb2_grpc.HealthStub(channel)
-    watch = stub.Watch(health_pb2.HealthCheckRequest(service="baton.v1.Generation"))
+async def test_grpc_health_follows_readiness():
     states = health_pb2.HealthCheckResponse
-    async with asyncio.timeout(10):
+    async with (
+        two_nodes() as nodes,
+        running_router(nodes) as router,
+        grpc.aio.insecure_channel(router.grpc) as channel,
+        asyncio.timeout(10),
+    ):
+        stub = health_pb2_grpc.HealthStub(channel)
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service="baton.v1.Generation"))
         while (await watch.read()).status != states.SERVING:
             pass
         await nodes.nodes[1].stop()
         while (await watch.read()).status != states.NOT_SERVING:
             pass
-    watch.cancel()
+        watch.cancel()
 
 
 async def test_who_watches_grpc_health_does_not_keep_a_router_from_its_end(nodes):
