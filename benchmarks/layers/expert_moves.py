@@ -110,6 +110,10 @@ def main(args: Sequence[str] | None = None) -> None:
         other.join(_END_S)
         if other.exitcode:
             raise WrongAnswers("rank 1 has failed")
+    report(rows)
+
+
+def report(rows: list[dict[str, Any]]) -> None:
     columns = {"moved": "experts each way", "mib": "MiB", "ms": "ms", "copy_ms": "copy, ms", "ratio": "ratio"}
     print(Table(list(columns.values()), [[f"{row[key]:g}" for key in columns] for row in rows]).plain())
     print(json.dumps({"benchmark": "expert_moves", "rows": rows}))
