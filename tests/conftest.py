@@ -76,8 +76,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What was imported stays: no collection of garbage need go through all of it again, for half a second."""
-    gc.collect()
+    """What was imported stays, and its garbage: no collection need go through all of it, for most of a second."""
     gc.freeze()
     gc.enable()
 
