@@ -7,14 +7,27 @@ from collections.abc import AsyncIterator
 import grpc.aio
 import httpx
 import pytest
+import pytest_asyncio
 
 from baton.structured_output.constraint import StructuredKind
 from baton.v1 import common_pb2, generation_pb2_grpc
 from baton.v1 import generation_pb2 as pb
-from tests.router.conftest import Router, says
+from tests.router.conftest import Shared, on_shared_loop, says
 from tests.router.fake_node import FakeCluster
 from tests.router.http_shapes import CHAT, SAMPLING
 from tests.router.tiny_tokenizer import BOS, tiny_tokenizer
+
+pytestmark = on_shared_loop
+
+
+@pytest.fixture
+def nodes(shared: Shared) -> FakeCluster:
+    return shared.nodes_anew()
+
+
+@pytest.fixture
+def client(shared: Shared, nodes: FakeCluster) -> httpx.AsyncClient:
+    return shared.client
 
 
 @pytest.mark.parametrize(
@@ -64,9 +77,9 @@ async def test_guided_fields_reach_the_nodes(client: httpx.AsyncClient, nodes: F
             assert (structured.kind, structured.text) == (StructuredKind(kind), text)
 
 
-@pytest.fixture
-async def stub(router: Router) -> AsyncIterator[generation_pb2_grpc.GenerationStub]:
-    async with grpc.aio.insecure_channel(router.grpc) as channel:
+@pytest_asyncio.fixture(loop_scope="module")
+async def stub(shared: Shared, nodes: FakeCluster) -> AsyncIterator[generation_pb2_grpc.GenerationStub]:
+    async with grpc.aio.insecure_channel(shared.router.grpc) as channel:
         yield generation_pb2_grpc.GenerationStub(channel)
 
 
