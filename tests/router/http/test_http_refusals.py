@@ -231,7 +231,7 @@ async def test_an_error_in_mid_stream_is_its_last_event(client, nodes, router):
     nodes.script = says("hello world, hello there", hold=asyncio.Event(), hold_at=2)
 
     async def asked(path, body):
-        response = await client.post(f"/v1/{path}", json={**body, "stream": True, "timeout": 2.0})
+        response = await client.post(f"/v1/{path}", json={**body, "stream": True, "timeout": 1.0})
         assert response.status_code == 200
         *chunks, last, done = [line for line in response.text.split("\n\n") if line]
         assert (len(chunks) > 0, done) == (True, "data: [DONE]")
