@@ -261,7 +261,7 @@ STEPS = st.tuples(st.integers(4, 24), st.integers(1, 3), st.booleans())
     most_pieces=st.integers(1, 4),
     steps=st.lists(STEPS, min_size=1, max_size=3),
 )
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_row_or_flag_is_overwritten_too_early(
     monkeypatch: pytest.MonkeyPatch, seed: int, size: int, most_pieces: int, steps: list[tuple[int, int, bool]]
 ) -> None:

@@ -31,7 +31,7 @@ def parts_of(tool: str, reasoning: str, prompt: str, pieces: list[str]) -> list[
     return [replace(part, id="") if isinstance(part, CallStart) else part for part in merge(parts)]
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(max_examples=80, deadline=None, derandomize=True, database=None)
 @given(data=st.data())
 def test_an_answer_in_any_pieces_reads_like_the_whole(data):
     tool = data.draw(st.sampled_from(sorted(KINDS)))

@@ -79,7 +79,7 @@ def test_a_call_that_ends_with_the_tokens_of_what_comes_next_is_one_item():
     assert output.items[0]["arguments"] == '{"text": "b"}'
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@settings(max_examples=80, deadline=None, derandomize=True, database=None)
 @given(data=st.data())
 def test_messages_come_back(data):
     messages = data.draw(st.lists(MESSAGES, min_size=1, max_size=5))

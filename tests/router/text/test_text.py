@@ -15,7 +15,7 @@ from router.text.stops import StopScanner, StopStrings
 from router.text.tokenizer import Tokenizer
 from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer, tokenizer_json, vocab_size
 
-RUNS = settings(max_examples=200, deadline=None, derandomize=True)
+RUNS = settings(max_examples=80, deadline=None, derandomize=True)
 
 
 @functools.cache

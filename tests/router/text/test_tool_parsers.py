@@ -61,7 +61,7 @@ def test_what_models_write_is_read_wherever_it_is_cut(case: Case):
             assert parse(case.parser, case.text, [cut]) == expected, cut
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@settings(max_examples=80, deadline=None, derandomize=True, database=None)
 @given(data=st.data())
 def test_any_text_in_any_pieces_reads_like_the_whole(data):
     """Texts are made of parts of those that models write, so that calls begin, break off and begin again."""
