@@ -383,7 +383,11 @@ def test_changes_of_the_prefix_cache_are_recorded_while_somebody_follows() -> No
     blocks.seal([table[1]], [hash_of(2)])
     assert blocks.take_changes() == {hash_of(2): True}
     blocks.release(table)
-    blocks.allocate(3)
+    table, _ = blocks.allocate(3)
     assert blocks.take_changes() == {hash_of(1): False, hash_of(2): False}, "evicted"
+    blocks.begin_load(table[:1], [hash_of(3)])
+    assert blocks.take_changes() == {hash_of(3): True}
+    blocks.fail_load(table[:1])
+    assert blocks.take_changes() == {hash_of(3): False}
     blocks.record_changes(False)
     assert blocks.hashes() == []
