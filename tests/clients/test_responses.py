@@ -55,5 +55,6 @@ def test_streams_and_sockets_say_the_same(client: openai.OpenAI) -> None:
 
 
 def test_an_answer_matches_a_schema(client: openai.OpenAI) -> None:
-    parsed = client.responses.parse(model=MODEL, input="Well?", text_format=Verdict, max_output_tokens=64)
+    # Room for 64 blanks wherever some may be: a small model likes to write them.
+    parsed = client.responses.parse(model=MODEL, input="Well?", text_format=Verdict, max_output_tokens=400)
     assert isinstance(parsed.output_parsed, Verdict)
