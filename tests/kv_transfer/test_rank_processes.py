@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kv_transfer.parts import PlannedPart
-from kv_transfer.receiver import PartFailed, PartLanded, PartUnused
+from kv_transfer.ranks import peer_of
+from kv_transfer.receiver import PartFailed, PartLanded, PartUnused, PeerDisconnected
 from tests.kv_transfer.rank_cases import Case, Contents, same_bytes, simple_case
 from tests.kv_transfer.rank_checks import LEASE, NEXT_LEASE, check_sent, check_told, parts_of, routes
 from tests.kv_transfer.rank_node import RECEIVERS, SENDERS
@@ -49,8 +50,10 @@ class Pair:
             node.call("wait_ended", lease, len(plan))
         assert same_bytes(self.d.call("pools"), self.contents.d_in_the_end(self.contents.d))
         check_sent(self.case, plan, self.p.call("pushed"), self.d.name)
-        names = self.p.name, self.d.name
-        check_told(self.case, lease, plan, self.p.call("events"), self.d.call("events"), names)
+        told = self.d.call("events")
+        # The loss of a rank that the transport noticed before the node let go of it may be told late.
+        told = [e for e in told if not (isinstance(e, PeerDisconnected) and peer_of(e.peer) != self.p.name)]
+        check_told(self.case, lease, plan, self.p.call("events"), told, (self.p.name, self.d.name))
         self.check_idle()
         assert same_bytes(self.p.call("pools"), self.contents.p)
 
