@@ -112,6 +112,25 @@ async def shared_by_all(nodes: FakeCluster, **settings: object) -> AsyncIterator
         await router.idle()
 
 
+def shared_fixtures() -> tuple[Any, Any, Any]:
+    """The fixtures `nodes`, `router` and `client` of a module whose tests share its fixture `shared`: these names are
+    to be given to them there."""
+
+    @pytest.fixture
+    def nodes(shared: Shared) -> FakeCluster:
+        return shared.nodes_anew()
+
+    @pytest.fixture
+    def router(shared: Shared, nodes: FakeCluster) -> Router:
+        return shared.router
+
+    @pytest.fixture
+    def client(shared: Shared, nodes: FakeCluster) -> httpx.AsyncClient:
+        return shared.client
+
+    return nodes, router, client
+
+
 @contextlib.asynccontextmanager
 async def two_nodes() -> AsyncIterator[FakeCluster]:
     """One prefill and one decode node, which say hello."""

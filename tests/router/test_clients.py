@@ -19,8 +19,8 @@ from baton.errors import Overloaded
 from baton.logits_processors import LogitsProcessor
 from baton.v1 import common_pb2, generation_pb2_grpc, node_pb2
 from baton.v1 import generation_pb2 as pb
-from tests.router.conftest import Router, Shared, on_shared_loop, running_router, says, two_nodes
-from tests.router.fake_node import PATIENCE_S, Answer, FakeCluster
+from tests.router.conftest import Router, on_shared_loop, running_router, says, shared_fixtures, two_nodes
+from tests.router.fake_node import PATIENCE_S, Answer
 from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -28,16 +28,7 @@ INVALID = grpc.StatusCode.INVALID_ARGUMENT
 
 
 pytestmark = on_shared_loop
-
-
-@pytest.fixture
-def nodes(shared: Shared) -> FakeCluster:
-    return shared.nodes_anew()
-
-
-@pytest.fixture
-def router(shared: Shared, nodes: FakeCluster) -> Router:
-    return shared.router
+nodes, router, _ = shared_fixtures()
 
 
 @pytest_asyncio.fixture(loop_scope="module")

@@ -8,28 +8,14 @@ import httpx
 import pytest
 
 from router.http.parse import parse_json
-from tests.router.conftest import Router, Shared, on_shared_loop, running_router, says
-from tests.router.fake_node import Answer, FakeCluster
+from tests.router.conftest import Router, on_shared_loop, running_router, says, shared_fixtures
+from tests.router.fake_node import Answer
 from tests.router.http.test_access import running
 from tests.router.http_shapes import CHAT, error_of, events
 from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer
 
 pytestmark = on_shared_loop
-
-
-@pytest.fixture
-def nodes(shared: Shared) -> FakeCluster:
-    return shared.nodes_anew()
-
-
-@pytest.fixture
-def router(shared: Shared, nodes: FakeCluster) -> Router:
-    return shared.router
-
-
-@pytest.fixture
-def client(shared: Shared, nodes: FakeCluster) -> httpx.AsyncClient:
-    return shared.client
+nodes, router, client = shared_fixtures()
 
 
 async def test_a_chat_answer(client, nodes):

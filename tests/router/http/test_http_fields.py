@@ -2,25 +2,15 @@
 
 import json
 
-import httpx
 import pytest
 
-from tests.router.conftest import Shared, on_shared_loop
-from tests.router.fake_node import Answer, FakeCluster
+from tests.router.conftest import on_shared_loop, shared_fixtures
+from tests.router.fake_node import Answer
 from tests.router.http_shapes import CHAT, SAMPLING, events
 from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer
 
 pytestmark = on_shared_loop
-
-
-@pytest.fixture
-def nodes(shared: Shared) -> FakeCluster:
-    return shared.nodes_anew()
-
-
-@pytest.fixture
-def client(shared: Shared, nodes: FakeCluster) -> httpx.AsyncClient:
-    return shared.client
+nodes, router, client = shared_fixtures()
 
 
 async def test_defaults_come_from_the_model_and_the_context(client, nodes):

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
-import pytest
-import pytest_asyncio
 
 from router.http.anthropic.schemas import MessagesRequest
 from router.http.body import validate_fields
-from tests.router.conftest import Router, Shared, on_shared_loop, says, shared_by_all
+from tests.router.conftest import Router, on_shared_loop, says, shared_fixtures
 from tests.router.fake_node import FakeCluster
 from tests.router.http.test_messages import MESSAGE, USER, error_of, events
-from tests.router.http.tool_chats import CALL, PARSERS, nodes_with_tools
+from tests.router.http.tool_chats import CALL, shared_with_tools
 from tests.router.matching import matches
 from tests.router.tiny_tokenizer import tiny_tokenizer
 
@@ -35,22 +32,8 @@ BLOCKS: list[dict[str, Any]] = [
 
 
 pytestmark = on_shared_loop
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared() -> AsyncIterator[Shared]:
-    async with nodes_with_tools(ANSWER) as nodes, shared_by_all(nodes, **PARSERS) as shared:
-        yield shared
-
-
-@pytest.fixture
-def nodes(shared: Shared) -> FakeCluster:
-    return shared.nodes_anew()
-
-
-@pytest.fixture
-def client(shared: Shared, nodes: FakeCluster) -> httpx.AsyncClient:
-    return shared.client
+shared = shared_with_tools(ANSWER)
+nodes, router, client = shared_fixtures()
 
 
 async def ask(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:

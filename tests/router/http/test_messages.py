@@ -10,8 +10,8 @@ from pydantic import SecretStr
 
 from baton.errors import CacheExhausted, InternalError, Overloaded
 from router.http.anthropic.events import ContentBlocks
-from tests.router.conftest import Router, Shared, on_shared_loop, says
-from tests.router.fake_node import Answer, FakeCluster
+from tests.router.conftest import Router, on_shared_loop, says, shared_fixtures
+from tests.router.fake_node import Answer
 from tests.router.http.test_access import running
 from tests.router.http_wire import peer
 from tests.router.tiny_tokenizer import tiny_tokenizer
@@ -50,21 +50,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 
 
 pytestmark = on_shared_loop
-
-
-@pytest.fixture
-def nodes(shared: Shared) -> FakeCluster:
-    return shared.nodes_anew()
-
-
-@pytest.fixture
-def router(shared: Shared, nodes: FakeCluster) -> Router:
-    return shared.router
-
-
-@pytest.fixture
-def client(shared: Shared, nodes: FakeCluster) -> httpx.AsyncClient:
-    return shared.client
+nodes, router, client = shared_fixtures()
 
 
 async def test_a_message(client, nodes):

@@ -12,22 +12,13 @@ import pytest_asyncio
 from baton.structured_output.constraint import StructuredKind
 from baton.v1 import common_pb2, generation_pb2_grpc
 from baton.v1 import generation_pb2 as pb
-from tests.router.conftest import Shared, on_shared_loop, says
+from tests.router.conftest import Shared, on_shared_loop, says, shared_fixtures
 from tests.router.fake_node import FakeCluster
 from tests.router.http_shapes import CHAT, SAMPLING
 from tests.router.tiny_tokenizer import BOS, tiny_tokenizer
 
 pytestmark = on_shared_loop
-
-
-@pytest.fixture
-def nodes(shared: Shared) -> FakeCluster:
-    return shared.nodes_anew()
-
-
-@pytest.fixture
-def client(shared: Shared, nodes: FakeCluster) -> httpx.AsyncClient:
-    return shared.client
+nodes, router, client = shared_fixtures()
 
 
 @pytest.mark.parametrize(

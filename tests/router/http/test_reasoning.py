@@ -1,47 +1,28 @@
 """Reasoning in chats over HTTP: parted from what a model says, counted, and left out if asked for."""
 
-from collections.abc import AsyncIterator
-
 import httpx
 import pytest
-import pytest_asyncio
 
 from baton.logits_processors import THINKING_BUDGET
 from router.reasoning_parsers import REASONING_PARSERS
-from tests.router.conftest import Shared, on_shared_loop, running_router, says, shared_by_all
-from tests.router.fake_node import FakeCluster
+from tests.router.conftest import on_shared_loop, running_router, says, shared_fixtures
 from tests.router.http.tool_chats import (
     ANSWER,
     ARGUMENTS,
     CALL,
     CHATS,
-    PARSERS,
     TOOLS,
     choice_of,
     chunks_of,
-    nodes_with_tools,
+    shared_with_tools,
 )
 from tests.router.http_shapes import CHAT, error_of
 from tests.router.matching import matches
 from tests.router.tiny_tokenizer import EOT, tiny_tokenizer
 
 pytestmark = on_shared_loop
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared() -> AsyncIterator[Shared]:
-    async with nodes_with_tools(ANSWER) as nodes, shared_by_all(nodes, **PARSERS) as shared:
-        yield shared
-
-
-@pytest.fixture
-def nodes(shared: Shared) -> FakeCluster:
-    return shared.nodes_anew()
-
-
-@pytest.fixture
-def client(shared: Shared, nodes: FakeCluster) -> httpx.AsyncClient:
-    return shared.client
+shared = shared_with_tools(ANSWER)
+nodes, router, client = shared_fixtures()
 
 
 async def test_reasoning_may_be_left_out(client):

@@ -1,10 +1,8 @@
 """Tools in chats over HTTP: what reaches the template, and what answers look like, whole and streamed."""
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
 import pytest_asyncio
@@ -12,42 +10,27 @@ import pytest_asyncio
 from router.edge import StartError
 from router.server import RouterServer
 from router.settings import RouterSettings
-from tests.router.conftest import ANY_PORT, Shared, on_shared_loop, running_router, says, shared_by_all
-from tests.router.fake_node import Answer, FakeCluster
+from tests.router.conftest import ANY_PORT, on_shared_loop, running_router, says, shared_fixtures
+from tests.router.fake_node import Answer
 from tests.router.http.tool_chats import (
     ANSWER,
     ARGUMENTS,
     CALL,
     CHATS,
-    PARSERS,
     TOOLS,
     WEATHER,
     choice_of,
     chunks_of,
-    nodes_with_tools,
     prompt_of,
+    shared_with_tools,
 )
 from tests.router.http_shapes import CHAT, allowed
 from tests.router.matching import matches
 from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer
 
 pytestmark = on_shared_loop
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared() -> AsyncIterator[Shared]:
-    async with nodes_with_tools(ANSWER) as nodes, shared_by_all(nodes, **PARSERS) as shared:
-        yield shared
-
-
-@pytest.fixture
-def nodes(shared: Shared) -> FakeCluster:
-    return shared.nodes_anew()
-
-
-@pytest.fixture
-def client(shared: Shared, nodes: FakeCluster) -> httpx.AsyncClient:
-    return shared.client
+shared = shared_with_tools(ANSWER)
+nodes, router, client = shared_fixtures()
 
 
 @pytest_asyncio.fixture(loop_scope="module")

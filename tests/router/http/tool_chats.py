@@ -8,9 +8,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import pytest_asyncio
 
 from baton.node_info import NodeRole
-from tests.router.conftest import says
+from tests.router.conftest import Shared, says, shared_by_all
 from tests.router.fake_node import FakeCluster
 from tests.router.http_shapes import CHAT
 from tests.router.tiny_tokenizer import tiny_tokenizer
@@ -52,6 +53,17 @@ async def nodes_with_tools(answer: str) -> AsyncIterator[FakeCluster]:
         yield cluster
     finally:
         await cluster.close()
+
+
+def shared_with_tools(answer: str) -> Any:
+    """The fixture `shared` of a module, with these nodes behind a router that has parsers."""
+
+    @pytest_asyncio.fixture(scope="module", loop_scope="module")
+    async def shared() -> AsyncIterator[Shared]:
+        async with nodes_with_tools(answer) as nodes, shared_by_all(nodes, **PARSERS) as shared:
+            yield shared
+
+    return shared
 
 
 def prompt_of(nodes: FakeCluster) -> str:
