@@ -35,8 +35,8 @@ class ChosenExperts:
 
 @contextmanager
 def counting(bench: Bench) -> Iterator[ChosenExperts]:
-    """Meanwhile there are other CUDA graphs, which count. Those without are kept: graphs that are captured after others
-    were freed have longer pauses between kernels (see docs/performance.md)."""
+    """Meanwhile there are other CUDA graphs, which count. Those without are kept: captured anew, they would be slower
+    (docs/performance.md has the reason)."""
     rank = bench.built.runner.rank
     graphs = rank.graphs
     modules = [module for _, module in expert_modules(bench.built.runner.model)]

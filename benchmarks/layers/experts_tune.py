@@ -32,6 +32,8 @@ from benchmarks.layers.random_experts import SHAPES, Layer, mean_s
 SM_BYTES = 227 * 1024
 NUM_CALLS = 8
 NUM_SHOWN = 4
+GROUP = 8
+"""Blocks side by side. With all of them, programs of blocks that do not exist start between the others."""
 
 
 class TuneSettings(Settings):
@@ -102,8 +104,7 @@ def candidates(rows: int, matrices: int) -> list[Tiling]:
         num_bytes = stages * depth * (matrices * out + rows) * 2
         sums = matrices * out * rows / (32 * warps)
         if num_bytes <= SM_BYTES and sums <= 128 and (rows >= 64 or out <= 128) and out * warps >= 256:
-            group = 8 if rows >= 64 else 0
-            found += [Tiling(rows, out, depth, warps, stages, group, tma) for tma in (False, True)[: 1 + (rows >= 32)]]
+            found += [Tiling(rows, out, depth, warps, stages, GROUP, tma) for tma in (False, True)[: 1 + (rows >= 32)]]
     return found
 
 

@@ -7,12 +7,13 @@ One thread reads 3 to 6 GB/s from the page cache, and a GPU takes 50 GB/s over P
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -87,7 +88,7 @@ def read_spans(spans: list[FileSpan], loaded: Callable[[int], None] = lambda num
         return
     device = spans[0].target.device
     if device.type == "cuda":
-        # The workers' streams do not wait for the caller's stream, whose queued work may still read this memory.
+        # The workers' stream does not wait for the caller's stream, whose queued work may still read this memory.
         torch.cuda.current_stream(device).synchronize()
     spans = sorted(spans, key=lambda span: (span.file, span.offset))
     files = {file: os.open(file, os.O_RDONLY) for file in {span.file for span in spans}}
@@ -148,7 +149,7 @@ class _CudaReadWorker:
     def __init__(self, device: torch.device) -> None:
         torch.cuda.set_device(device)  # the current device is per thread
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = _copy_stream(device)
         size = (_BUFFERS_PER_WORKER, SPAN_BYTES)
         self._buffers = list(torch.empty(size, dtype=torch.uint8, pin_memory=True))
         self._copied = [torch.cuda.Event() for _ in self._buffers]  # type: ignore[no-untyped-call]
@@ -169,6 +170,13 @@ class _CudaReadWorker:
 
     def finish(self) -> None:
         self._stream.synchronize()
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> Any:
+    """On which all workers queue their copies, in all calls: once a process has used more than a few streams, its CUDA
+    graphs are slower for good (docs/performance.md)."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _read(descriptor: int, span: FileSpan, into: Tensor) -> None:

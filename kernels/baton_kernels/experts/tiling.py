@@ -70,14 +70,15 @@ FEW = Tilings(Tiling(16, 32, 128, 2, 4), Tiling(16, 128, 128, 4, 3), early=True)
 122.1 us, and down takes 26.3, 41.6 and 64.8; with tiles of 64 features, 48.3, 77.6 and 122.1, and 27.9, 41.5 and
 65.2."""
 CLASSES: tuple[tuple[float, Tilings], ...] = (
-    (8, Tilings(Tiling(16, 64, 128, 4, 3), Tiling(16, 128, 128, 4, 3), early=True)),
-    (24, Tilings(Tiling(32, 64, 64, 4, 3), Tiling(32, 128, 64, 4, 5))),
+    (8, Tilings(Tiling(16, 64, 128, 4, 3, 8), Tiling(16, 128, 128, 4, 3, 8), early=True)),
+    (24, Tilings(Tiling(32, 64, 64, 4, 3, 8), Tiling(32, 128, 64, 4, 5, 8))),
     (48, Tilings(Tiling(64, 64, 64, 4, 3, 8), Tiling(64, 128, 64, 4, 4, 8))),
     (160, Tilings(Tiling(128, 64, 64, 4, 3, 8), Tiling(128, 128, 64, 4, 3, 8))),
     (float("inf"), Tilings(Tiling(128, 128, 64, 8, 4, 8), Tiling(128, 256, 64, 8, 4, 8))),
 )
 """(most rows per expert, tilings): the best that `benchmarks.layers.experts_tune` found on an H200 for layers of
-Qwen3-30B-A3B and gpt-oss-20b."""
+Qwen3-30B-A3B and gpt-oss-20b. In groups of 8, the programs of blocks that do not exist come last, not in between: a
+layer of Qwen3-30B-A3B takes 283.1 us instead of 286.2 for 128 tokens, and 299.4 instead of 303.4 for 256."""
 
 
 @functools.lru_cache(maxsize=4096)
