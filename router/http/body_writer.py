@@ -116,7 +116,7 @@ def _content(chunks: bytes) -> bytes:
     return rest[: int(size or b"0", 16)]
 
 
-def body_writer_of(scope: MutableMapping[str, Any]) -> BodyWriter | None:
-    """None: the application runs in another server."""
-    writer: BodyWriter | None = scope.get("extensions", {}).get(_EXTENSION)
+def body_writer_of(scope: MutableMapping[str, Any]) -> BodyWriter:
+    """The writer of the answer to this request, which `router.http.connection` has put there."""
+    writer: BodyWriter = scope["extensions"][_EXTENSION]
     return writer

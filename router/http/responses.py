@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -12,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from baton.errors import BatonError
 from router.generation import Generation
 from router.http.answers import json_response
-from router.http.body_writer import body_writer_of
+from router.http.body_writer import BodyWriter, body_writer_of
 from router.http.errors import body_of, response_to
 from router.http.event_stream import EventShape, EventStream
 from router.offload.threads import Offload
@@ -53,11 +52,13 @@ class WholeResponse(Response):
         self._offload = offload
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with _closed_when_left(scope, receive, self._generation):
-            try:
-                response = await self._answer(await self._collect())
-            except BatonError as error:
-                response = response_to(error, scope)
+        body_writer_of(scope).on_left(self._generation.close)
+        try:
+            response = await self._answer(await self._collect())
+        except BatonError as error:
+            response = response_to(error, scope)
+        finally:
+            self._generation.close()
         await response(scope, receive, send)
 
     async def _collect(self) -> dict[int, list[Delta]]:
@@ -94,61 +95,24 @@ class EventResponse(Response):
         self._keep_alive_s = keep_alive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with _closed_when_left(scope, receive, self._generation):
-            try:
-                deltas = await self._generation.next(self._keep_alive_s)
-            except BatonError as error:
-                await response_to(error, scope)(scope, receive, send)
-                return
-            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-            writer = body_writer_of(scope)
-            stream = None if writer is None else EventStream(self._generation, self._shape, writer)
-            try:
-                if stream is None:
-                    await self._stream(deltas, send)
-                else:
-                    await stream.run(deltas, self._keep_alive_s)
-                tail = self._shape.end()
-            except BatonError as error:
-                tail = self._shape.error(body_of(error, scope))
-            await send({"type": "http.response.body", "body": stream.rest + tail if stream else tail})
-
-    async def _stream(self, deltas: list[Delta], send: Send) -> None:
-        """In a server that offers no BodyWriter."""
-        head = self._shape.begin()
-        while True:
-            done = self._generation.done
-            body = b"".join(map(self._shape.delta, deltas)) if deltas or done else self._shape.keep_alive
-            if head or body:
-                await send({"type": "http.response.body", "body": head + body, "more_body": True})
-            head = b""
-            if done:
-                return
-            deltas = await self._generation.next(self._keep_alive_s)
-
-
-class _closed_when_left:  # noqa: N801  (reads as what it does, like contextlib's)
-    """Within the context, the generation is closed as soon as the client leaves; at its end, in any case."""
-
-    def __init__(self, scope: Scope, receive: Receive, generation: Generation) -> None:
-        self._generation = generation
-        self._watch: asyncio.Task[None] | None = None
         writer = body_writer_of(scope)
-        if writer is not None:
-            writer.on_left(generation.close)
-        else:
-            self._watch = asyncio.create_task(_close_when_left(receive, generation))
+        writer.on_left(self._generation.close)
+        try:
+            await self._send(writer, scope, receive, send)
+        finally:
+            self._generation.close()
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-        self._generation.close()
-
-
-async def _close_when_left(receive: Receive, generation: Generation) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    generation.close()
+    async def _send(self, writer: BodyWriter, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            deltas = await self._generation.next(self._keep_alive_s)
+        except BatonError as error:
+            await response_to(error, scope)(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        stream = EventStream(self._generation, self._shape, writer)
+        try:
+            await stream.run(deltas, self._keep_alive_s)
+            tail = self._shape.end()
+        except BatonError as error:
+            tail = self._shape.error(body_of(error, scope))
+        await send({"type": "http.response.body", "body": stream.rest + tail})

@@ -336,13 +336,3 @@ async def test_health(client, router, nodes):
     assert (await client.get("/health")).status_code == 200
     assert (await client.get("/ready")).json() == {"status": "ready"}
     assert "version" in (await client.get("/version")).json()
-
-
-async def test_the_application_alone(router):
-    """As mounted in another server: no socket of ours."""
-    transport = httpx.ASGITransport(router.server.app)
-    async with httpx.AsyncClient(base_url="http://router", transport=transport) as client:
-        response = await client.post("/v1/chat/completions", json=CHAT)
-        assert response.json()["choices"][0]["message"]["content"] == "hello world"
-        response = await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
-        assert events(response.text)[-1]["choices"][0]["finish_reason"] == "stop"

@@ -100,13 +100,6 @@ async def test_a_streamed_message(client, nodes):
     assert end["timings"]["attempts"] == 1
 
 
-async def test_a_streamed_message_in_another_server(router, nodes):
-    """One that has no way past ASGI to its connections."""
-    transport = httpx.ASGITransport(app=router.server.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
-        await test_a_streamed_message(client, nodes)
-
-
 async def test_why_a_message_stopped(client, nodes):
     nodes.script = says("the lazy dog")
     for fields, text, reason, sequence in (
