@@ -165,23 +165,6 @@ FIELDS: Mapping[str, str] = {
 }
 
 
-NO_EFFECT: Mapping[str, str] = {
-    "cache_control": "Anthropic's; all prompts are cached",
-    "metadata": "OpenAI's; only `/v1/responses` keeps answers",
-    "parallel_tool_calls": "OpenAI's; outside chats nothing calls tools",
-    "prompt_cache_key": "OpenAI's; the router finds the node that has the prompt by itself",
-    "prompt_cache_options": "OpenAI's; all prompts are cached",
-    "prompt_cache_retention": "OpenAI's; all prompts are cached",
-    "safety_identifier": "OpenAI's; nothing is moderated",
-    "service_tier": "OpenAI's; there is one",
-    "session_id": "vLLM's; the router finds the node that has the prompt by itself",
-    "stream_interval": "vLLM's; tokens are sent as they come",
-    "store": "OpenAI's; only `/v1/responses` keeps answers",
-    "user": "OpenAI's; nothing is told apart by it",
-}
-"""Fields that are accepted although they do nothing, and why they need not."""
-
-
 def with_descriptions(document: dict[str, Any]) -> dict[str, Any]:
     """The OpenAPI document, whose operations and fields get what is said here if they have no description."""
     for name, schema in document["components"]["schemas"].items():

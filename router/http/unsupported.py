@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import InvalidRequest
@@ -17,112 +16,116 @@ Harmless = Callable[[Any], bool]
 """Whether a field's value changes nothing."""
 
 
-def _is_empty(value: Any) -> bool:
+def is_empty(value: Any) -> bool:
+    """A rule: what counts as nothing changes nothing."""
     return not value
 
 
-def _never(value: Any) -> bool:
+def never(value: Any) -> bool:
+    """A rule: every value would change something."""
     return False
 
 
-@dataclass(frozen=True, slots=True)
 class OneOf:
     """A rule: these values change nothing."""
 
-    harmless: tuple[Any, ...]
+    def __init__(self, *harmless: Any) -> None:
+        self.harmless = harmless
 
     def __call__(self, value: Any) -> bool:
         return any(type(value) is type(one) and value == one for one in self.harmless)
 
 
-def _is_one_of(*harmless: Any) -> OneOf:
-    return OneOf(harmless)
-
-
 HARMLESS: dict[str, Harmless] = {
     # OpenAI's
-    "audio": _is_empty,
-    "function_call": _is_one_of("none", "auto"),
-    "functions": _is_empty,
-    "input": _never,
-    "instructions": _is_empty,
-    "max_output_tokens": _never,
-    "modalities": _is_one_of([], ["text"]),
-    "moderation": _is_empty,
-    "prediction": _is_empty,
-    "suffix": _is_empty,
-    "tool_choice": _is_one_of("none", "auto"),
-    "tools": _is_empty,
-    "verbosity": _is_one_of("medium"),
-    "web_search_options": _never,
+    "audio": is_empty,
+    "function_call": OneOf("none", "auto"),
+    "functions": is_empty,
+    "input": never,
+    "instructions": is_empty,
+    "max_output_tokens": never,
+    "modalities": OneOf([], ["text"]),
+    "moderation": is_empty,
+    "prediction": is_empty,
+    "suffix": is_empty,
+    "tool_choice": OneOf("none", "auto"),
+    "tools": is_empty,
+    "verbosity": OneOf("medium"),
+    "web_search_options": never,
     # vLLM's
-    "chat_template": _is_empty,
-    "continue_final_message": _is_empty,
-    "documents": _is_empty,
-    "guided_whitespace_pattern": _is_empty,
-    "kv_transfer_params": _is_empty,
-    "early_stopping": _is_empty,
-    "ec_transfer_params": _is_empty,
-    "logprob_token_ids": _is_empty,
-    "packed_top_logprobs": _is_empty,
-    "media_io_kwargs": _is_empty,
-    "mm_processor_kwargs": _is_empty,
-    "prompt_embeds": _is_empty,
-    "prompt_token_ids": _is_empty,
-    "repetition_detection": _is_empty,
-    "return_prompt_text": _is_empty,
-    "thinking_token_budget": _is_one_of(-1),
-    "truncation_side": _is_one_of("left"),
-    "vllm_xargs": _is_empty,
-    "watermarking": _is_empty,
+    "chat_template": is_empty,
+    "continue_final_message": is_empty,
+    "documents": is_empty,
+    "guided_whitespace_pattern": is_empty,
+    "kv_transfer_params": is_empty,
+    "early_stopping": is_empty,
+    "ec_transfer_params": is_empty,
+    "logprob_token_ids": is_empty,
+    "packed_top_logprobs": is_empty,
+    "media_io_kwargs": is_empty,
+    "mm_processor_kwargs": is_empty,
+    "prompt_embeds": is_empty,
+    "prompt_token_ids": is_empty,
+    "repetition_detection": is_empty,
+    "return_prompt_text": is_empty,
+    "thinking_token_budget": OneOf(-1),
+    "truncation_side": OneOf("left"),
+    "vllm_xargs": is_empty,
+    "watermarking": is_empty,
     # SGLang's
-    "custom_logit_processor": _is_empty,
-    "ebnf": _is_empty,
-    "image_data": _is_empty,
-    "input_embeds": _is_empty,
-    "input_ids": _is_empty,
-    "json_schema": _is_empty,
-    "lora_path": _is_empty,
-    "no_stop_trim": _is_empty,
-    "regex": _is_empty,
-    "return_hidden_states": _is_empty,
-    "sampling_params": _is_empty,
-    "separate_reasoning": _is_one_of(True),
-    "session_params": _is_empty,
-    "stop_regex": _is_empty,
-    "stream_reasoning": _is_one_of(True),
-    "structural_tag": _is_empty,
+    "custom_logit_processor": is_empty,
+    "ebnf": is_empty,
+    "image_data": is_empty,
+    "input_embeds": is_empty,
+    "input_ids": is_empty,
+    "json_schema": is_empty,
+    "lora_path": is_empty,
+    "no_stop_trim": is_empty,
+    "regex": is_empty,
+    "return_hidden_states": is_empty,
+    "sampling_params": is_empty,
+    "separate_reasoning": OneOf(True),
+    "session_params": is_empty,
+    "stop_regex": is_empty,
+    "stream_reasoning": OneOf(True),
+    "structural_tag": is_empty,
     # Anthropic's
-    "max_tokens_to_sample": _never,
-    "stop_sequences": _is_empty,
-    "system": _is_empty,
-    "thinking": _is_one_of({"type": "disabled"}),
+    "max_tokens_to_sample": never,
+    "stop_sequences": is_empty,
+    "system": is_empty,
+    "thinking": OneOf({"type": "disabled"}),
     # llama.cpp's, text-generation-inference's, transformers'
-    "adapter_id": _is_empty,
-    "do_sample": _never,
-    "dry_multiplier": _is_empty,
-    "grammar": _is_empty,
-    "max_new_tokens": _never,
-    "mirostat": _is_empty,
-    "n_predict": _never,
-    "no_repeat_ngram_size": _is_empty,
-    "num_beams": _is_one_of(1),
-    "num_predict": _never,
-    "top_a": _is_empty,
-    "typical_p": _is_one_of(1, 1.0),
-    "xtc_probability": _is_empty,
+    "adapter_id": is_empty,
+    "do_sample": never,
+    "dry_multiplier": is_empty,
+    "grammar": is_empty,
+    "max_new_tokens": never,
+    "mirostat": is_empty,
+    "n_predict": never,
+    "no_repeat_ngram_size": is_empty,
+    "num_beams": OneOf(1),
+    "num_predict": never,
+    "top_a": is_empty,
+    "typical_p": OneOf(1, 1.0),
+    "xtc_probability": is_empty,
 }
 """For each field, the values that change nothing; null never changes anything."""
 
-MEANINGLESS = frozenset(
-    {
-        *("metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-        *("safety_identifier", "service_tier", "store", "user"),
-        "cache_control",  # Anthropic's: prefixes are cached anyway
-        *("session_id", "stream_interval"),  # vLLM's
-    }
-)
-"""Not worth a warning: they change no answer, or are handled elsewhere."""
+NO_EFFECT: Mapping[str, str] = {
+    "cache_control": "Anthropic's; all prompts are cached",
+    "metadata": "OpenAI's; only `/v1/responses` keeps answers",
+    "parallel_tool_calls": "OpenAI's; outside chats nothing calls tools",
+    "prompt_cache_key": "OpenAI's; the router finds the node that has the prompt by itself",
+    "prompt_cache_options": "OpenAI's; all prompts are cached",
+    "prompt_cache_retention": "OpenAI's; all prompts are cached",
+    "safety_identifier": "OpenAI's; nothing is moderated",
+    "service_tier": "OpenAI's; there is one",
+    "session_id": "vLLM's; the router finds the node that has the prompt by itself",
+    "stream_interval": "vLLM's; tokens are sent as they come",
+    "store": "OpenAI's; only `/v1/responses` keeps answers",
+    "user": "OpenAI's; nothing is told apart by it",
+}
+"""Not worth a warning: fields that change no answer, or are handled elsewhere, and why they need not do anything."""
 
 _MAX_WARNINGS = 256
 _warned: set[str] = set()
@@ -136,7 +139,7 @@ def refuse_unsupported(extra: Mapping[str, Any], others: Mapping[str, Harmless] 
         names = ", ".join(f"`{name[:64]}`" for name in list(extra)[:3])
         raise InvalidRequest(f"There are {len(extra)} unknown fields, of at most {MAX_UNKNOWN_FIELDS}: {names}, ...")
     for name, value in extra.items():
-        if value is None or (name in MEANINGLESS and name not in rules):
+        if value is None or (name in NO_EFFECT and name not in rules):
             continue
         if name not in rules:
             _warn(name[:64])

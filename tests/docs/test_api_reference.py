@@ -63,5 +63,5 @@ def test_what_is_looked_up_comes_from_the_nearest_section() -> None:
 def test_rules_are_said_in_words() -> None:
     assert rule_text(HARMLESS["suffix"]) == "unless empty, `false` or `0`"
     assert rule_text(HARMLESS["input"]) == "always"
-    assert rule_text(OneOf(("none", 1, ["text"]))) == 'unless `none`, `1`, `["text"]`'
+    assert rule_text(OneOf("none", 1, ["text"])) == 'unless `none`, `1`, `["text"]`'
     assert rule_text(lambda value: value is True) == "unless it changes nothing"

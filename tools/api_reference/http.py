@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import operator
 import pkgutil
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,10 +12,10 @@ from typing import Any
 from pydantic import BaseModel
 
 import router.http
-from router.http.descriptions import NO_EFFECT, operations
+from router.http.descriptions import operations
 from router.http.docs_page import body_models
 from router.http.field_table import FieldRow, rows_of
-from router.http.unsupported import HARMLESS, MEANINGLESS, Harmless, OneOf
+from router.http.unsupported import HARMLESS, NO_EFFECT, Harmless, OneOf, is_empty, never
 from tools.api_reference.covered import Covered
 from tools.api_reference.tables import code, table, test_name
 
@@ -58,16 +57,16 @@ def refused() -> Iterator[str]:
 
 
 def without_effect() -> str:
-    return table(("field", "why"), [(code(name), NO_EFFECT.get(name, "")) for name in sorted(MEANINGLESS)])
+    return table(("field", "why"), [(code(name), why) for name, why in sorted(NO_EFFECT.items())])
 
 
 def rule_text(rule: Harmless) -> str:
     """Which values are taken although the field is not supported."""
     if isinstance(rule, OneOf):
         return "unless " + ", ".join(code(_plain(value)) for value in rule.harmless)
-    if rule is operator.not_ or rule.__name__ == "_is_empty":
+    if rule is is_empty:
         return "unless empty, `false` or `0`"
-    return "always" if rule.__name__ == "_never" else "unless it changes nothing"
+    return "always" if rule is never else "unless it changes nothing"
 
 
 def _fields(name: str, document: Mapping[str, Any], covered: Covered) -> str:

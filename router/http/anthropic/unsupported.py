@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
-from typing import Any
 
 from router.http.schemas import ChatRequest
-from router.http.unsupported import Harmless
-
-
-def _never(value: Any) -> bool:
-    return False
-
+from router.http.unsupported import Harmless, is_empty, never
 
 IN_CONVERSATIONS: Mapping[str, Harmless] = {
-    "container": operator.not_,
-    "context_management": operator.not_,
-    "mcp_servers": operator.not_,
-    "output_format": operator.not_,
+    "container": is_empty,
+    "context_management": is_empty,
+    "mcp_servers": is_empty,
+    "output_format": is_empty,
 }
 """Those that would change the prompt, and so also its number of tokens."""
 
-IN_MESSAGES: Mapping[str, Harmless] = {**dict.fromkeys(ChatRequest.model_fields, _never), **IN_CONVERSATIONS}
+IN_MESSAGES: Mapping[str, Harmless] = {**dict.fromkeys(ChatRequest.model_fields, never), **IN_CONVERSATIONS}
 """With the fields of chats, which clients of both APIs may confuse with Anthropic's: `stop` and `stop_sequences`."""

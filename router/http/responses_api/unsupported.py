@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from baton.sampling import NAMES
-from router.http.unsupported import Harmless
+from router.http.unsupported import Harmless, OneOf, is_empty, never
 from router.text.structured_output import GUIDED
-
-
-def _is_empty(value: Any) -> bool:
-    return not value
-
-
-def _never(value: Any) -> bool:
-    return False
-
 
 IN_RESPONSES: Mapping[str, Harmless] = {
     **dict.fromkeys(
-        ("messages", "prompt_logprobs", "logprobs", "echo", "max_completion_tokens", "add_generation_prompt"), _never
+        ("messages", "prompt_logprobs", "logprobs", "echo", "max_completion_tokens", "add_generation_prompt"), never
     ),
-    "access_programs": _is_empty,
-    "background": _is_empty,
-    "context_management": _is_empty,
-    "conversation": _is_empty,
-    "enable_response_messages": _is_empty,  # vLLM's
-    "generate": lambda value: value is True,
-    "image": _is_empty,
-    "include_reasoning": lambda value: value is True,  # a chat's
-    "previous_input_messages": _is_empty,  # vLLM's
-    "prompt": _is_empty,
-    "reasoning_effort": _never,  # a chat's: here it is `reasoning.effort`
-    "stream_id": _is_empty,
-    "verbosity": _never,  # a chat's: here it is `text.verbosity`
+    "access_programs": is_empty,
+    "background": is_empty,
+    "context_management": is_empty,
+    "conversation": is_empty,
+    "enable_response_messages": is_empty,  # vLLM's
+    "generate": OneOf(True),
+    "image": is_empty,
+    "include_reasoning": OneOf(True),  # a chat's
+    "previous_input_messages": is_empty,  # vLLM's
+    "prompt": is_empty,
+    "reasoning_effort": never,  # a chat's: here it is `reasoning.effort`
+    "stream_id": is_empty,
+    "verbosity": never,  # a chat's: here it is `text.verbosity`
 }
 """Those of this API, and those of chats that have another name here."""
 
