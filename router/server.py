@@ -82,8 +82,9 @@ class RouterServer:
         self._spans = make_span_sender(settings)
         send = self._spans.send if self._spans is not None else None
         request_metrics = RequestMetrics(metrics, self._model_name, timelines, send)
-        self.dispatcher = Dispatcher(_make_core(settings, epoch), request_metrics)
-        self.models = Models(self.dispatcher.version_shares)
+        self.core = _make_core(settings, epoch)
+        self.dispatcher = Dispatcher(self.core, request_metrics)
+        self.models = Models(self.core.pool.shares)
         self.cluster = self._make_cluster(epoch)
         self.admission = Admission(
             settings.max_num_requests,
@@ -115,21 +116,21 @@ class RouterServer:
             return NodeLink(address, role, epoch, self.dispatcher, self.models, changed, trust, silence_s, name)
 
         membership = make_membership(settings)
-        return Cluster(connect, self.dispatcher, self.models, membership, settings.request_timeout)
+        return Cluster(connect, self.core.pool, self.models, membership, settings.request_timeout)
 
     def _make_status(
         self, metrics: RouterMetrics, registry: CollectorRegistry, timelines: TimelineRing
     ) -> StatusRoutes:
         return StatusRoutes(
             self.cluster,
-            self.dispatcher,
+            self.core,
             metrics,
             registry,
             self.admission,
             self._shared.place if self._shared else None,
             self._settings.policy,
-            DebugRequests(timelines, self.dispatcher),
-            Snapshot(self.cluster, self.dispatcher, metrics, self.models, self._settings.has_admin_keys),
+            DebugRequests(timelines, self.core.requests),
+            Snapshot(self.cluster, self.core, metrics, self.models, self._settings.has_admin_keys),
         )
 
     def _make_app(self, bodies: Bodies, status: StatusRoutes) -> ASGIApp:
@@ -152,7 +153,7 @@ class RouterServer:
             websockets,
             TokenizerInfoRoutes(self._service, settings.enable_tokenizer_info_endpoint),
             status,
-            AdminRoutes(self.cluster, self.dispatcher, admin_bodies, make_admin_keys(settings)),
+            AdminRoutes(self.cluster, admin_bodies, make_admin_keys(settings)),
             self._edge.access,
             self._spans is not None,
             settings.console,

@@ -18,7 +18,6 @@ from router.discovery.source import Member
 from router.http.access import authorization_of
 from router.http.body import BodyReader
 from router.nodes.cluster import Cluster
-from router.nodes.dispatcher import Dispatcher
 from router.nodes.links import NodeLink
 from router.nodes.report import report_node, report_nodes
 
@@ -45,9 +44,8 @@ class NodeRequest(BaseModel):
 class AdminRoutes:
     """`keys`: of operators; None: every path is a 404. Changes last as long as the process."""
 
-    def __init__(self, cluster: Cluster, dispatcher: Dispatcher, bodies: BodyReader, keys: ApiKeys | None) -> None:
+    def __init__(self, cluster: Cluster, bodies: BodyReader, keys: ApiKeys | None) -> None:
         self._cluster = cluster
-        self._dispatcher = dispatcher
         self._bodies = bodies
         self._keys = keys
         self.routes = APIRouter()
@@ -58,7 +56,7 @@ class AdminRoutes:
 
     async def nodes(self, request: Request) -> JSONResponse:
         self._check(request)
-        reports = report_nodes(self._cluster, self._dispatcher).nodes
+        reports = report_nodes(self._cluster).nodes
         return JSONResponse({"nodes": [dataclasses.asdict(report) for report in reports]})
 
     async def add(self, request: Request) -> JSONResponse:
@@ -102,4 +100,4 @@ class AdminRoutes:
         return link
 
     def _shown(self, link: NodeLink) -> JSONResponse:
-        return JSONResponse(dataclasses.asdict(report_node(link, self._cluster, self._dispatcher)))
+        return JSONResponse(dataclasses.asdict(report_node(link, self._cluster)))

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from baton.errors import InvalidRequest
-from baton.telemetry.timeline import Timeline
 from baton.telemetry.timeline_json import describe, summary
 from baton.telemetry.timeline_ring import TimelineRing
+from router.requests.live_requests import LiveRequests
 
 PATH = "/debug/requests"
 DEFAULT_LIMIT = 50
@@ -26,18 +27,10 @@ Ask = Callable[[str], Awaitable[dict[int, Any]]]
 """Puts a question to all workers: see `router.workers.siblings`."""
 
 
-class LiveTimelines(Protocol):
-    """Timelines of requests that have not ended: see RouterCore."""
-
-    def live_timelines(self, number: int) -> list[Timeline]: ...
-
-    def live_timelines_of(self, client_id: str) -> list[Timeline]: ...
-
-
 class DebugRequests:
-    """`ended`, `live`: the timelines of this process."""
+    """`ended`: timelines; `live`: the requests of this process."""
 
-    def __init__(self, ended: TimelineRing, live: LiveTimelines) -> None:
+    def __init__(self, ended: TimelineRing, live: LiveRequests) -> None:
         self._ended = ended
         self._live = live
         self.ask: Ask = self._ask_own
@@ -69,11 +62,11 @@ class DebugRequests:
         return {0: self.answers[name](argument)}
 
     def _newest(self, limit: str) -> list[dict[str, Any]]:
-        live = self._live.live_timelines(int(limit))
+        live = self._live.timelines(int(limit), time.monotonic())
         return [summary(timeline) for timeline in (*live, *self._ended.newest(int(limit)))]
 
     def _found(self, request_id: str) -> list[dict[str, Any]]:
-        live = self._live.live_timelines_of(request_id)
+        live = self._live.timelines_of(request_id, time.monotonic())
         return [describe(timeline) for timeline in (*live, *self._ended.find(request_id))[:MAX_FOUND]]
 
 

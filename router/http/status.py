@@ -17,9 +17,9 @@ from router.http.console.snapshot import Snapshot
 from router.http.debug_requests import DebugRequests
 from router.http.errors import response_to
 from router.nodes.cluster import Cluster
-from router.nodes.dispatcher import Dispatcher
-from router.nodes.report import report_nodes
+from router.nodes.report import report_nodes, report_prefix_index
 from router.requests.admission import Admission
+from router.requests.core import RouterCore
 from router.workers.pages import AllWorkersMetrics, plain_metrics
 from router.workers.siblings import Siblings, WorkerPlace
 
@@ -32,7 +32,7 @@ class StatusRoutes:
     def __init__(
         self,
         cluster: Cluster,
-        dispatcher: Dispatcher,
+        core: RouterCore,
         metrics: RouterMetrics,
         registry: CollectorRegistry,
         admission: Admission,
@@ -42,7 +42,7 @@ class StatusRoutes:
         snapshot: Snapshot,
     ) -> None:
         self._cluster = cluster
-        self._dispatcher = dispatcher
+        self._core = core
         self._metrics = metrics
         self._registry = registry
         self._admission = admission
@@ -82,11 +82,11 @@ class StatusRoutes:
 
     async def prefix_index(self) -> JSONResponse:
         """How many KV blocks of each node's prefix cache the router knows of."""
-        return JSONResponse(dataclasses.asdict(self._dispatcher.prefix_index()))
+        return JSONResponse(dataclasses.asdict(report_prefix_index(self._core)))
 
     async def nodes(self) -> JSONResponse:
         """Every node, in use or not, and which of them are not paired."""
-        return JSONResponse(dataclasses.asdict(report_nodes(self._cluster, self._dispatcher)))
+        return JSONResponse(dataclasses.asdict(report_nodes(self._cluster)))
 
     async def ready(self, request: Request) -> JSONResponse:
         """200 if requests are answered, even if degraded; else 503 with the reason."""
@@ -104,13 +104,13 @@ class StatusRoutes:
 
     def _current(self) -> CollectorRegistry:
         """This process's registry, with gauges of this moment."""
-        self._metrics.set_requests(self._dispatcher.num_requests_by_state())
+        self._metrics.set_requests(self._core.num_requests_by_state())
         for (role, state), count in self._cluster.num_nodes_by_state().items():
             self._metrics.nodes.labels(role, state).set(count)
-        self._metrics.set_placements(self._policy, self._dispatcher.num_placements())
-        self._metrics.pools.set(self._dispatcher.pools())
-        self._metrics.set_migrations(self._dispatcher.num_migrations())
-        indexed = self._dispatcher.prefix_index().nodes
+        self._metrics.set_placements(self._policy, self._core.num_placements())
+        self._metrics.pools.set(self._core.pool_states())
+        self._metrics.set_migrations(self._core.num_migrations())
+        indexed = report_prefix_index(self._core).nodes
         self._metrics.set_prefix_index({node.node_id: node.num_blocks for node in indexed})
         return self._registry
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ from baton.errors import InvalidRequest
 from baton.node_info import NodeRole
 from router.discovery.membership import Membership
 from router.discovery.source import Member
-from router.nodes.dispatcher import Dispatcher
 from router.nodes.links import NodeLink
+from router.placement.pool import Pool
 from router.text.models import Models
 
 log = logging.getLogger(__name__)
@@ -78,20 +79,20 @@ class Cluster:
     changes, and whenever a node or the set does, watchers are told whether the router is ready.
 
     A node that is no longer wanted gets no more work, and finishes what it has for at most `drain_timeout_s`; then its
-    session ends, and what is left goes on elsewhere.
+    session ends, and what is left goes on elsewhere. `pool`: the nodes in use, as placement knows them.
     """
 
     def __init__(
         self,
         connect: Connect,
-        dispatcher: Dispatcher,
+        pool: Pool,
         models: Models,
         membership: Membership,
         drain_timeout_s: float,
     ) -> None:
         self.membership = membership
+        self.pool = pool
         self._connect = connect
-        self._dispatcher = dispatcher
         self._models = models
         self._drain_timeout_s = drain_timeout_s
         self._running: dict[HostPort, _Running] = {}
@@ -165,7 +166,7 @@ class Cluster:
         if self._closed:
             return
         wanted = self.membership.wanted()
-        self._dispatcher.expect_prefill(any(node.member.role is NodeRole.PREFILL for node in wanted.values()))
+        self.pool.with_prefill = any(node.member.role is NodeRole.PREFILL for node in wanted.values())
         for address, running in list(self._running.items()):
             node = wanted.get(address)
             if node is None or node.member.role is not running.link.role:
@@ -213,9 +214,9 @@ class Cluster:
         if self._draining:
             return Readiness("the router is shutting down")
         sources = self.membership.problems()
-        if reason := self._dispatcher.why_not_ready():
+        if reason := self.pool.why_not_ready():
             return Readiness(self._with_problems("; ".join([reason, *sources])))
-        degraded = self._dispatcher.why_degraded()
+        degraded = self.pool.why_degraded(time.monotonic())
         degraded = "; ".join(([degraded] if degraded else []) + sources)
         return Readiness(None, self._with_problems(degraded) if degraded else None)
 
@@ -227,7 +228,7 @@ class Cluster:
 
     def num_nodes_by_state(self) -> dict[tuple[str, str], int]:
         """Nodes by role and one of NODE_STATES: one that is in use at one of its addresses counts once."""
-        lonely = self._dispatcher.nodes_without_partner()
+        lonely = self.pool.without_partner()
         in_use = {link.incarnation for link in self.links if link.info}
         nodes = [link for link in self.links if link.info or link.incarnation is None or link.incarnation not in in_use]
         states = Counter((link.role.value, _state(link, lonely)) for link in nodes)

@@ -11,22 +11,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from baton.errors import BatonError, NodeUnavailable
 from baton.messages import Abort, AttemptId, KvEvents, Load, Migrate, Prefill, Update
-from baton.node_info import NodeInfo, NodeRole
-from baton.telemetry.pools import PoolState
-from baton.telemetry.timeline import Timeline
-from router.placement.routed_node import pool_state
+from baton.node_info import NodeInfo
 from router.request_metrics import RequestMetrics
 from router.requests.actions import Emit, ToNode
 from router.requests.core import STOPPED, RouterCore
-from router.requests.kv_flows import KvFlow
-from router.requests.request_state import AttemptState, RequestEnd, RequestEvent, RoutedRequest
+from router.requests.request_state import RequestEnd, RequestEvent, RoutedRequest
 
 log = logging.getLogger(__name__)
 
@@ -35,22 +29,6 @@ class Sink(Protocol):
     """Where a request's events go. Must not raise."""
 
     def __call__(self, event: RequestEvent, /) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class IndexedNode:
-    node_id: str
-    role: str
-    incarnation: str
-    num_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixIndexState:
-    """`num_blocks`: different ones, which one node or several hold."""
-
-    num_blocks: int
-    nodes: tuple[IndexedNode, ...]
 
 
 class Dispatcher:
@@ -139,86 +117,6 @@ class Dispatcher:
             take(incarnation, update, now)
             if actions:
                 self._carry_out(now)  # one by one: a stop string is noticed before the tokens after it count
-
-    # ---- state, for the other parts of the router ----
-
-    def why_not_ready(self) -> str | None:
-        return self._core.pool.why_not_ready()
-
-    def why_degraded(self) -> str | None:
-        return self._core.pool.why_degraded(time.monotonic())
-
-    def expect_prefill(self, expected: bool) -> None:
-        """Whether prefill nodes are meant to be there."""
-        self._core.pool.with_prefill = expected
-
-    def version_shares(self, name: str) -> dict[str, float]:
-        """See Pool.shares."""
-        return self._core.pool.shares(name)
-
-    def load_of(self, incarnation: str) -> Load | None:
-        """What the node said last; None: it is not in use."""
-        node = self._core.pool.get(incarnation)
-        return node.load if node else None
-
-    def unused_pairs(self) -> list[tuple[NodeInfo, NodeInfo, str]]:
-        """See Pool.unused_pairs."""
-        return self._core.pool.unused_pairs(time.monotonic())
-
-    def nodes_without_partner(self) -> dict[str, str]:
-        """See Pool.without_partner."""
-        return self._core.pool.without_partner()
-
-    def avoided_nodes(self) -> dict[str, str]:
-        """See Pool.avoided."""
-        return self._core.pool.avoided(time.monotonic())
-
-    def num_requests_by_state(self) -> dict[str, int]:
-        """Live attempts by state, including states that have none."""
-        states = Counter(state.value for state in self._core.states())
-        return {state.value: states[state.value] for state in AttemptState}
-
-    def num_placements(self) -> dict[str, int]:
-        """See RouterCore.num_placements."""
-        return self._core.num_placements()
-
-    def num_migrations(self) -> dict[str, int]:
-        """See RouterCore.num_migrations."""
-        return self._core.num_migrations()
-
-    def live_timelines(self, number: int) -> list[Timeline]:
-        """See LiveRequests.timelines."""
-        return self._core.requests.timelines(number, time.monotonic())
-
-    def live_timelines_of(self, client_id: str) -> list[Timeline]:
-        """See LiveRequests.timelines_of."""
-        return self._core.requests.timelines_of(client_id, time.monotonic())
-
-    def pools(self) -> dict[str, PoolState]:
-        """The nodes of each role, as of what they said last. What waits here waits for room on decode nodes."""
-        withheld = {NodeRole.DECODE: self.num_requests_by_state()[AttemptState.UNPLACED.value]}
-        return {role.value: pool_state(self._core.pool.role(role), withheld.get(role, 0)) for role in NodeRole}
-
-    def kv_flows(self) -> list[KvFlow]:
-        """Bytes of KV from node to node, since the start."""
-        return self._core.kv_flows.totals()
-
-    def num_tokens_by_node(self) -> dict[str, int]:
-        """What each node in use has computed of prompts and generated, for this process; by incarnation."""
-        return self._core.pool.num_tokens()
-
-    def num_seats(self) -> dict[str, int]:
-        """Of each node in use, by incarnation: the requests that may run there at once."""
-        return {info.incarnation: info.max_num_seqs for info in self._core.pool.infos()}
-
-    def prefix_index(self) -> PrefixIndexState:
-        """How much is known of the nodes' prefix caches: prefill nodes first, each role by the nodes' ids."""
-        index = self._core.prefix_index
-        nodes = sorted(self._core.pool.infos(), key=lambda n: (n.role is not NodeRole.PREFILL, n.node_id))
-        known = tuple(
-            IndexedNode(n.node_id, n.role.value, n.incarnation, index.num_blocks(n.incarnation)) for n in nodes
-        )
-        return PrefixIndexState(len(index), known)
 
     def close(self) -> None:
         """End all live requests, and take no more: their clients are told that the server was stopped."""

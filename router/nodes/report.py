@@ -1,17 +1,21 @@
-"""What a router knows of its nodes, as an operator reads it at `/debug/nodes` and `/admin/nodes`."""
+"""What a router knows of its nodes, as an operator reads it at `/debug/nodes`, `/admin/nodes` and
+`/debug/prefix_index`."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.messages import Load
+from baton.node_info import NodeRole
 from router.discovery.membership import Wanted
 from router.nodes.cluster import Cluster
-from router.nodes.dispatcher import Dispatcher
 from router.nodes.links import NodeLink
+from router.placement.pool import Pool
+from router.requests.core import RouterCore
 from router.versions import version_of
 
 
@@ -85,21 +89,37 @@ class NodesReport:
     problems: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class IndexedNode:
+    node_id: str
+    role: str
+    incarnation: str
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixIndexReport:
+    """`num_blocks`: different ones, which one node or several hold."""
+
+    num_blocks: int
+    nodes: tuple[IndexedNode, ...]
+
+
 _Unused = Mapping[str, tuple[NodeState, str]]
 """Nodes, by incarnation, that are connected and get no work, and why."""
 
 
-def report_node(link: NodeLink, cluster: Cluster, dispatcher: Dispatcher) -> NodeReport:
-    return _report(link, cluster.membership.wanted().get(link.address), dispatcher, _unused(dispatcher))
+def report_node(link: NodeLink, cluster: Cluster) -> NodeReport:
+    return _report(link, cluster.membership.wanted().get(link.address), cluster.pool, _unused(cluster.pool))
 
 
-def _report(link: NodeLink, wanted: Wanted | None, dispatcher: Dispatcher, unused: _Unused) -> NodeReport:
+def _report(link: NodeLink, wanted: Wanted | None, pool: Pool, unused: _Unused) -> NodeReport:
     sources = wanted.sources if wanted else ()
     state, problem = _state(link, unused)
     report = NodeReport(str(link.address), link.role.value, state.value, problem, sources)
     if (info := link.info) is None:
         return report
-    load = dispatcher.load_of(info.incarnation)
+    node = pool.get(info.incarnation)
     return dataclasses.replace(
         report,
         node_id=info.node_id,
@@ -109,15 +129,15 @@ def _report(link: NodeLink, wanted: Wanted | None, dispatcher: Dispatcher, unuse
         fingerprint=info.layout.fingerprint,
         version=info.version,
         metrics_address=info.metrics_address or None,
-        load=NodeLoad.of(load) if load else None,
+        load=NodeLoad.of(node.load) if node else None,
     )
 
 
-def _unused(dispatcher: Dispatcher) -> _Unused:
+def _unused(pool: Pool) -> _Unused:
     unused: dict[str, tuple[NodeState, str]] = {}
-    for name, why in dispatcher.avoided_nodes().items():
+    for name, why in pool.avoided(time.monotonic()).items():
         unused[name] = NodeState.AVOIDED, f"is avoided for a while, since it fails: {why}"
-    for name, why in dispatcher.nodes_without_partner().items():
+    for name, why in pool.without_partner().items():
         unused[name] = NodeState.INCOMPATIBLE, f"fits none of the other role: {why}"
     return unused
 
@@ -131,10 +151,19 @@ def _state(link: NodeLink, unused: _Unused) -> tuple[NodeState, str | None]:
     return unused.get(link.info.incarnation, (NodeState.UP, None))
 
 
-def report_nodes(cluster: Cluster, dispatcher: Dispatcher) -> NodesReport:
-    wanted, unused = cluster.membership.wanted(), _unused(dispatcher)
+def report_nodes(cluster: Cluster) -> NodesReport:
+    pool, wanted = cluster.pool, cluster.membership.wanted()
+    unused, unpaired = _unused(pool), pool.unused_pairs(time.monotonic())
     return NodesReport(
-        tuple(_report(link, wanted.get(link.address), dispatcher, unused) for link in cluster.links),
-        tuple(UnusedPair(p.node_id, d.node_id, reason) for p, d, reason in dispatcher.unused_pairs()),
+        tuple(_report(link, wanted.get(link.address), pool, unused) for link in cluster.links),
+        tuple(UnusedPair(p.node_id, d.node_id, reason) for p, d, reason in unpaired),
         tuple(cluster.membership.problems()),
     )
+
+
+def report_prefix_index(core: RouterCore) -> PrefixIndexReport:
+    """How much is known of the nodes' prefix caches: prefill nodes first, each role by the nodes' ids."""
+    index = core.prefix_index
+    nodes = sorted(core.pool.infos(), key=lambda n: (n.role is not NodeRole.PREFILL, n.node_id))
+    known = (IndexedNode(n.node_id, n.role.value, n.incarnation, index.num_blocks(n.incarnation)) for n in nodes)
+    return PrefixIndexReport(len(index), tuple(known))

@@ -8,16 +8,18 @@ can take at the moment waits for one; each request ends exactly once, after its 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from random import Random
 
 from baton.errors import InvalidRequest, NodeUnavailable, RequestCancelled
 from baton.incarnation import failure_domain
 from baton.messages import KvEvents, Load, Update
-from baton.node_info import NodeInfo
+from baton.node_info import NodeInfo, NodeRole
+from baton.telemetry.pools import PoolState
 from router.placement.pool import Pool
 from router.placement.prefix_index import PrefixIndex
+from router.placement.routed_node import pool_state
 from router.policies import Policy
 from router.requests.actions import Action, Outbox
 from router.requests.attempts import Attempts
@@ -139,8 +141,18 @@ class RouterCore:
         return dict(self._migrations.num_by_outcome)
 
     def states(self) -> list[AttemptState]:
-        """The states of all live work, for metrics."""
+        """The states of all live work."""
         return self._attempts.states()
+
+    def num_requests_by_state(self) -> dict[str, int]:
+        """Live attempts by state, including states that have none."""
+        states = Counter(self.states())
+        return {state.value: states[state] for state in AttemptState}
+
+    def pool_states(self) -> dict[str, PoolState]:
+        """The nodes of each role, as of what they said last. What waits here waits for room on decode nodes."""
+        num_waiting = {NodeRole.DECODE: self._attempts.num_waiting}
+        return {role.value: pool_state(self.pool.role(role), num_waiting.get(role, 0)) for role in NodeRole}
 
     # ---- from clients ----
 

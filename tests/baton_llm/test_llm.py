@@ -368,7 +368,7 @@ def test_close_ends_all_threads_and_all_requests():
 
         caller = threading.Thread(target=generate)
         caller.start()
-        while not backend_of(own)._dispatcher.num_requests_by_state()["decoding"] and caller.is_alive():
+        while not backend_of(own)._dispatcher._core.num_requests_by_state()["decoding"] and caller.is_alive():
             audit(own)  # waits for a turn
     caller.join(60)
     assert [type(error) for error in failed] == [RequestCancelled]
@@ -419,7 +419,7 @@ def test_a_failed_engine_ends_all_requests_by_name():
 
         caller = threading.Thread(target=generate)
         caller.start()
-        while not backend._dispatcher.num_requests_by_state()["decoding"] and caller.is_alive():
+        while not backend._dispatcher._core.num_requests_by_state()["decoding"] and caller.is_alive():
             audit(own)  # waits for a turn
         backend.decode.role.prepare = lambda now: 1 // 0  # type: ignore[assignment]
         caller.join(60)

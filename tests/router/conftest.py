@@ -64,7 +64,7 @@ class Router:
 
     async def idle(self) -> None:
         """Wait until no request is live."""
-        await self.until(lambda: not self.server.dispatcher.live_timelines(1))
+        await self.until(lambda: not self.server.core.requests)
 
     async def stop(self) -> None:
         hurry = asyncio.Event()

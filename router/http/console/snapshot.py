@@ -18,8 +18,8 @@ from baton.telemetry.pools import bottleneck
 from router.http.console.work import add_up, work_of
 from router.http.debug_requests import Ask
 from router.nodes.cluster import Cluster
-from router.nodes.dispatcher import Dispatcher
 from router.nodes.report import report_nodes
+from router.requests.core import RouterCore
 from router.text.models import Models
 
 PATH = "/debug/console"
@@ -30,14 +30,14 @@ class Snapshot:
     """`has_admin`: there are keys with which operators may change the fleet. `answers`, `ask`: as in DebugRequests."""
 
     def __init__(
-        self, cluster: Cluster, dispatcher: Dispatcher, metrics: RouterMetrics, models: Models, has_admin: bool
+        self, cluster: Cluster, core: RouterCore, metrics: RouterMetrics, models: Models, has_admin: bool
     ) -> None:
         self._cluster = cluster
-        self._dispatcher = dispatcher
+        self._core = core
         self._models = models
         self._has_admin = has_admin
         self.ask: Ask = self._ask_own
-        self.answers: dict[str, Callable[[], Any]] = {QUESTION: lambda: work_of(metrics, dispatcher)}
+        self.answers: dict[str, Callable[[], Any]] = {QUESTION: lambda: work_of(metrics, core)}
         self.routes = APIRouter()
         self.routes.add_api_route(PATH, self.now, methods=["GET", "HEAD"])
 
@@ -45,10 +45,10 @@ class Snapshot:
         """Nodes as this process sees them, which all do alike; the work is that of all processes."""
         by_worker = await self.ask(QUESTION)
         works = [work for work in by_worker.values() if work is not None]
-        pools = self._dispatcher.pools()
+        pools = self._core.pool_states()
         readiness = self._cluster.readiness()
-        report = dataclasses.asdict(report_nodes(self._cluster, self._dispatcher))
-        seats = self._dispatcher.num_seats()
+        report = dataclasses.asdict(report_nodes(self._cluster))
+        seats = {info.incarnation: info.max_num_seqs for info in self._core.pool.infos()}
         nodes = [{**node, "num_seats": seats.get(node["incarnation"])} for node in report.pop("nodes")]
         snapshot = {
             "version": baton.__version__,

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from prometheus_client import Metric
 
 from baton.telemetry import RouterMetrics
-from router.nodes.dispatcher import Dispatcher
+from router.requests.core import RouterCore
 
 
 class Collector(Protocol):
@@ -20,17 +20,17 @@ class Collector(Protocol):
     def collect(self) -> Iterable[Metric]: ...
 
 
-def work_of(metrics: RouterMetrics, dispatcher: Dispatcher) -> dict[str, Any]:
+def work_of(metrics: RouterMetrics, core: RouterCore) -> dict[str, Any]:
     """Totals since the process began; `requests` is of this moment."""
     return {
-        "requests": dispatcher.num_requests_by_state(),
+        "requests": core.num_requests_by_state(),
         "num_ended": sums_of(metrics.ends, "outcome"),
         "num_prompt_tokens": sum(sums_of(metrics.prompt_tokens, "model_name").values()),
         "num_generation_tokens": sum(sums_of(metrics.generation_tokens, "model_name").values()),
         "first_token_s": histogram_of(metrics.first_token_s),
         "inter_token_s": histogram_of(metrics.inter_token_s),
-        "num_tokens_by_node": dispatcher.num_tokens_by_node(),
-        "flows": [dataclasses.asdict(flow) for flow in dispatcher.kv_flows()],
+        "num_tokens_by_node": core.pool.num_tokens(),
+        "flows": [dataclasses.asdict(flow) for flow in core.kv_flows.totals()],
     }
 
 

@@ -158,7 +158,9 @@ async def test_a_drained_node_finishes_what_it_has_and_gets_nothing_new(operator
         assert operator.nodes.prefills[-1].target_incarnation != node.info.incarnation
     assert (await operator.states())[node.info.address] == "draining"
     node.load = Load(num_running=1)
-    await operator.router.until(lambda: operator.router.server.dispatcher.load_of(node.info.incarnation) == node.load)
+    known = operator.router.server.core.pool.get(node.info.incarnation)
+    assert known is not None
+    await operator.router.until(lambda: known.load == node.load)
     hold.set()
     check(await task, attempts=1)
     await operator.gone(node)

@@ -13,13 +13,10 @@ import pytest
 from pydantic import SecretStr
 
 from baton.settings import SettingsError, load
-from baton.telemetry import ROUTER, RouterMetrics, new_registry
 from baton.telemetry.timeline_ring import TimelineRing
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from router.edge import StartError, make_span_sender
 from router.http.debug_requests import DebugRequests
-from router.nodes.dispatcher import Dispatcher
-from router.request_metrics import RequestMetrics
 from router.requests.core import RouterCore
 from router.settings import RouterSettings
 from router.workers.siblings import Siblings, WorkerPlace
@@ -167,7 +164,7 @@ def test_traces_need_the_packages_of_the_extra(monkeypatch: pytest.MonkeyPatch) 
 
 async def test_each_worker_tells_of_the_requests_of_all(tmp_path: Path) -> None:
     pages, all_siblings = [], []
-    idle = Dispatcher(RouterCore(1), RequestMetrics(RouterMetrics(new_registry(ROUTER)), lambda: "m"))
+    idle = RouterCore(1).requests
     for index in range(2):
         ring = TimelineRing(2**20)
         ring.add(named(f"worker-{index}.0"))

@@ -8,6 +8,7 @@ import httpx
 from pydantic import SecretStr
 
 from baton.messages import KvEvents
+from router.nodes.report import report_prefix_index
 from tests.router.conftest import Router, says
 from tests.router.fake_node import FakeCluster
 from tests.router.http.test_access import bearer, running
@@ -42,7 +43,7 @@ async def test_the_prefix_index_says_what_nodes_hold(
     blocks = tuple(bytes([number]) * 32 for number in range(3))
     for node, held in zip(nodes.nodes, (blocks, blocks[:1]), strict=True):
         node.publish(KvEvents(0, held, snapshot=True))
-    await router.until(lambda: [n.num_blocks for n in router.server.dispatcher.prefix_index().nodes] == [3, 1])
+    await router.until(lambda: [n.num_blocks for n in report_prefix_index(router.server.core).nodes] == [3, 1])
     shown = (await client.get("/debug/prefix_index")).json()
     assert shown["num_blocks"] == 3
     assert [(node["role"], node["num_blocks"]) for node in shown["nodes"]] == [("prefill", 3), ("decode", 1)]
@@ -59,7 +60,7 @@ async def test_a_node_that_leaves_out_events_is_asked_for_all_blocks_in_a_new_se
     prefill.publish(KvEvents(2, (b"b" * 32,)))
     await router.until(lambda: prefill.num_sessions == 2)
     await router.ready()
-    assert [node.num_blocks for node in router.server.dispatcher.prefix_index().nodes] == [0, 0]
+    assert [node.num_blocks for node in report_prefix_index(router.server.core).nodes] == [0, 0]
 
 
 async def test_the_tokenizer_is_told_only_with_the_flag(client: httpx.AsyncClient) -> None:

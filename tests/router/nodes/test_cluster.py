@@ -62,11 +62,12 @@ class Nodes:
 
     def __init__(self) -> None:
         metrics = RequestMetrics(RouterMetrics(new_registry(ROUTER)), lambda: "m")
-        self.dispatcher = Dispatcher(RouterCore(1), metrics)
+        core = RouterCore(1)
+        self.dispatcher = Dispatcher(core, metrics)
         self.links: list[FakeLink] = []
         self.found: Found = lambda members: None
         membership = Membership([], [self])
-        self.cluster = Cluster(self.connect, self.dispatcher, Models(), membership, 3600.0)
+        self.cluster = Cluster(self.connect, core.pool, Models(), membership, 3600.0)
 
     async def run(self, found: Found) -> None:
         self.found = found

@@ -260,7 +260,7 @@ async def test_a_request_waits_for_a_node_and_goes_on_with_it(router, nodes):
     await nodes.nodes[1].stop()
     await router.ready(False)
     waiting = asyncio.create_task(answer(router))
-    assert router.server.dispatcher.num_requests_by_state()["unplaced"] == 1
+    assert router.server.core.num_requests_by_state()["unplaced"] == 1
     await nodes.nodes[1].restart()
     assert text_of(await request) == text_of(await waiting) == "hello world"
 
