@@ -133,21 +133,6 @@ class Attempts:
                 with contextlib.suppress(VersionGone):
                     self._waiting.follow(task, _successor(task.request_state, version, successors))
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    def hold(self, task: Unplaced) -> None:
-        """See WaitingRoom.hold."""
-        self._waiting.hold(task)
-
-    def held(self, state: RequestState) -> list[Unplaced]:
-        """See WaitingRoom.held."""
-        return self._waiting.held(state)
-
-    def stop_waiting(self, task: Unplaced) -> None:
-        self._waiting.remove(task)
-
     def _place(self, task: Unplaced, placement: Placement, now: float) -> None:
         """Have the nodes work on the task: on those of its samples that have not ended while it waited."""
         state = task.request_state

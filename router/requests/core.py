@@ -63,12 +63,12 @@ class RouterCore:
         self.actions: deque[Action] = outbox.actions
         """All that are still to be carried out, in order: who does so removes them from the left."""
         held = HeldEvents(outbox, first_token == "decode")
-        waiting = WaitingRoom(max_waiting, max_waiting_tokens)
-        self._attempts = Attempts(epoch, self.pool, self.prefix_index, outbox, waiting)
-        self.requests = LiveRequests(self._attempts, held, outbox)
+        self._waiting = WaitingRoom(max_waiting, max_waiting_tokens)
+        self._attempts = Attempts(epoch, self.pool, self.prefix_index, outbox, self._waiting)
+        self.requests = LiveRequests(self._attempts, self._waiting, held, outbox)
         self._migrations = Migrations(self.pool, self._attempts, outbox)
         self._rebalancing = Rebalancing(self.pool, self._attempts, self._migrations, migrate_above)
-        self._recovery = Recovery(self._attempts, self.requests, self._retries)
+        self._recovery = Recovery(self._attempts, self._waiting, self.requests, self._retries)
         updates = Updates(self.pool, self._attempts, self.requests, self._migrations, self._recovery, held, outbox)
         self.update: Callable[[str, Update, float], None] = updates.take
         """Take one update of a node, by its incarnation: see `Updates.take`."""
@@ -107,7 +107,7 @@ class RouterCore:
 
     def node_load(self, incarnation: str, load: Load, now: float) -> None:
         self.pool.update_load(incarnation, load, now)
-        if self._attempts.num_waiting:
+        if self._waiting:
             self._place_waiting(now)
         self._empty_if_leaving(incarnation, now)
         self._rebalancing.loaded(incarnation, now)
@@ -151,7 +151,7 @@ class RouterCore:
 
     def pool_states(self) -> dict[str, PoolState]:
         """The nodes of each role, as of what they said last. What waits here waits for room on decode nodes."""
-        num_waiting = {NodeRole.DECODE: self._attempts.num_waiting}
+        num_waiting = {NodeRole.DECODE: len(self._waiting)}
         return {role.value: pool_state(self.pool.role(role), num_waiting.get(role, 0)) for role in NodeRole}
 
     # ---- from clients ----
@@ -187,7 +187,7 @@ class RouterCore:
                     self._attempts.abort(attempt)
                     self._attempts.retire(state, attempt, now)
         for waiting in [w for w in state.unplaced if all(s.ended for s in w.samples)]:
-            self._attempts.stop_waiting(waiting)
+            self._waiting.remove(waiting)
         self.requests.end_if_done(state, now)
 
     def cancel(self, request_id: str, now: float) -> None:

@@ -12,13 +12,15 @@ from router.requests.actions import Outbox
 from router.requests.attempts import Attempts
 from router.requests.held_events import HeldEvents
 from router.requests.request_state import RequestState
+from router.requests.waiting import WaitingRoom
 
 
 class LiveRequests:
     """By request id, in the order in which they came; with the deadline of each."""
 
-    def __init__(self, attempts: Attempts, held: HeldEvents, outbox: Outbox) -> None:
+    def __init__(self, attempts: Attempts, waiting: WaitingRoom, held: HeldEvents, outbox: Outbox) -> None:
         self._attempts = attempts
+        self._waiting = waiting
         self._held = held
         self._outbox = outbox
         self._live: dict[str, RequestState] = {}
@@ -78,7 +80,7 @@ class LiveRequests:
             self._attempts.abort(attempt)
             self._attempts.retire(state, attempt, now)
         for task in list(state.unplaced):
-            self._attempts.stop_waiting(task)
+            self._waiting.remove(task)
         self._deadlines.discard(state.request.request_id)
         if self._live.pop(state.request.request_id, None):
             for sample in state.samples:

@@ -11,6 +11,7 @@ from router.requests.attempts import Attempts
 from router.requests.live_requests import LiveRequests
 from router.requests.request_state import Attempt, AttemptState, RequestState, SampleState, Unplaced
 from router.requests.retry_budget import RetryBudget
+from router.requests.waiting import WaitingRoom
 
 MAX_ATTEMPTS = 4
 MAX_LOST_NODES = 2
@@ -28,8 +29,9 @@ class NodeLost(NodeUnavailable):
 class Recovery:
     """Limits the attempts at a request, and by `retries` those at all requests together."""
 
-    def __init__(self, attempts: Attempts, requests: LiveRequests, retries: RetryBudget) -> None:
+    def __init__(self, attempts: Attempts, waiting: WaitingRoom, requests: LiveRequests, retries: RetryBudget) -> None:
         self._attempts = attempts
+        self._waiting = waiting
         self._requests = requests
         self._retries = retries
 
@@ -90,7 +92,7 @@ class Recovery:
             return
         if is_suspect:
             for task in tasks:
-                self._attempts.hold(task)
+                self._waiting.hold(task)
             self._requests.end_by(state, now + RETURN_S)
         else:
             self._place(state, tasks, now, attempt)
@@ -99,16 +101,16 @@ class Recovery:
         """If the node had been lost, its link or its silence was the cause, and no request that it ran."""
         for state in self._requests:
             state.clear_blame(incarnation)
-            tasks = self._attempts.held(state)
+            tasks = self._waiting.held(state)
             if tasks and not state.is_poisonous(MAX_LOST_NODES):
                 for task in tasks:
-                    self._attempts.stop_waiting(task)
+                    self._waiting.remove(task)
                 self._requests.end_by(state, state.deadline)
                 self._place(state, tasks, now)
 
     def given_up(self, state: RequestState) -> BatonError | None:
         """Why an overdue request ends that waited for a node to come back. None: it did not."""
-        return _given_up(state) if self._attempts.held(state) else None
+        return _given_up(state) if self._waiting.held(state) else None
 
     def _place(self, state: RequestState, tasks: list[Unplaced], now: float, lost: Attempt | None = None) -> None:
         """Place them, or end the request with the error of the attempt before. If that one, `lost`, has just been told
