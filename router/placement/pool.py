@@ -54,10 +54,10 @@ class Pool:
             self._nodes[info.incarnation] = Node(info, empty, now, prefill_time=PrefillTime(self._prefill_time))
         self._compatibility.add(info, self.infos())
 
-    def remove(self, incarnation: str) -> Node | None:
+    def remove(self, incarnation: str) -> None:
         self.pair_breakers.forget(lambda pair: incarnation in pair)
         self._compatibility.forget(incarnation)
-        return self._nodes.pop(incarnation, None)
+        self._nodes.pop(incarnation, None)
 
     def get(self, incarnation: str) -> Node | None:
         return self._nodes.get(incarnation)

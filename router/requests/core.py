@@ -92,18 +92,17 @@ class RouterCore:
     def node_lost(self, incarnation: str, reason: str, now: float) -> None:
         """The node's stream ended or went silent. Attempts that depended on the node are lost."""
         node = self.pool.get(incarnation)
-        stopped = node is not None and not node.takes_work  # nobody's fault
-        if not stopped:
+        if node is None:
+            return
+        if node.takes_work:  # else it was to end, which is nobody's fault
             self.pool.failed(incarnation, reason, now)
         self.pool.remove(incarnation)
         self.prefix_index.forget(incarnation)
         self._migrations.node_lost(incarnation)
         self._rebalancing.forget(incarnation)
-        what = f"{node.info.role.value} node {node.info.node_id}" if node else f"node {incarnation}"
         domain = failure_domain(incarnation)
         doomed = {info.incarnation for info in self.pool.infos() if failure_domain(info.incarnation) == domain}
-        loaded_at = node.loaded_at if node else now
-        self._recovery.node_lost(incarnation, reason, what, stopped, now, loaded_at, doomed)
+        self._recovery.node_lost(node, reason, now, doomed)
 
     def node_load(self, incarnation: str, load: Load, now: float) -> None:
         self.pool.update_load(incarnation, load, now)

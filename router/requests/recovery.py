@@ -7,6 +7,7 @@ from collections.abc import Set
 from baton.errors import BatonError, InternalError, InvalidRequest, NodeUnavailable, Overloaded, PeerLost
 from baton.rpc.streams import HEARTBEAT_S
 from router.placement.placement import Placement
+from router.placement.routed_node import Node
 from router.requests.attempts import Attempts
 from router.requests.live_requests import LiveRequests
 from router.requests.request_state import Attempt, AttemptState, RequestState, SampleState, Unplaced
@@ -35,24 +36,15 @@ class Recovery:
         self._requests = requests
         self._retries = retries
 
-    def node_lost(
-        self,
-        incarnation: str,
-        reason: str,
-        what: str,
-        stopped: bool,
-        now: float,
-        loaded_at: float,
-        doomed: Set[str] = frozenset(),
-    ) -> None:
-        """Attempts that depended on the node are lost. `what`: the node, for people; `stopped`: it had been told to
-        end, so that its loss is nobody's fault, nor is it that of attempts that came long after it told its last load,
-        at `loaded_at`; `doomed`: nodes that end with it."""
+    def node_lost(self, node: Node, reason: str, now: float, doomed: Set[str]) -> None:
+        """Attempts that depended on the node are lost. `doomed`: nodes that end with it. The loss of a node that was to
+        end is nobody's fault, nor is it that of attempts that came long after it told its last load."""
+        incarnation, what = node.info.incarnation, f"{node.info.role.value} node {node.info.node_id}"
         for state in self._requests:
             attempts = [attempt for attempt in state.attempts.values() if attempt.depends_on(incarnation)]
             placed = [state.deadline - attempt.deadline_s for attempt in attempts]  # when they were
-            may_be_cause = any(placed_at <= loaded_at + _MISSED_S for placed_at in placed)
-            if not stopped and (may_be_cause or incarnation in state.blamed):
+            may_be_cause = any(placed_at <= node.loaded_at + _MISSED_S for placed_at in placed)
+            if node.takes_work and (may_be_cause or incarnation in state.blamed):
                 state.lost[incarnation] = f"{what}: {reason}"
             gone = NodeLost(f"{what} lost: {reason}")
             for attempt in attempts:
