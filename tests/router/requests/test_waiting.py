@@ -213,7 +213,7 @@ def test_nodes_that_were_told_to_stop_do_not_count() -> None:
     rig.submit()
     for _ in range(2):
         where = last(rig)[0]
-        rig.core.node_load(where, Load(draining=True), 0.0)
+        rig.core.node_load(where, Load(draining=True), 2.0)
         lose(rig, where)
     assert len(rig.prefills) == 3
 
