@@ -36,6 +36,11 @@ class BatonError(Exception):
     def message(self) -> str:
         return str(self.args[0]) if self.args else type(self).__name__
 
+    @property
+    def code_name(self) -> str:
+        """Its code as clients and metrics read it, such as `invalid_request`."""
+        return pb.ErrorCode.Name(self.code).removeprefix("ERROR_CODE_").lower()
+
 
 PARAM_KEY = "error-param"
 """Where the router's trailing metadata over gRPC has an InvalidRequest's `param`."""

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from baton.errors import BatonError
 from baton.telemetry.timeline import AttemptTimeline, Estimate, Timeline
 from baton.telemetry.trace_context import TraceContext
-from baton.v1 import common_pb2
 
 MAX_ATTEMPTS = 16
 """Of one request that are remembered: the first ones. Requests with many samples can have more."""
@@ -84,7 +83,7 @@ class RequestRecord:
             first,
             self.num_attempts,
             error.message if error else "",
-            common_pb2.ErrorCode.Name(error.code).removeprefix("ERROR_CODE_").lower() if error else "",
+            error.code_name if error else "",
             prepared.trace,
             self.first_waits_for_decode,
             is_live,

@@ -26,7 +26,6 @@ from baton.telemetry.tally import CounterByModel, HistogramByModel
 from baton.telemetry.timeline_metrics import PHASE_S, TimelineMetrics
 from baton.telemetry.token_metrics import FIRST_TOKEN_S, INTER_TOKEN_S, TokenMetrics
 from baton.telemetry.vllm_names import vllm_metrics
-from baton.v1 import common_pb2
 
 _RATIO = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 _REQUEST_S = (  # as in vLLM
@@ -68,7 +67,7 @@ def outcome_labels(error: BatonError | None, finish_reason: str = "") -> tuple[s
         return "finished", finish_reason
     if isinstance(error, RequestCancelled):
         return "cancelled", ""
-    return "failed", common_pb2.ErrorCode.Name(error.code).removeprefix("ERROR_CODE_").lower()
+    return "failed", error.code_name
 
 
 class RouterMetrics:

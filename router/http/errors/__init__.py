@@ -14,7 +14,6 @@ from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match
 
 from baton.errors import BatonError, InternalError, InvalidRequest
-from baton.v1 import common_pb2
 from router.api_keys import InvalidApiKey
 from router.http.errors.anthropic import in_messages_api, messages_error
 from router.http.errors.responses_api import PreviousResponseNotFound
@@ -51,7 +50,7 @@ def _type_of(status: int) -> str:
 
 
 def body_of(error: BatonError, scope: Scope) -> dict[str, Any]:
-    code = _CODES.get(type(error)) or common_pb2.ErrorCode.Name(error.code).removeprefix("ERROR_CODE_").lower()
+    code = _CODES.get(type(error)) or error.code_name
     param = error.param if isinstance(error, InvalidRequest) else None
     return error_body(scope, error.http_status, error.message, param, code)
 
