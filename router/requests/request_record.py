@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from baton.errors import BatonError
-from baton.telemetry.timeline import AttemptTimeline, Estimate, Timeline
+from baton.telemetry.timeline import AttemptTimeline, Estimate
 from baton.telemetry.trace_context import TraceContext
 
 MAX_ATTEMPTS = 16
@@ -32,7 +30,6 @@ UNPREPARED = Preparation(0.0, 0.0, 0.0)
 class RequestRecord:
     """Of one request. `first`, `first_waits_for_decode`: see Timeline."""
 
-    preparation: Preparation
     submitted_at_s: float = 0.0
     attempts: list[AttemptTimeline] = field(default_factory=list)
     num_attempts: int = 0
@@ -52,39 +49,3 @@ class RequestRecord:
         if len(self.attempts) < MAX_ATTEMPTS:
             self.attempts.append(timeline)
         return timeline
-
-    def timeline(
-        self,
-        request_id: str,
-        model: str,
-        num_prompt_tokens: int,
-        num_output_tokens: int,
-        num_samples: int,
-        first_token_at_s: float,
-        ended_at_s: float,
-        error: BatonError | None,
-        is_live: bool = False,
-    ) -> Timeline:
-        prepared = self.preparation
-        first = self.attempts.index(self.first) if self.first in self.attempts else None
-        return Timeline(
-            request_id,
-            model,
-            prepared.received_at,
-            prepared.read_at_s,
-            prepared.tokenized_at_s,
-            self.submitted_at_s,
-            first_token_at_s,
-            ended_at_s,
-            num_prompt_tokens,
-            num_output_tokens,
-            num_samples,
-            tuple(map(copy.copy, self.attempts) if is_live else self.attempts),  # what is live goes on changing
-            first,
-            self.num_attempts,
-            error.message if error else "",
-            error.code_name if error else "",
-            prepared.trace,
-            self.first_waits_for_decode,
-            is_live,
-        )

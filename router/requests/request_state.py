@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 from dataclasses import dataclass, field
@@ -283,11 +284,10 @@ class RequestState:
     client_has_token: bool = False
     num_scored: int = 0  # tokens of the prompt whose logprobs its client has
     version: ModelVersion | None = None  # that of its nodes, from its first placement on
-    record: RequestRecord = field(init=False)
+    record: RequestRecord = field(default_factory=RequestRecord)
 
     def __post_init__(self) -> None:
         self.version = self.request.version
-        self.record = RequestRecord(self.request.preparation)
 
     @property
     def has_begun(self) -> bool:
@@ -379,15 +379,28 @@ class RequestState:
 
     def timeline(self, error: BatonError | None, now: float, is_live: bool = False) -> Timeline:
         """At its end, or of what has happened until now."""
-        return self.record.timeline(
+        record, prepared = self.record, self.request.preparation
+        return Timeline(
             request_id=self.request.request_id,
             model=self.version.name if self.version else "",
-            num_prompt_tokens=len(self.request.prompt_tokens),
-            num_output_tokens=sum(len(sample.tokens) for sample in self.samples),
-            num_samples=len(self.samples),
+            received_at=prepared.received_at,
+            read_at_s=prepared.read_at_s,
+            tokenized_at_s=prepared.tokenized_at_s,
+            submitted_at_s=record.submitted_at_s,
             first_token_at_s=self.timings.first_token_s,
             ended_at_s=now - self.arrived,
-            error=error,
+            num_prompt_tokens=len(self.request.prompt_tokens),
+            num_output_tokens=sum([len(sample.tokens) for sample in self.samples]),
+            num_samples=len(self.samples),
+            attempts=tuple(
+                map(copy.copy, record.attempts) if is_live else record.attempts
+            ),  # what is live goes on changing
+            first_attempt=record.attempts.index(record.first) if record.first in record.attempts else None,
+            num_attempts=record.num_attempts,
+            error=error.message if error else "",
+            error_code=error.code_name if error else "",
+            trace=prepared.trace,
+            first_waits_for_decode=record.first_waits_for_decode,
             is_live=is_live,
         )
 

@@ -114,8 +114,7 @@ def test_a_request_that_never_ran_has_a_timeline_too():
 
 
 def test_the_record_of_a_request_is_bounded():
-    record = RequestRecord(PREPARED)
+    record = RequestRecord()
     for number in range(MAX_ATTEMPTS + 5):
         record.placed(number, (0,), ("p", "d"), Estimate("cost", "pair", 0.0, 0.0, 0.0, 0, 0.0), 1.0)
-    timeline = record.timeline("r", "m", 1, 1, 1, 0.0, 1.0, None)
-    assert (len(timeline.attempts), timeline.num_attempts) == (MAX_ATTEMPTS, MAX_ATTEMPTS + 5)
+    assert (len(record.attempts), record.num_attempts) == (MAX_ATTEMPTS, MAX_ATTEMPTS + 5)
