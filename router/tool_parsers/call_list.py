@@ -14,6 +14,7 @@ class CallListParser(ReadingParser):
     """`[{"name": "f", "parameters": {"a": 1}}, ...]`, as in vLLM."""
 
     marks = ("[",)
+    form = CallForm('{"name": "', '", "parameters": ', "}", ", ", "[", "]")
 
     def __init__(self, tools: Tools, id_of: Callable[[str, int], str] | None = None) -> None:
         """`id_of`: the ids of calls, by their names and indices."""
@@ -22,8 +23,6 @@ class CallListParser(ReadingParser):
 
     def start_call(self, name: str, call_id: str | None = None) -> Callable[[str], None]:
         return super().start_call(name, self._id_of(name, self.num_calls) if self._id_of else call_id)
-
-    form = CallForm('{"name": "', '", "parameters": ', "}", ", ", "[", "]")
 
     def read_call(self, found: str) -> Reading[None]:
         yield from self.source.literal(found)

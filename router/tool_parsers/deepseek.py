@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 from router.tool_parsers.sections import SectionParser
 from router.tool_parsers.source import Reading
 
-_NAME = re.compile(r"[A-Za-z0-9_.-]")
-_MAX_NAME_CHARS = 256
 _SEPARATOR = "<｜tool▁sep｜>"
 
 
@@ -17,7 +13,7 @@ class _DeepSeekParser(SectionParser):
     ends = ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
 
     def read_known_name(self) -> Reading[str | None]:
-        name = yield from self.source.text_of(_NAME, _MAX_NAME_CHARS)
+        name = yield from self.read_name()
         return name if name in self.tools else None
 
 
@@ -35,9 +31,7 @@ class DeepSeekV3Parser(_DeepSeekParser):
         yield from source.blanks()
         if not (yield from self.read_arguments(name)):
             return False
-        yield from source.blanks()
-        if (yield from source.literal("```")):
-            source.begin()
+        yield from self.read_ends("```")
         return True
 
 

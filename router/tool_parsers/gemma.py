@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import ClassVar
 
 from router.tool_parsers.escaped import EscapedArguments
 from router.tool_parsers.pythonic import PythonicParser
 from router.tool_parsers.reader import ReadingParser
 from router.tool_parsers.source import Reading
-
-_NAME = re.compile(r"[A-Za-z0-9_.-]")
-_MAX_NAME_CHARS = 256
 
 
 class _ControlTokenParser(ReadingParser):
@@ -30,16 +26,12 @@ class _ControlTokenParser(ReadingParser):
         yield from source.blanks()
         if not (yield from source.literal("call:")):
             return
-        name = yield from source.text_of(_NAME, _MAX_NAME_CHARS)
+        name = yield from self.read_name()
         if name not in self.tools:
             return
         yield from source.blanks()
-        if not (yield from self.read_arguments(name, read=EscapedArguments(self.quote, self.tools[name]).read)):
-            return
-        for end in (self.call_end, self.response_start):
-            yield from source.blanks()
-            if (yield from source.literal(end)):
-                source.begin()
+        if (yield from self.read_arguments(name, read=EscapedArguments(self.quote, self.tools[name]).read)):
+            yield from self.read_ends(self.call_end, self.response_start)
 
 
 class Gemma4Parser(_ControlTokenParser):
@@ -93,7 +85,7 @@ class GemmaParser(_ControlTokenParser, PythonicParser):
         return (yield from self._read_printed())
 
     def _read_printed(self) -> Reading[bool]:
-        name = yield from self.source.text_of(_NAME, _MAX_NAME_CHARS)
+        name = yield from self.read_name()
         if name != "print" or name in self.tools:
             return (yield from self.read_named(name))
         if not (yield from self.source.literal("(")) or not (yield from self.read_one()):

@@ -8,7 +8,6 @@ from typing import ClassVar
 from router.tool_parsers.markup import JSON_KINDS, Arguments, MarkupParser, ValueForm
 from router.tool_parsers.source import Reading, any_of
 
-_MAX_NAME_CHARS = 256
 _IN_NAME = re.compile(r'[^"<>\n]')
 _FORMS = {
     "": ValueForm(),
@@ -32,7 +31,7 @@ class _InvokeParser(MarkupParser):
             yield from source.blanks()
         if not (yield from source.literal(f'<{self.tag}invoke name="')):
             return
-        name = yield from source.text_of(_IN_NAME, _MAX_NAME_CHARS)
+        name = yield from self.read_name(_IN_NAME)
         if name not in self.tools or not (yield from source.literal('">')):
             return
         arguments = Arguments(self, name)
@@ -41,16 +40,14 @@ class _InvokeParser(MarkupParser):
         if not (yield from source.literal(f"</{self.tag}invoke>")):
             return
         arguments.close()
-        yield from source.blanks()
-        if (yield from source.literal(f"</{self.section}>")):
-            source.begin()
+        yield from self.read_ends(f"</{self.section}>")
 
     def _read_parameter(self, arguments: Arguments) -> Reading[bool]:
         source, end = self.source, f"</{self.tag}parameter>"
         yield from source.blanks()
         if not (yield from source.literal(f'<{self.tag}parameter name="')):
             return False
-        key = yield from source.text_of(_IN_NAME, _MAX_NAME_CHARS)
+        key = yield from self.read_name(_IN_NAME)
         if not (yield from source.literal('"')):
             return False
         says = yield from self._read_is_string()

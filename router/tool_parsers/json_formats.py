@@ -12,9 +12,7 @@ from router.tool_parsers.reader import ReadingParser
 from router.tool_parsers.sections import SectionParser
 from router.tool_parsers.source import Reading
 
-_NAME = re.compile(r"[A-Za-z0-9_.-]")
 _CALL_ID = re.compile(r"[A-Za-z0-9_.:-]")
-_MAX_NAME_CHARS = 256
 
 
 class HermesParser(ReadingParser):
@@ -31,9 +29,7 @@ class HermesParser(ReadingParser):
         yield from source.literal(found)
         yield from source.blanks()
         if (yield from self.read_call_object()):
-            yield from source.blanks()
-            if (yield from source.literal("</tool_call>")):
-                source.begin()
+            yield from self.read_ends("</tool_call>")
 
 
 class Llama3JsonParser(ReadingParser):
@@ -71,12 +67,12 @@ class MistralParser(ReadingParser):
         if (yield from source.literal("[")):
             yield from self.read_call_list()
             return
-        name = yield from source.text_of(_NAME, _MAX_NAME_CHARS)
+        name = yield from self.read_name()
         if name not in self.tools:
             return
         call_id = None
         if (yield from source.literal("[CALL_ID]")):
-            call_id = yield from source.text_of(_CALL_ID, _MAX_NAME_CHARS)
+            call_id = yield from self.read_name(_CALL_ID)
         yield from source.literal("[ARGS]")
         yield from source.blanks()
         yield from self.read_arguments(name, call_id)
@@ -96,7 +92,7 @@ class KimiK2Parser(SectionParser):
     def read_name_and_arguments(self) -> Reading[bool]:
         source = self.source
         yield from source.blanks()
-        call_id = yield from source.text_of(_CALL_ID, _MAX_NAME_CHARS)
+        call_id = yield from self.read_name(_CALL_ID)
         yield from source.blanks()
         name = call_id.removeprefix("functions.").rpartition(":")[0]
         if name not in self.tools or not (yield from source.literal("<|tool_call_argument_begin|>")):
@@ -144,6 +140,4 @@ class InternLmParser(ReadingParser):
             return
         yield from source.blanks()
         if (yield from self.read_call_object()):
-            yield from source.blanks()
-            if (yield from source.literal("<|action_end|>")):
-                source.begin()
+            yield from self.read_ends("<|action_end|>")

@@ -13,7 +13,6 @@ from router.tool_parsers.schemas import SchemaPart
 from router.tool_parsers.source import Reading, any_of
 from router.tool_parsers.values import typed
 
-_MAX_NAME_CHARS = 256
 _BEFORE_END = re.compile(r"[^<>\n]")
 _IN_KEY = re.compile(r"[^<>]")
 _NULL_CHARS = len("\nnull\n")
@@ -139,7 +138,7 @@ class Qwen3CoderParser(MarkupParser):
             yield from source.blanks()
         if not (yield from source.literal("<function=")):
             return
-        name = yield from source.text_of(_BEFORE_END, _MAX_NAME_CHARS)
+        name = yield from self.read_name(_BEFORE_END)
         if name not in self.tools or not (yield from source.literal(">")):
             return
         arguments = Arguments(self, name)
@@ -159,7 +158,7 @@ class Qwen3CoderParser(MarkupParser):
         yield from source.blanks()
         if not (yield from source.literal("<parameter=")):
             return False
-        key = yield from source.text_of(_BEFORE_END, _MAX_NAME_CHARS)
+        key = yield from self.read_name(_BEFORE_END)
         if not (yield from source.literal(">")):
             return False
         end = yield from self.read_value(arguments, key, self._ENDS, self._END)
@@ -182,7 +181,7 @@ class Glm45Parser(MarkupParser):
         source = self.source
         yield from source.literal(found)
         yield from source.blanks()
-        name = (yield from source.text_of(_BEFORE_END, _MAX_NAME_CHARS)).rstrip()
+        name = (yield from self.read_name(_BEFORE_END)).rstrip()
         if name not in self.tools:
             return
         arguments = Arguments(self, name)
@@ -196,7 +195,7 @@ class Glm45Parser(MarkupParser):
         yield from source.blanks()
         if not (yield from source.literal("<arg_key>")):
             return False
-        key = yield from source.text_of(_IN_KEY, _MAX_NAME_CHARS)
+        key = yield from self.read_name(_IN_KEY)
         if not (yield from source.literal("</arg_key>")):
             return False
         yield from source.blanks()

@@ -9,8 +9,6 @@ from router.tool_parsers.reader import ReadingParser
 from router.tool_parsers.source import Reading
 from router.tool_parsers.values import call_arguments
 
-_NAME = re.compile(r"[A-Za-z0-9_.-]")
-_MAX_NAME_CHARS = 256
 _MAX_DEPTH = 64
 _PLAIN = re.compile(r"[^'\"()\[\]{}#\\]*")
 _ESCAPED = "\n\\'\"abfnrtvxuUN"
@@ -33,9 +31,7 @@ class PythonicParser(ReadingParser):
             yield from source.literal(found)
             yield from source.blanks()
         if (yield from source.literal("[")) and (yield from self.read_list()):
-            yield from source.blanks()
-            if (yield from source.literal("<|python_end|>")):
-                source.begin()
+            yield from self.read_ends("<|python_end|>")
 
     def read_list(self) -> Reading[bool]:
         """Calls up to the end of a list whose beginning was read. False: it does not end, or has something else."""
@@ -52,7 +48,7 @@ class PythonicParser(ReadingParser):
 
     def read_one(self) -> Reading[bool]:
         yield from self.source.blanks()
-        return (yield from self.read_named((yield from self.source.text_of(_NAME, _MAX_NAME_CHARS))))
+        return (yield from self.read_named((yield from self.read_name())))
 
     def read_named(self, text: str) -> Reading[bool]:
         """A call whose name was read as `text`."""

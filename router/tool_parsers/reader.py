@@ -13,6 +13,8 @@ from router.tool_parsers.pieces import CallArguments, CallStart, Content, Piece
 from router.tool_parsers.source import Reading, Source, any_of
 
 _IGNORED_KEYS = ("id", "type")
+_IN_NAME = re.compile(r"[A-Za-z0-9_.-]")
+_MAX_NAME_CHARS = 256
 
 
 class ArgumentsReader(Protocol):
@@ -75,6 +77,17 @@ class ReadingParser(ToolParser):
         self._blanks, self._only_blanks = [], True
         self._out.append(CallStart(index, call_id or self.new_id(), name))
         return lambda text: self._out.append(CallArguments(index, text))
+
+    def read_name(self, chars: re.Pattern[str] = _IN_NAME) -> Reading[str]:
+        """What is in the place of a name, of a tool or a parameter: `chars` matches each of its characters."""
+        return (yield from self.source.text_of(chars, _MAX_NAME_CHARS))
+
+    def read_ends(self, *ends: str) -> Reading[None]:
+        """Those of these marks that come next, with blanks before each: they belong to the call that was read."""
+        for end in ends:
+            yield from self.source.blanks()
+            if (yield from self.source.literal(end)):
+                self.source.begin()
 
     def read_arguments(
         self, name: str, call_id: str | None = None, read: ArgumentsReader = read_object

@@ -25,12 +25,8 @@ class SectionParser(ReadingParser):
             yield from source.blanks()
             if not (yield from source.literal(call)):
                 return
-        if not (yield from self.read_name_and_arguments()):
-            return
-        for end in self.ends:
-            yield from source.blanks()
-            if (yield from source.literal(end)):
-                source.begin()
+        if (yield from self.read_name_and_arguments()):
+            yield from self.read_ends(*self.ends)
 
     @abstractmethod
     def read_name_and_arguments(self) -> Reading[bool]:
