@@ -168,10 +168,11 @@ FIELDS: Mapping[str, str] = {
 def with_descriptions(document: dict[str, Any]) -> dict[str, Any]:
     """The OpenAPI document, whose operations and fields get what is said here if they have no description."""
     for name, schema in document["components"]["schemas"].items():
-        for field, content in schema.get("properties", {}).items():
+        fields = schema.get("properties", {})
+        for field, content in list(fields.items()):
             text = FIELDS.get(f"{name}.{field}") or FIELDS.get(field)
             if text and "description" not in content:
-                content["description"] = text
+                fields[field] = {**content, "description": text}  # others may have the same content
     for operation in operations(document).values():
         if operation["operationId"] in OPERATIONS:
             operation.setdefault("summary", OPERATIONS[operation["operationId"]])

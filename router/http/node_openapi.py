@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from baton.node_info import NodeRole
+from router.http.schema_parts import in_path, object_of
 from router.nodes.report import NodeLoad, NodeReport, NodeState, UnusedPair
 
 _LOAD_OF_NODE = {name: {"type": "integer"} for name in (field.name for field in dataclasses.fields(NodeLoad))}
@@ -17,33 +18,16 @@ _NODE_KINDS: dict[str, dict[str, Any]] = {
     "load": {"type": ["object", "null"], "properties": _LOAD_OF_NODE, "required": list(_LOAD_OF_NODE)},
 }
 _NODE_FIELDS = [field.name for field in dataclasses.fields(NodeReport)]
-NODE: dict[str, Any] = {
-    "type": "object",
-    "properties": {name: _NODE_KINDS.get(name, {"type": ["string", "null"]}) for name in _NODE_FIELDS},
-    "required": _NODE_FIELDS,
-}
-ADMIN_NODES: dict[str, Any] = {
-    "type": "object",
-    "properties": {"nodes": {"type": "array", "items": NODE}},
-    "required": ["nodes"],
-}
-_UNPAIRED = {field.name: {"type": "string"} for field in dataclasses.fields(UnusedPair)}
-NODES: dict[str, Any] = {
-    "type": "object",
-    "properties": {
+NODE = object_of({name: _NODE_KINDS.get(name, {"type": ["string", "null"]}) for name in _NODE_FIELDS})
+ADMIN_NODES = object_of({"nodes": {"type": "array", "items": NODE}})
+_UNPAIRED = object_of({field.name: {"type": "string"} for field in dataclasses.fields(UnusedPair)})
+NODES = object_of(
+    {
         "nodes": {"type": "array", "items": NODE},
-        "unpaired": {
-            "type": "array",
-            "items": {"type": "object", "properties": _UNPAIRED, "required": list(_UNPAIRED)},
-        },
+        "unpaired": {"type": "array", "items": _UNPAIRED},
         "problems": {"type": "array", "items": {"type": "string"}},
-    },
-    "required": ["nodes", "unpaired", "problems"],
-}
+    }
+)
 ADMIN_ERRORS = {401: "The key of the admin API is missing or wrong", 404: "No such node, or no --admin-api-key"}
 NAMED_NODE_ERRORS = {400: "The id is that of several nodes", **ADMIN_ERRORS}
-
-
-NODE_NAME = {
-    "parameters": [{"name": "node", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}]
-}
+NODE_NAME = in_path("node")

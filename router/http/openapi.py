@@ -26,96 +26,75 @@ from router.http.request_openapi import LIMIT, RECENT, REQUEST_ID, TIMELINES
 from router.http.responses_api.openapi import COUNT, DELETED, PAGE_OF_ITEMS, RESPONSE, RESPONSE_ID
 from router.http.responses_api.routes import PATH as RESPONSES
 from router.http.responses_api.schemas import InputTokensRequest, ResponsesRequest
+from router.http.schema_parts import in_path, object_of
 from router.http.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 _REF = "#/components/schemas/{model}"
-_ERROR = {
-    "type": "object",
-    "properties": {
-        "error": {
-            "type": "object",
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-            "required": ["message", "type", "param", "code"],
-        }
-    },
-    "required": ["error"],
-}
-_MESSAGES_ERROR = {
-    "type": "object",
-    "properties": {
+_STRING = {"type": "string"}
+_INTEGER = {"type": "integer"}
+_NATURAL = {"type": "integer", "minimum": 0}
+_STRING_OR_NULL = {"type": ["string", "null"]}
+_OBJECT = {"type": "object"}
+
+_ERROR = object_of(
+    {"error": object_of({"message": _STRING, "type": _STRING, "param": _STRING_OR_NULL, "code": _STRING_OR_NULL})}
+)
+_MESSAGES_ERROR = object_of(
+    {
         "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-            "required": ["type", "message"],
-        },
-        "request_id": {"type": ["string", "null"]},
-    },
-    "required": ["type", "error", "request_id"],
-}
+        "error": object_of({"type": _STRING, "message": _STRING}),
+        "request_id": _STRING_OR_NULL,
+    }
+)
 _OPENAI, _ANTHROPIC = "Error", "MessagesError"
 """The names of both forms of failures."""
-_MODEL = {
-    "type": "object",
-    "properties": {
-        "id": {"type": "string"},
+_MODEL = object_of(
+    {
+        "id": _STRING,
         "object": {"const": "model"},
-        "created": {"type": "integer"},
-        "owned_by": {"type": "string"},
-        "max_model_len": {"type": "integer"},
-    },
-    "required": ["id", "object", "created", "owned_by", "max_model_len"],
-}
-_MODELS = {
-    "type": "object",
-    "properties": {"object": {"const": "list"}, "data": {"type": "array", "items": _MODEL}},
-    "required": ["object", "data"],
-}
-_ANSWER = {
-    "type": "object",
-    "properties": {
-        "id": {"type": "string"},
+        "created": _INTEGER,
+        "owned_by": _STRING,
+        "max_model_len": _INTEGER,
+    }
+)
+_MODELS = object_of({"object": {"const": "list"}, "data": {"type": "array", "items": _MODEL}})
+_ANSWER = object_of(
+    {
+        "id": _STRING,
         "object": {"enum": ["chat.completion", "text_completion"]},
-        "created": {"type": "integer"},
-        "model": {"type": "string"},
-        "choices": {"type": "array", "items": {"type": "object"}, "minItems": 1},
-        "usage": {"type": "object"},
-        "timings": {"type": "object"},
+        "created": _INTEGER,
+        "model": _STRING,
+        "choices": {"type": "array", "items": _OBJECT, "minItems": 1},
+        "usage": _OBJECT,
+        "timings": _OBJECT,
     },
-    "required": ["id", "object", "created", "model", "choices", "usage"],
-}
-_MESSAGE = {
-    "type": "object",
-    "properties": {
-        "id": {"type": "string"},
+    "timings",
+)
+_MESSAGE = object_of(
+    {
+        "id": _STRING,
         "type": {"const": "message"},
         "role": {"const": "assistant"},
-        "model": {"type": "string"},
-        "content": {"type": "array", "items": {"type": "object"}},
+        "model": _STRING,
+        "content": {"type": "array", "items": _OBJECT},
         "stop_reason": {"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
-        "stop_sequence": {"type": ["string", "null"]},
-        "usage": {"type": "object"},
-        "timings": {"type": "object"},
+        "stop_sequence": _STRING_OR_NULL,
+        "usage": _OBJECT,
+        "timings": _OBJECT,
     },
-    "required": ["id", "type", "role", "model", "content", "stop_reason", "stop_sequence", "usage"],
-}
-_COUNT = {"type": "object", "properties": {"input_tokens": {"type": "integer"}}, "required": ["input_tokens"]}
-_TOKENS = {
-    "type": "object",
-    "properties": {
-        "count": {"type": "integer"},
-        "max_model_len": {"type": "integer"},
-        "tokens": {"type": "array", "items": {"type": "integer"}},
-        "token_strs": {"type": ["array", "null"], "items": {"type": "string"}},
+    "timings",
+)
+_COUNT = object_of({"input_tokens": _INTEGER})
+_TOKENS = object_of(
+    {
+        "count": _INTEGER,
+        "max_model_len": _INTEGER,
+        "tokens": {"type": "array", "items": _INTEGER},
+        "token_strs": {"type": ["array", "null"], "items": _STRING},
     },
-    "required": ["count", "max_model_len", "tokens"],
-}
-_TEXT = {"type": "object", "properties": {"prompt": {"type": "string"}}, "required": ["prompt"]}
+    "token_strs",
+)
+_TEXT = object_of({"prompt": _STRING})
 
 _BODY_ERRORS = {
     400: "The request is wrong; `param` names the field",
@@ -127,43 +106,19 @@ _BODY_ERRORS = {
     503: "No node can answer now; see Retry-After",
 }
 _GENERATE_ERRORS = {**_BODY_ERRORS, 504: "The request was not finished in time"}
-_STATUS = {"type": "object", "properties": {"status": {"type": "string"}}, "required": ["status"]}
-_VERSION = {"type": "object", "properties": {"version": {"type": "string"}}, "required": ["version"]}
-_LOAD = {
-    "type": "object",
-    "properties": {"server_load": {"type": "integer", "minimum": 0}},
-    "required": ["server_load"],
-}
-_PREFIX_INDEX = {
-    "type": "object",
-    "properties": {
-        "num_blocks": {"type": "integer", "minimum": 0},
-        "nodes": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "properties": {
-                    "node_id": {"type": "string"},
-                    "role": {"type": "string"},
-                    "incarnation": {"type": "string"},
-                    "num_blocks": {"type": "integer", "minimum": 0},
-                },
-                "required": ["node_id", "role", "incarnation", "num_blocks"],
-            },
-        },
-    },
-    "required": ["num_blocks", "nodes"],
-}
-_TOKENIZER = {
-    "type": "object",
-    "properties": {
-        "tokenizer_class": {"type": "string"},
-        "added_tokens_decoder": {"type": "object"},
-        "model_max_length": {"type": "integer"},
-        "chat_template": {"type": ["string", "null"]},
-    },
-    "required": ["tokenizer_class", "added_tokens_decoder", "model_max_length", "chat_template"],
-}
+_STATUS = object_of({"status": _STRING})
+_VERSION = object_of({"version": _STRING})
+_LOAD = object_of({"server_load": _NATURAL})
+_INDEXED_NODE = object_of({"node_id": _STRING, "role": _STRING, "incarnation": _STRING, "num_blocks": _NATURAL})
+_PREFIX_INDEX = object_of({"num_blocks": _NATURAL, "nodes": {"type": "array", "items": _INDEXED_NODE}})
+_TOKENIZER = object_of(
+    {
+        "tokenizer_class": _STRING,
+        "added_tokens_decoder": _OBJECT,
+        "model_max_length": _INTEGER,
+        "chat_template": _STRING_OR_NULL,
+    }
+)
 _KEPT_ERRORS = {400: _BODY_ERRORS[400], 404: "There is no such response"}
 _NO_CONSOLE = {404: "Without the console (--no-console), and for other names"}
 _NOT_READY = {503: "Not now; the message says why"}
@@ -219,7 +174,10 @@ def _models() -> dict[str, Any]:
         "/tokenize": _post("tokenize", TokenizeRequest, _TOKENS, _BODY_ERRORS),
         "/detokenize": _post("detokenize", DetokenizeRequest, _TEXT, _BODY_ERRORS),
         "/v1/models": _get("models", _json(_MODELS), _NOT_READY),
-        "/v1/models/{name}": {**_get("model", _json(_MODEL), {404: _BODY_ERRORS[404], **_NOT_READY}), **_NAMED},
+        "/v1/models/{name}": {
+            **_get("model", _json(_MODEL), {404: _BODY_ERRORS[404], **_NOT_READY}),
+            **in_path("name"),
+        },
         "/tokenizer_info": _get("tokenizer_info", _json(_TOKENIZER), {404: "Without the flag", **_NOT_READY}),
     }
 
@@ -252,10 +210,10 @@ def _operation() -> dict[str, Any]:
         },
         "/debug/prefix_index": _get("prefix_index", _json(_PREFIX_INDEX)),
         "/version": _get("version", _json(_VERSION)),
-        "/metrics": _get("metrics", {"text/plain": {"schema": {"type": "string"}}}),
-        "/openapi.json": _get("openapi", _json({"type": "object"})),
-        "/docs": _get("docs", {"text/html": {"schema": {"type": "string"}}}),
-        "/": _get("console", {"text/html": {"schema": {"type": "string"}}}, _NO_CONSOLE),
+        "/metrics": _get("metrics", {"text/plain": {"schema": _STRING}}),
+        "/openapi.json": _get("openapi", _json(_OBJECT)),
+        "/docs": _get("docs", {"text/html": {"schema": _STRING}}),
+        "/": _get("console", {"text/html": {"schema": _STRING}}, _NO_CONSOLE),
         f"{CONSOLE_FOLDER}{{file}}": {**_get("console_file", {"*/*": {}}, _NO_CONSOLE), **FILE},
     }
 
@@ -268,11 +226,6 @@ def routes() -> APIRouter:
 
     router.add_api_route("/openapi.json", openapi, methods=["GET", "HEAD"])
     return router
-
-
-_NAMED = {
-    "parameters": [{"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}]
-}
 
 
 def _json(schema: dict[str, Any]) -> dict[str, Any]:

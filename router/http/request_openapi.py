@@ -6,6 +6,7 @@ from typing import Any
 
 from baton.telemetry.timeline import STAGES
 from router.http.debug_requests import DEFAULT_LIMIT, MAX_LIMIT
+from router.http.schema_parts import in_path, object_of
 
 _SECONDS = {"type": "number", "minimum": 0}
 _NULLABLE = {"type": ["string", "null"]}
@@ -39,18 +40,11 @@ _TIMELINE: dict[str, Any] = {
 
 
 def _list_of(properties: dict[str, Any]) -> dict[str, Any]:
-    item = {"type": "object", "properties": properties, "required": list(properties)}
-    return {
-        "type": "object",
-        "properties": {"requests": {"type": "array", "items": item}},
-        "required": ["requests"],
-    }
+    return object_of({"requests": {"type": "array", "items": object_of(properties)}})
 
 
 RECENT = _list_of(_SUMMARY)
 TIMELINES = _list_of(_TIMELINE)
 _LIMIT = {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFAULT_LIMIT}
 LIMIT = {"parameters": [{"name": "limit", "in": "query", "required": False, "schema": _LIMIT}]}
-REQUEST_ID = {
-    "parameters": [{"name": "request_id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}]
-}
+REQUEST_ID = in_path("request_id")

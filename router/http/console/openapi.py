@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from baton.telemetry.pools import BOTTLENECKS
 from router.http.node_openapi import NODE, NODES
+from router.http.schema_parts import in_path, object_of
 from router.requests.kv_flows import KvFlow
 from router.requests.request_state import AttemptState
 
@@ -14,28 +14,24 @@ _COUNT = {"type": "integer", "minimum": 0}
 _TEXT = {"type": "string"}
 
 
-def _object(properties: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": list(properties)}
-
-
-_HISTOGRAM = _object(
+_HISTOGRAM = object_of(
     {"bounds": {"type": "array", "items": {"type": "number"}}, "counts": {"type": "array", "items": _COUNT}}
 )
 _FLOW = {field.name: _TEXT if field.type == "str" else _COUNT for field in dataclasses.fields(KvFlow)}
-_WORK = _object(
+_WORK = object_of(
     {
-        "requests": _object({state.value: _COUNT for state in AttemptState}),
+        "requests": object_of({state.value: _COUNT for state in AttemptState}),
         "num_ended": {"type": "object", "additionalProperties": _COUNT},
         "num_prompt_tokens": _COUNT,
         "num_generation_tokens": _COUNT,
         "first_token_s": _HISTOGRAM,
         "inter_token_s": _HISTOGRAM,
         "num_tokens_by_node": {"type": "object", "additionalProperties": _COUNT},
-        "flows": {"type": "array", "items": _object(_FLOW)},
+        "flows": {"type": "array", "items": object_of(_FLOW)},
     }
 )
-_NODE = _object({**NODE["properties"], "num_seats": {"type": ["integer", "null"]}})
-SNAPSHOT = _object(
+_NODE = object_of({**NODE["properties"], "num_seats": {"type": ["integer", "null"]}})
+SNAPSHOT = object_of(
     {
         "version": _TEXT,
         "at": {"type": "number"},
@@ -51,4 +47,4 @@ SNAPSHOT = _object(
         "work": _WORK,
     }
 )
-FILE = {"parameters": [{"name": "file", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}]}
+FILE = in_path("file")

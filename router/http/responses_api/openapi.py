@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from router.http.schema_parts import in_path, object_of
 
 _STRING = {"type": "string"}
 _OBJECT = {"type": "object"}
 _OBJECT_OR_NULL = {"type": ["object", "null"]}
-_ITEMS = {
-    "type": "array",
-    "items": {"type": "object", "properties": {"id": _STRING, "type": _STRING}, "required": ["id", "type"]},
-}
+_STRING_OR_NULL = {"type": ["string", "null"]}
+_ITEMS = {"type": "array", "items": object_of({"id": _STRING, "type": _STRING})}
 
-RESPONSE: dict[str, Any] = {
-    "type": "object",
-    "properties": {
+RESPONSE = object_of(
+    {
         "id": _STRING,
         "object": {"const": "response"},
         "created_at": {"type": "integer"},
@@ -26,31 +23,17 @@ RESPONSE: dict[str, Any] = {
         "usage": _OBJECT,
         "timings": _OBJECT,
     },
-    "required": ["id", "object", "created_at", "status", "model", "output", "incomplete_details", "error", "usage"],
-}
-DELETED: dict[str, Any] = {
-    "type": "object",
-    "properties": {"id": _STRING, "object": {"const": "response"}, "deleted": {"const": True}},
-    "required": ["id", "object", "deleted"],
-}
-COUNT: dict[str, Any] = {
-    "type": "object",
-    "properties": {"object": {"const": "response.input_tokens"}, "input_tokens": {"type": "integer"}},
-    "required": ["object", "input_tokens"],
-}
-PAGE_OF_ITEMS: dict[str, Any] = {
-    "type": "object",
-    "properties": {
+    "timings",
+)
+DELETED = object_of({"id": _STRING, "object": {"const": "response"}, "deleted": {"const": True}})
+COUNT = object_of({"object": {"const": "response.input_tokens"}, "input_tokens": {"type": "integer"}})
+PAGE_OF_ITEMS = object_of(
+    {
         "object": {"const": "list"},
         "data": _ITEMS,
-        "first_id": {"type": ["string", "null"]},
-        "last_id": {"type": ["string", "null"]},
+        "first_id": _STRING_OR_NULL,
+        "last_id": _STRING_OR_NULL,
         "has_more": {"type": "boolean"},
-    },
-    "required": ["object", "data", "first_id", "last_id", "has_more"],
-}
-RESPONSE_ID: dict[str, Any] = {
-    "parameters": [
-        {"name": "response_id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-    ]
-}
+    }
+)
+RESPONSE_ID = in_path("response_id")
