@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from baton.errors import InvalidRequest
-from baton.regular_files import read_regular
+from baton.regular_files import read_regular, stamp_of
 from router.text.generation_request import GenerationRequest
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class ApiKeys:
             return
         self._next_look = self._clock() + _POLL_S
         try:
-            if _stamp(self._file) != self._stamp:
+            if stamp_of(self._file) != self._stamp:
                 self._read(self._file)
                 log.info("read api_key_file=%s keys=%d", self._file, len(self._in_file))
         except (OSError, UnusableKeys) as error:
@@ -106,7 +106,7 @@ class ApiKeys:
 
     def _read(self, path: Path) -> None:
         try:
-            self._stamp = _stamp(path)
+            self._stamp = stamp_of(path)
             lines = [line.strip() for line in read_regular(path).decode().splitlines()]
             self._in_file = [_digest(check_key(line)) for line in lines if line and not line.startswith("#")]
         except (OSError, UnicodeDecodeError) as error:
@@ -124,8 +124,3 @@ def salted(wanted: GenerationRequest, tenant: bytes | None) -> GenerationRequest
 
 def _digest(key: str) -> bytes:
     return sha256(key.encode()).digest()
-
-
-def _stamp(path: Path) -> tuple[int, ...]:
-    stat = path.stat()
-    return (stat.st_mtime_ns, stat.st_size, stat.st_ino)

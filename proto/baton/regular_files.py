@@ -17,6 +17,12 @@ def read_regular(path: Path) -> bytes:
         return file.read()
 
 
+def stamp_of(path: Path) -> tuple[int, ...]:
+    """Equal to that of before as long as the file has not been changed or replaced. Raises OSError."""
+    found = path.stat()
+    return found.st_mtime_ns, found.st_size, found.st_ino, found.st_dev
+
+
 def _open_at_once(name: str, flags: int) -> int:
     """Does not wait until somebody writes to a pipe."""
     return os.open(name, flags | os.O_NONBLOCK)

@@ -18,7 +18,7 @@ import yaml
 
 from baton.address import HostPort
 from baton.node_info import NodeRole
-from baton.regular_files import read_regular
+from baton.regular_files import read_regular, stamp_of
 from baton.unique_keys import UniqueKeys
 from router.discovery.source import Found, Member
 
@@ -56,7 +56,7 @@ class NodesFile:
     def look(self) -> None:
         """Read the file again if it is another one than before."""
         try:
-            if self.problem is None and _stamp(self._path) == self._stamp:
+            if self.problem is None and stamp_of(self._path) == self._stamp:
                 return
             self._stamp, self.members = _read(self._path)
         except (BadNodesFile, OSError) as error:
@@ -72,9 +72,9 @@ class NodesFile:
 def _read(path: Path) -> tuple[tuple[int, ...], frozenset[Member]]:
     """Raises BadNodesFile."""
     try:
-        stamp = _stamp(path)
-        if stamp[1] > MAX_BYTES:
-            raise BadNodesFile(f"{_FLAG}: {path} has {stamp[1]} bytes, more than {MAX_BYTES}")
+        stamp, size = stamp_of(path), path.stat().st_size
+        if size > MAX_BYTES:
+            raise BadNodesFile(f"{_FLAG}: {path} has {size} bytes, more than {MAX_BYTES}")
         stated = yaml.load(read_regular(path), _Texts)
     except OSError as error:
         raise BadNodesFile(_unreadable(path, error)) from None
@@ -105,11 +105,6 @@ def parse(stated: Any) -> frozenset[Member]:
             if members.setdefault(member.address, member).role is not member.role:
                 raise ValueError(f"{member.address} is listed as prefill and as decode")
     return frozenset(members.values())
-
-
-def _stamp(path: Path) -> tuple[int, ...]:
-    stat = path.stat()
-    return stat.st_mtime_ns, stat.st_size, stat.st_ino, stat.st_dev
 
 
 def _unreadable(path: Path, error: OSError) -> str:
