@@ -65,10 +65,6 @@ class ApiKeys:
             self._read(file)
             self._next_look = clock() + _POLL_S
 
-    def check(self, authorization: str) -> bytes | None:
-        """Check a header `Bearer KEY`; returns the salt of this request's cache, or None. Raises InvalidApiKey."""
-        return self.tenant(self.owner(authorization))
-
     def owner(self, authorization: str) -> bytes:
         """Check a header `Bearer KEY`; returns what stands for the key, which cannot be derived without it. Raises
         InvalidApiKey.

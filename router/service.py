@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from baton.block_hash import BlockHash, chain
 from baton.errors import InvalidRequest, NodeUnavailable
@@ -30,6 +30,8 @@ from router.text.stops import NO_STOPS, StopScanner, StopStrings
 
 log = logging.getLogger(__name__)
 
+MESSAGE_SIZE = 32
+"""Characters that stand for what a message of a chat itself costs."""
 _MAX_TEXT_SIZE = 64 * 2**20
 """Characters of texts that are being parsed, tokenized and so on; each takes about a hundred bytes meanwhile."""
 
@@ -243,19 +245,3 @@ def _preparation(received: float, read: float) -> Preparation:
     tokenized = time.monotonic()
     received_at = time.time() - (tokenized - received)
     return Preparation(received_at, read - received, tokenized - received, current_trace())
-
-
-MESSAGE_SIZE = 32
-"""Characters that stand for what a message itself costs."""
-
-
-class Message(Protocol):
-    """A message of a chat, in either front end's form."""
-
-    @property
-    def content(self) -> str: ...
-
-
-def size_of_chat(messages: Iterable[Message]) -> int:
-    """The characters of a chat, plus the cost of each message itself."""
-    return sum(len(message.content) + MESSAGE_SIZE for message in messages)

@@ -188,7 +188,7 @@ class _RequireKey(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gene
     ) -> grpc.RpcMethodHandler[Any, Any]:
         if not handler_call_details.method.startswith(_ALIVE):
             try:
-                self._keys.check(authorization_of(handler_call_details.invocation_metadata))
+                self._keys.owner(authorization_of(handler_call_details.invocation_metadata))
             except InvalidApiKey as error:
                 return _refusing(error)
         return await continuation(handler_call_details)

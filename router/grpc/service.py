@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -29,7 +29,7 @@ from router.limits import MAX_COUNTED_CHARS, MAX_NAME_CHARS, MAX_ROLE_CHARS
 from router.requests.admission import retry_after_s
 from router.requests.request_state import RequestTimings
 from router.scope import usable_request_id
-from router.service import Service, size_of_chat
+from router.service import MESSAGE_SIZE, Service
 from router.text.answer import Delta
 from router.text.generation_request import GenerationRequest, check_answer, check_num_tokens, encode
 from router.text.models import ServedModel
@@ -95,9 +95,10 @@ class GenerationService:
                 wanted = _generation_request(
                     request, request_id, await prompt.read(self._service), context.time_remaining()
                 )
-                owner = self._keys and self._keys.owner(authorization_of(context.invocation_metadata()))
-                wanted = salted(wanted, self._keys.tenant(owner) if self._keys and owner else None)
-                client = owner or context.peer().rpartition(":")[0]
+                client: Hashable = context.peer().rpartition(":")[0]
+                if self._keys is not None:
+                    client = owner = self._keys.owner(authorization_of(context.invocation_metadata()))
+                    wanted = salted(wanted, self._keys.tenant(owner))
                 generation = await self._service.generate(model, wanted, received, admitted, client)
             try:
                 await self._send(generation, model, context)
@@ -204,7 +205,7 @@ class _Prompt:
                 self.size = size_of_prompt(chat)
             case "chat":
                 _check_messages(request.chat.messages)
-                self.size = size_of_chat(request.chat.messages)
+                self.size = sum(len(message.content) + MESSAGE_SIZE for message in request.chat.messages)
             case "prompt_tokens":
                 assert isinstance(request, pb.GenerateRequest)
                 self.size = len(request.prompt_tokens.ids) // 4

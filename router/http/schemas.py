@@ -200,7 +200,7 @@ class GenerationFields(BaseModel):
         return width
 
     def shared(self) -> dict[str, Any]:
-        """The other fields of Ask that chats and completions share."""
+        """The other fields of GenerationRequest that chats and completions share."""
         return {
             "n": self.num_drawn,
             "stop": self.stop,

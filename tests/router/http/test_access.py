@@ -111,7 +111,7 @@ def test_a_file_of_keys_is_read_again(tmp_path, caplog):
 
     def known(key: str) -> bool:
         with contextlib.suppress(InvalidApiKey):
-            keys.check(f"Bearer {key}")
+            keys.owner(f"Bearer {key}")
             return True
         return False
 
@@ -136,7 +136,7 @@ def test_a_file_of_keys_is_read_again(tmp_path, caplog):
 async def test_every_known_key_is_compared(monkeypatch):
     keys, compared = ApiKeys([f"sk-{i}" for i in range(5)]), []
     monkeypatch.setattr("hmac.compare_digest", lambda a, b: compared.append((a, b)) or a == b)
-    keys.check("Bearer sk-0")
+    keys.owner("Bearer sk-0")
     assert len(compared) == 5
     assert all(len(digest) == 32 for pair in compared for digest in pair)
 
