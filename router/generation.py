@@ -12,7 +12,6 @@ from functools import partial
 from baton.errors import BatonError, InternalError
 from baton.messages import Tokens
 from baton.prompt_logprobs import PromptLogprobs
-from baton.telemetry.timeline import Timeline
 from baton.telemetry.timeline_json import log_fields
 from router.deliveries import Deliveries
 from router.nodes.dispatcher import Dispatcher
@@ -219,18 +218,17 @@ class Generation:
         self._live.discard(part.request.request_id)
         if not self._live:
             self._admitted.release()
-        self._log_end(part, end.error, end.timings, end.timeline)
+        self._log_end(part, end)
         if end.error is not None:
             self._fail(end.error)
 
-    def _log_end(
-        self, part: Part, error: BatonError | None, timings: RequestTimings, timeline: Timeline | None
-    ) -> None:
+    def _log_end(self, part: Part, end: RequestEnd) -> None:
+        timings = end.timings
         log.info(
             "ended work=%s error=%s prompt_tokens=%d cached_tokens=%d completion_tokens=%d attempts=%d"
             " first_token_ms=%.1f total_ms=%.1f prefill_node=%s decode_node=%s",
             part.request.request_id,
-            repr(error.message) if error else "none",
+            repr(end.error.message) if end.error else "none",
             len(part.request.prompt_tokens),
             timings.num_cached_tokens,
             sum(answer.num_tokens for answer in part.answers),
@@ -239,7 +237,10 @@ class Generation:
             timings.total_s * 1e3,
             timings.prefill_node,
             timings.decode_node,
-            extra={"request_id": self.request_id, "fields": partial(log_fields, timeline) if timeline else None},
+            extra={
+                "request_id": self.request_id,
+                "fields": partial(log_fields, end.timeline) if end.timeline else None,
+            },
         )
 
     async def _comes(self, timeout_s: float | None) -> None:

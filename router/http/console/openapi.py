@@ -13,7 +13,6 @@ from router.requests.request_state import AttemptState
 _COUNT = {"type": "integer", "minimum": 0}
 _TEXT = {"type": "string"}
 
-
 _HISTOGRAM = object_of(
     {"bounds": {"type": "array", "items": {"type": "number"}}, "counts": {"type": "array", "items": _COUNT}}
 )
