@@ -55,7 +55,7 @@ from router.requests.core import RouterCore
 from router.service import Service
 from router.settings import RouterSettings
 from router.text.models import Models
-from router.workers.siblings import WorkerContext
+from router.workers.siblings import Siblings, WorkerContext
 
 log = logging.getLogger(__name__)
 
@@ -121,16 +121,17 @@ class RouterServer:
     def _make_status(
         self, metrics: RouterMetrics, registry: CollectorRegistry, timelines: TimelineRing
     ) -> StatusRoutes:
+        siblings = Siblings(self._shared.place if self._shared else None)
         return StatusRoutes(
             self.cluster,
             self.core,
             metrics,
             registry,
             self.admission,
-            self._shared.place if self._shared else None,
+            siblings,
             self._settings.policy,
-            DebugRequests(timelines, self.core.requests),
-            Snapshot(self.cluster, self.core, metrics, self.models, self._settings.has_admin_keys),
+            DebugRequests(timelines, self.core.requests, siblings),
+            Snapshot(self.cluster, self.core, metrics, self.models, self._settings.has_admin_keys, siblings),
         )
 
     def _make_app(self, bodies: Bodies, status: StatusRoutes) -> ASGIApp:
@@ -207,8 +208,7 @@ class RouterServer:
         self.dispatcher.close()
         await ending
         self._service.close()
-        if self._siblings is not None:
-            self._siblings.close()
+        self._siblings.close()
         await self.cluster.close()
         if self._spans is not None:
             await asyncio.to_thread(self._spans.close)
@@ -241,8 +241,6 @@ class RouterServer:
             await self._http_task
 
     async def _start_siblings(self) -> None:
-        if self._siblings is None:
-            return
         try:
             await self._siblings.start()
         except OSError as error:  # no room in the folder for temporary files, for one

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -15,6 +14,7 @@ from baton.errors import InvalidRequest
 from baton.telemetry.timeline_json import describe, summary
 from baton.telemetry.timeline_ring import TimelineRing
 from router.requests.live_requests import LiveRequests
+from router.workers.siblings import Siblings
 
 PATH = "/debug/requests"
 DEFAULT_LIMIT = 50
@@ -23,18 +23,15 @@ MAX_FOUND = 64
 """Prompts of one request that are shown, and of further requests of the same id."""
 _ID = re.compile("[!-~]{1,160}")
 
-Ask = Callable[[str], Awaitable[dict[int, Any]]]
-"""Puts a question to all workers: see `router.workers.siblings`."""
-
 
 class DebugRequests:
-    """`ended`: timelines; `live`: the requests of this process."""
+    """`ended`: timelines; `live`: the requests of this process. `siblings` are asked for theirs."""
 
-    def __init__(self, ended: TimelineRing, live: LiveRequests) -> None:
+    def __init__(self, ended: TimelineRing, live: LiveRequests, siblings: Siblings) -> None:
         self._ended = ended
         self._live = live
-        self.ask: Ask = self._ask_own
-        self.answers: dict[str, Callable[[str], Any]] = {"requests": self._newest, "timelines": self._found}
+        self._siblings = siblings
+        siblings.answers.update(requests=self._newest, timelines=self._found)
         self.routes = APIRouter()
         self.routes.add_api_route(PATH, self.recent, methods=["GET", "HEAD"])
         self.routes.add_api_route(f"{PATH}/{{request_id:path}}", self.one, methods=["GET", "HEAD"])
@@ -42,7 +39,7 @@ class DebugRequests:
     async def recent(self, request: Request) -> JSONResponse:
         """Those that run and the last that have ended, by their receipt, the newest first: `?limit=` of them."""
         limit = _limit(request.query_params.get("limit"))
-        by_worker = await self.ask(f"requests {limit}")
+        by_worker = await self._siblings.ask(f"requests {limit}")
         found = [one for of_worker in by_worker.values() for one in of_worker or ()]
         found.sort(key=lambda one: one["received_at"], reverse=True)
         return JSONResponse({"requests": found[:limit]})
@@ -51,15 +48,11 @@ class DebugRequests:
         """All prompts of the request, by the id that its client knows, or one by its own."""
         found: list[dict[str, Any]] = []
         if _ID.fullmatch(request_id):
-            by_worker = await self.ask(f"timelines {request_id}")
+            by_worker = await self._siblings.ask(f"timelines {request_id}")
             found = [one for of_worker in by_worker.values() for one in of_worker or ()]
         if not found:
             raise HTTPException(404, f"No request {request_id[:160]!r} is among those remembered.")
         return JSONResponse({"requests": found})
-
-    async def _ask_own(self, question: str) -> dict[int, Any]:
-        name, _, argument = question.partition(" ")
-        return {0: self.answers[name](argument)}
 
     def _newest(self, limit: str) -> list[dict[str, Any]]:
         live = self._live.timelines(int(limit), time.monotonic())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -21,13 +19,12 @@ from router.nodes.report import report_nodes, report_prefix_index
 from router.requests.admission import Admission
 from router.requests.core import RouterCore
 from router.workers.pages import AllWorkersMetrics, plain_metrics
-from router.workers.siblings import Siblings, WorkerPlace
+from router.workers.siblings import Siblings
 
 
 class StatusRoutes:
-    """`place`: as one of several workers, /load and /metrics speak for all, with the help of `siblings`.
-    `policy`: the name of the one in use. `requests`: the pages of their timelines. `snapshot`: what the console
-    reads."""
+    """As one of several workers, /load and /metrics speak for all, with the help of `siblings`. `policy`: the name of
+    the one in use. `requests`: the pages of their timelines. `snapshot`: what the console reads."""
 
     def __init__(
         self,
@@ -36,7 +33,7 @@ class StatusRoutes:
         metrics: RouterMetrics,
         registry: CollectorRegistry,
         admission: Admission,
-        place: WorkerPlace | None,
+        siblings: Siblings,
         policy: str,
         requests: DebugRequests,
         snapshot: Snapshot,
@@ -45,21 +42,13 @@ class StatusRoutes:
         self._core = core
         self._metrics = metrics
         self._registry = registry
-        self._admission = admission
         self._policy = policy
-        answers: dict[str, Callable[..., Any]] = {
-            "load": lambda: admission.num_requests,
-            "metrics": lambda: plain_metrics(self._current()),
-        }
-        pages: tuple[DebugRequests | Snapshot, ...] = (requests, snapshot)
-        for page in pages:
-            answers |= page.answers
-        self.siblings = Siblings(place, answers) if place else None
+        self.siblings = siblings
+        siblings.answers["load"] = lambda: admission.num_requests
+        siblings.answers["metrics"] = lambda: plain_metrics(self._current())
         self.routes = APIRouter()
-        for page in pages:
-            if self.siblings is not None:
-                page.ask = self.siblings.ask
-            self.routes.include_router(page.routes)
+        self.routes.include_router(requests.routes)
+        self.routes.include_router(snapshot.routes)
         self.routes.add_api_route("/health", self.health, methods=["GET", "HEAD"])
         self.routes.add_api_route("/ping", self.health, methods=["GET", "HEAD", "POST"])
         self.routes.add_api_route("/load", self.load, methods=["GET", "HEAD"])
@@ -75,10 +64,8 @@ class StatusRoutes:
 
     async def load(self) -> JSONResponse:
         """The prompts in flight, of both front ends: what --max-num-requests bounds."""
-        load = self._admission.num_requests
-        if self.siblings is not None:
-            load = sum(count or 0 for count in (await self.siblings.ask("load")).values())
-        return JSONResponse({"server_load": load})
+        by_worker = await self.siblings.ask("load")
+        return JSONResponse({"server_load": sum(count or 0 for count in by_worker.values())})
 
     async def prefix_index(self) -> JSONResponse:
         """How many KV blocks of each node's prefix cache the router knows of."""
@@ -97,7 +84,7 @@ class StatusRoutes:
 
     async def metrics(self, request: Request) -> Response:
         registry = self._current()
-        if self.siblings is not None:
+        if self.siblings.place is not None:
             registry = AllWorkersMetrics(await self.siblings.ask("metrics"))
         page, kind = metrics_page(registry, request.headers.get("accept"))
         return Response(page, headers={"Content-Type": kind})

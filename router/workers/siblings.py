@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,33 +36,39 @@ class WorkerPlace:
 
 
 class Siblings:
-    """This worker's view of the others. `answers`: what it tells about itself, by question. A question may have an
-    argument behind a space."""
+    """This worker's view of all workers; `place` None: it is alone. `answers`: what it tells about itself, by question,
+    to which each page adds its own. A question may have an argument behind a space."""
 
-    def __init__(self, place: WorkerPlace, answers: Mapping[str, Callable[..., Any]]) -> None:
+    def __init__(self, place: WorkerPlace | None = None) -> None:
         self.place = place
-        self._answers = answers
+        self.answers: dict[str, Callable[..., Any]] = {}
+        self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
+        if self.place is None:
+            return
         path = self.place.socket_of(self.place.index)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)  # noqa: PTH108  (a quick call, of an earlier run of this worker)
         self._server = await asyncio.start_unix_server(self._answer, path)
 
     def close(self) -> None:
-        self._server.close()
+        if self._server is not None:
+            self._server.close()
 
     async def ask(self, question: str) -> dict[int, Any]:
         """Every worker's answer by its index, with this one's; None for one that gave none in time."""
-        indexes = range(self.place.count)
-        return dict(zip(indexes, await asyncio.gather(*(self._ask(i, question) for i in indexes)), strict=True))
+        if (place := self.place) is None:
+            return {0: self._tell(question)}
+        indexes = range(place.count)
+        return dict(zip(indexes, await asyncio.gather(*(self._ask(place, i, question) for i in indexes)), strict=True))
 
-    async def _ask(self, index: int, question: str) -> Any:
-        if index == self.place.index:
+    async def _ask(self, place: WorkerPlace, index: int, question: str) -> Any:
+        if index == place.index:
             return self._tell(question)
         try:
             async with asyncio.timeout(ANSWER_S):
-                reader, writer = await asyncio.open_unix_connection(self.place.socket_of(index), limit=_MAX_BYTES)
+                reader, writer = await asyncio.open_unix_connection(place.socket_of(index), limit=_MAX_BYTES)
                 with contextlib.closing(writer):
                     writer.write(f"{question}\n".encode())
                     return json.loads(await reader.read())
@@ -74,13 +80,13 @@ class Siblings:
         with contextlib.closing(writer), contextlib.suppress(OSError, TimeoutError, ValueError):
             async with asyncio.timeout(ANSWER_S):
                 question = (await reader.readline()).decode().strip()
-                if question.partition(" ")[0] in self._answers:
+                if question.partition(" ")[0] in self.answers:
                     writer.write(json.dumps(self._tell(question)).encode())
                     await writer.drain()
 
     def _tell(self, question: str) -> Any:
         name, _, argument = question.partition(" ")
-        return self._answers[name](argument) if argument else self._answers[name]()
+        return self.answers[name](argument) if argument else self.answers[name]()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter
@@ -16,34 +15,39 @@ from baton.errors import NodeUnavailable
 from baton.telemetry import RouterMetrics
 from baton.telemetry.pools import bottleneck
 from router.http.console.work import add_up, work_of
-from router.http.debug_requests import Ask
 from router.nodes.cluster import Cluster
 from router.nodes.report import report_nodes
 from router.requests.core import RouterCore
 from router.text.models import Models
+from router.workers.siblings import Siblings
 
 PATH = "/debug/console"
-QUESTION = "work"
 
 
 class Snapshot:
-    """`has_admin`: there are keys with which operators may change the fleet. `answers`, `ask`: as in DebugRequests."""
+    """`has_admin`: there are keys with which operators may change the fleet. `siblings`: as in DebugRequests."""
 
     def __init__(
-        self, cluster: Cluster, core: RouterCore, metrics: RouterMetrics, models: Models, has_admin: bool
+        self,
+        cluster: Cluster,
+        core: RouterCore,
+        metrics: RouterMetrics,
+        models: Models,
+        has_admin: bool,
+        siblings: Siblings,
     ) -> None:
         self._cluster = cluster
         self._core = core
         self._models = models
         self._has_admin = has_admin
-        self.ask: Ask = self._ask_own
-        self.answers: dict[str, Callable[[], Any]] = {QUESTION: lambda: work_of(metrics, core)}
+        self._siblings = siblings
+        siblings.answers["work"] = lambda: work_of(metrics, core)
         self.routes = APIRouter()
         self.routes.add_api_route(PATH, self.now, methods=["GET", "HEAD"])
 
     async def now(self) -> JSONResponse:
         """Nodes as this process sees them, which all do alike; the work is that of all processes."""
-        by_worker = await self.ask(QUESTION)
+        by_worker = await self._siblings.ask("work")
         works = [work for work in by_worker.values() if work is not None]
         pools = self._core.pool_states()
         readiness = self._cluster.readiness()
@@ -71,9 +75,6 @@ class Snapshot:
             return [model.name for model in self._models.served()]
         except NodeUnavailable:
             return []
-
-    async def _ask_own(self, question: str) -> dict[int, Any]:
-        return {0: self.answers[question]()}
 
 
 def _order(node: dict[str, Any]) -> tuple[bool, list[tuple[int, str]]]:

@@ -169,8 +169,9 @@ async def test_a_worker_that_does_not_answer_is_counted(
     shown = await snapshot_of(client)
     assert (shown["num_workers"], shown["num_workers_answered"]) == (1, 1)
     server = router.server
-    snapshot = Snapshot(server.cluster, server.core, RouterMetrics(CollectorRegistry()), server.models, False)
-    snapshot.ask = Siblings(WorkerPlace(0, 2, tmp_path), snapshot.answers).ask
+    siblings = Siblings(WorkerPlace(0, 2, tmp_path))
+    metrics = RouterMetrics(CollectorRegistry())
+    snapshot = Snapshot(server.cluster, server.core, metrics, server.models, False, siblings)
     shown = json.loads(bytes((await snapshot.now()).body))
     assert (shown["num_workers"], shown["num_workers_answered"]) == (2, 1)
 

@@ -168,11 +168,9 @@ async def test_each_worker_tells_of_the_requests_of_all(tmp_path: Path) -> None:
     for index in range(2):
         ring = TimelineRing(2**20)
         ring.add(named(f"worker-{index}.0"))
-        page = DebugRequests(ring, idle)
-        siblings = Siblings(WorkerPlace(index, 2, tmp_path), page.answers)
-        page.ask = siblings.ask
+        siblings = Siblings(WorkerPlace(index, 2, tmp_path))
+        pages.append(DebugRequests(ring, idle, siblings))
         await siblings.start()
-        pages.append(page)
         all_siblings.append(siblings)
     try:
         for page in pages:
