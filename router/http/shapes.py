@@ -12,7 +12,7 @@ from router.http.chat_message import delta_of, has_calls, message_of
 from router.http.logprobs import ChatLogprobs, CompletionLogprobs, PromptShape
 from router.requests.request_state import RequestTimings
 from router.text.answer import Delta, join
-from router.text.answer_reader import AnswerReader, AnswerReading
+from router.text.answer_reader import AnswerReader, AnswerReading, parts_of
 from router.text.models import ServedModel
 from router.tool_parsers import Part, Thought
 
@@ -134,7 +134,7 @@ class ChatShape:
     def _read(self, reading: AnswerReading, delta: Delta) -> Sequence[Part]:
         if delta.index not in self._readers:
             self._readers[delta.index] = reading.reader()
-        parts = self._readers[delta.index].read(delta.text, delta.finish_reason is not None, len(delta.token_ids))
+        parts = parts_of(self._readers[delta.index], delta)
         if has_calls(parts):
             self._calling.add(delta.index)
         return parts if self._with_reasoning else [part for part in parts if not isinstance(part, Thought)]

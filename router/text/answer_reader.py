@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from baton.structured_output.structural_tag import Format
 from router.reasoning_parsers import ReasoningDelta, ReasoningMarks, ReasoningParser
+from router.text.answer import Delta
 from router.tool_parsers import CallListParser, CallStart, Content, Part, Piece, Thought, ToolParser, Tools, merge
 
 
@@ -201,3 +202,10 @@ class AnswerReader:
 
     def _is_kept(self, piece: Piece) -> bool:
         return self._parallel_tool_calls or isinstance(piece, Content) or piece.index == 0
+
+
+def parts_of(reader: AnswerReader | None, delta: Delta) -> Sequence[Part]:
+    """What is new in an answer, in the order of its text: content, where nothing reads it."""
+    if reader is None:
+        return [Content(delta.text)] if delta.text else []
+    return reader.read(delta.text, delta.finish_reason is not None, len(delta.token_ids))

@@ -13,7 +13,7 @@ from router.http.chat_message import has_calls
 from router.http.parse import parse_begun
 from router.http.shapes import timings_of
 from router.text.answer import Delta, join
-from router.text.answer_reader import AnswerReading
+from router.text.answer_reader import AnswerReading, parts_of
 from router.text.models import ServedModel
 from router.tool_parsers import CallArguments, CallStart, Content, Part, Thought, merge
 
@@ -52,9 +52,7 @@ class MessageShape:
         return {**usage_of(usage), **details}
 
     def read(self, delta: Delta) -> Sequence[Part]:
-        if self._reader is None:
-            return [Content(delta.text)] if delta.text else []
-        parts = self._reader.read(delta.text, delta.finish_reason is not None, len(delta.token_ids))
+        parts = parts_of(self._reader, delta)
         self._has_calls = self._has_calls or has_calls(parts)
         return parts
 

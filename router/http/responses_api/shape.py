@@ -15,9 +15,8 @@ from router.http.responses_api.output import Event, Output
 from router.http.responses_api.schemas import Format, ResponsesRequest
 from router.http.shapes import timings_of
 from router.text.answer import Delta
-from router.text.answer_reader import AnswerReading
+from router.text.answer_reader import AnswerReading, parts_of
 from router.text.models import ServedModel
-from router.tool_parsers import Content, Part
 
 _ECHOED = (
     *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key"),
@@ -57,7 +56,7 @@ class ResponseShape:
     def read(self, delta: Delta) -> Iterator[Event]:
         """The events of a delta; the last one's include the end of the output."""
         logprobs = self._logprobs.of(delta)["content"] if self._logprobs else []
-        yield from self._output.read(self._parts(delta), logprobs)
+        yield from self._output.read(parts_of(self._reader, delta), logprobs)
         if delta.finish_reason is not None:
             self._reason = delta.finish_reason
             yield from self._output.end(self._status)
@@ -105,11 +104,6 @@ class ResponseShape:
     @property
     def _status(self) -> str:
         return "incomplete" if self._reason is FinishReason.LENGTH else "completed"
-
-    def _parts(self, delta: Delta) -> Sequence[Part]:
-        if self._reader is None:
-            return [Content(delta.text)] if delta.text else []
-        return self._reader.read(delta.text, delta.finish_reason is not None, len(delta.token_ids))
 
 
 def usage_of(usage: Usage, num_reasoning_tokens: int) -> dict[str, Any]:
