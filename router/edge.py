@@ -1,4 +1,5 @@
-"""Builds the outer edge from its settings: limits, keys, certificates."""
+"""What a router starts with, made from its settings: limits, keys and certificates of its outer edge, parsers, the
+policy, and the sources of nodes."""
 
 from __future__ import annotations
 

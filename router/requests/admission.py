@@ -19,7 +19,7 @@ LONGEST_RETRY_AFTER_S = 60
 class Full(Overloaded):
     """A limit is reached. `retry_after_s`: when there may be room again, in whole seconds."""
 
-    def __init__(self, message: str, retry_after_s: int = RETRY_AFTER_S) -> None:
+    def __init__(self, message: str, retry_after_s: int) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 

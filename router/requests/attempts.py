@@ -77,12 +77,11 @@ class Attempts:
         held = dict(self._pending.held(request.block_hashes))
         for incarnation, number in self._index.held(request.block_hashes).items():
             held[incarnation] = max(number, held.get(incarnation, 0))
-        what = num_tokens_of(state, samples), held
-        n = num_continued(state, samples)
-        placement = self._pool.choose(state.avoid, now, *what, state.version, n)
+        num_tokens, n = num_tokens_of(state, samples), num_continued(state, samples)
+        placement = self._pool.choose(state.avoid, now, num_tokens, held, state.version, n)
         if placement is None and state.version and (successors := self._pool.successors(state.version)):
             state.version = _successor(state, state.version, successors)
-            return self._pool.choose(state.avoid, now, *what, state.version, n)
+            placement = self._pool.choose(state.avoid, now, num_tokens, held, state.version, n)
         return placement
 
     def place_or_wait(self, task: Unplaced, placement: Placement | None, now: float) -> None:

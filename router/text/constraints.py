@@ -63,7 +63,7 @@ class naming_constraint:  # noqa: N801  (a function to its callers, which `conte
     """A constraint that is refused within is named after what the client sent: the field that `find_field` finds, or if
     there is none the tools of `plan`."""
 
-    def __init__(self, plan: CallPlan, find_field: Callable[[], str | None] | None = None) -> None:
+    def __init__(self, plan: CallPlan, find_field: Callable[[], str | None]) -> None:
         self._plan = plan
         self._find_field = find_field
 
@@ -74,7 +74,7 @@ class naming_constraint:  # noqa: N801  (a function to its callers, which `conte
         if not isinstance(error, InvalidRequest) or error.param != "structured_outputs":
             return
         reason = error.message.removeprefix("structured_outputs: ").removeprefix("structural_tag: ")
-        if self._find_field is not None and (field := self._find_field()) is not None:
+        if (field := self._find_field()) is not None:
             raise InvalidRequest(f"{field}: {reason}", field) from None
         if self._plan.must_match is not None:
             raise InvalidRequest(f"The schemas of `tools` cannot constrain calls: {reason}", "tools") from None

@@ -80,7 +80,7 @@ class _Value:
         self._pieces.append(text)
         self._num_chars += len(text)
         if self._is_string and (self._opened or self._num_chars > self._num_held):
-            self._write_string("".join(self._pieces))
+            self._write_string()
 
     def close(self) -> None:
         text = "".join(self._pieces)
@@ -89,7 +89,8 @@ class _Value:
         else:
             self._emit(typed(text.removeprefix(self._line_break).removesuffix(self._line_break), self._kinds))
 
-    def _write_string(self, text: str) -> None:
+    def _write_string(self) -> None:
+        text = "".join(self._pieces)
         opening = "" if self._opened else '"'
         body = text if self._opened else text.removeprefix(self._line_break)
         self._opened = True

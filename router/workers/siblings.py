@@ -1,6 +1,6 @@
-"""What the workers of a router tell each other, over a Unix socket each: their load, and their metrics.
+"""What the workers of a router tell each other, over a Unix socket each, for pages that speak of all of them.
 
-worker i --"load" or "metrics", a line--> worker j --JSON--> worker i, for whichever page was asked of worker i
+worker i --a question, such as "load", in a line--> worker j --JSON--> worker i, for the page that was asked of worker i
 """
 
 from __future__ import annotations
