@@ -89,5 +89,5 @@ class HttpLimits:
     a WebSocket may stay open without a request."""
 
     bodies: Bodies
-    keep_alive_s: float = 5.0
-    websocket_idle_s: float = 600.0
+    keep_alive_s: float
+    websocket_idle_s: float

@@ -12,7 +12,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from baton.errors import BatonError, NodeUnavailable
 from baton.messages import Abort, AttemptId, KvEvents, Load, Migrate, Prefill, Update
@@ -25,10 +24,8 @@ from router.requests.request_state import RequestEnd, RequestEvent, RoutedReques
 log = logging.getLogger(__name__)
 
 
-class Sink(Protocol):
-    """Where a request's events go. Must not raise."""
-
-    def __call__(self, event: RequestEvent, /) -> None: ...
+Sink = Callable[[RequestEvent], None]
+"""Where a request's events go. Must not raise."""
 
 
 class Dispatcher:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 
 import pytest
 
@@ -26,9 +27,13 @@ async def test_every_deadline_is_kept_though_nobody_submits_again() -> None:
         dispatcher.node_up(info(name, role), lambda message: None)
     ended: asyncio.Queue[tuple[str, RequestEvent]] = asyncio.Queue()
     begun = time.monotonic()
+
+    def tell(name: str, event: RequestEvent) -> None:
+        ended.put_nowait((name, event))
+
     for name, deadline_s in (("far", 60.0), ("last", 0.12), ("first", 0.02), ("second", 0.07)):
         request = RoutedRequest(name, (1, 2), 1, SamplingParams(), deadline_s)
-        dispatcher.submit(request, lambda event, name=name: ended.put_nowait((name, event)), begun)
+        dispatcher.submit(request, partial(tell, name), begun)
     order = []
     async with asyncio.timeout(10):
         for deadline_s in (0.02, 0.07, 0.12):
