@@ -195,7 +195,7 @@ class Attempts:
         """The node that generated has handed the attempt over to its target, or is about to say so."""
         assert attempt.target
         source, target = attempt.generates_on, attempt.target
-        self.has_blocks(attempt)  # as it has where it generated, whatever that has said
+        self.got_blocks(attempt)  # as it has where it generated, whatever that has said
         for incarnation in attempt.placed_on:
             self._pending.remove(incarnation, state.request.block_hashes)
         self._pool.will_decode(source, -attempt.num_tokens)
@@ -229,7 +229,7 @@ class Attempts:
             num_computed = attempt.num_tokens - attempt.num_cached if attempt.num_cached is not None else None
             self._pool.prefilled(attempt.prefill, attempt.num_tokens, attempt.prefill_s, now, num_computed, begun)
 
-    def has_blocks(self, attempt: Attempt) -> None:
+    def got_blocks(self, attempt: Attempt) -> None:
         """The node that generates has given it its blocks. Once more does nothing."""
         self._pool.settle(attempt.generates_on, attempt.num_promised)
         attempt.num_promised = 0
@@ -250,7 +250,7 @@ class Attempts:
         del self._live[attempt.id]
         attempt.record.ended_at_s, attempt.record.state = now - state.arrived, attempt.state.value
         self.forget_target(state, attempt)
-        self.has_blocks(attempt)
+        self.got_blocks(attempt)
         if not attempt.prefilled:
             attempt.num_cached = None  # it was not computed to its end
         self.prefilled(attempt, now, begun=attempt.state is not AttemptState.QUEUED)

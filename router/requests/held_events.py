@@ -24,7 +24,7 @@ class HeldEvents:
         if not sample.held:
             return
         if not state.client_has_token:
-            state.has_first_token(sample, self._holds, now)
+            state.note_first_token(sample, self._holds, now)
         for event in sample.held:
             self._outbox.to_client(state.request.request_id, event)
         sample.held.clear()

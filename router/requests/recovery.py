@@ -62,7 +62,7 @@ class Recovery:
     ) -> None:
         """The attempt is lost: fence it, and place what is unfinished again, or end the request with `error`. The loss
         of a node needs no share of the retry budget."""
-        attempt.record.has_failed(error)
+        attempt.record.note_failed(error)
         self._attempts.abort(attempt)
         self._attempts.retire(state, attempt, now)
         unfinished = attempt.unfinished

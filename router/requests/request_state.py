@@ -404,7 +404,7 @@ class RequestState:
             is_live=is_live,
         )
 
-    def has_first_token(self, sample: SampleState, was_held: bool, now: float) -> None:
+    def note_first_token(self, sample: SampleState, was_held: bool, now: float) -> None:
         """Its client gets the first token, of that sample; `was_held`: until the decode node went on with it, if it was
         to."""
         self.client_has_token = True

@@ -81,17 +81,17 @@ class Updates:
             self._recovery.fail(state, attempt, error, now, {target} if target else None)
             return False
         self._migrations.handed_over(state, attempt)
-        attempt.record.has_moved(state.timings.decode_node, now - state.arrived)
+        attempt.record.note_moved(state.timings.decode_node, now - state.arrived)
         return True
 
     # ---- the prompt ----
 
     def _started(self, state: RequestState, attempt: Attempt, started: Started, incarnation: str, now: float) -> None:
-        attempt.record.has_started(started, now - state.arrived)
+        attempt.record.note_started(started, now - state.arrived)
         if attempt.state is AttemptState.QUEUED:
             attempt.state = AttemptState.PREFILLING
         if attempt.decode is None:
-            self._attempts.has_blocks(attempt)
+            self._attempts.got_blocks(attempt)
         if attempt.id.attempt == 0:  # later ones compute output, too
             self._attempts.started(state, attempt, started.num_cached_tokens)
         if attempt.id.attempt == 0 or not state.timings.queue_s:
@@ -213,15 +213,15 @@ class Updates:
         self._pool.worked(attempt.prefill)
         if not attempt.visited:
             state.timings.handed_off(handed_off)
-            attempt.record.was_handed_off(handed_off, now - state.arrived)
+            attempt.record.note_handed_off(handed_off, now - state.arrived)
         self._after_progress(state, attempt, now)
 
     def _adopted(self, state: RequestState, attempt: Attempt, adopted: Adopted, incarnation: str, now: float) -> None:
         self._attempts.prefilled(attempt, now)
         attempt.state = AttemptState.DECODING
         if not attempt.visited:
-            attempt.record.was_adopted(adopted, now - state.arrived)
-        self._attempts.has_blocks(attempt)
+            attempt.record.note_adopted(adopted, now - state.arrived)
+        self._attempts.got_blocks(attempt)
         for sample in attempt.samples:
             self._held.release(state, sample, now)
         self._pool.worked(incarnation)
@@ -238,7 +238,7 @@ class Updates:
     # ---- ends ----
 
     def _told_end(self, state: RequestState, attempt: Attempt, end: End, incarnation: str, now: float) -> None:
-        attempt.record.was_reported(end)
+        attempt.record.note_reported(end)
         self._ended(state, attempt, end.error, incarnation, now)
 
     def _ended(

@@ -101,12 +101,12 @@ def test_what_failed_attempts_left_in_the_caches_is_no_hit():
     """A request with two answers, whose nodes were lost while they generated: nothing of its prompt was cached."""
     why = Estimate("cost", "pair", 0.0, 0.0, 0.0, 0, 0.0)
     lost = AttemptTimeline(0, (0, 1), "p", "d", why, 0.1, started_at_s=0.2, error="lost", state="decoding")
-    lost.was_adopted(Adopted(0.0, 16, 0), 0.3)
+    lost.note_adopted(Adopted(0.0, 16, 0), 0.3)
     again = [
         AttemptTimeline(1, (sample,), "p", "d2", why, 0.4, started_at_s=0.5, num_cached_tokens=112) for sample in (0, 1)
     ]
     for attempt in again:
-        attempt.was_adopted(Adopted(0.0, 64, 0), 0.6)
+        attempt.note_adopted(Adopted(0.0, 64, 0), 0.6)
     registry = new_registry(ROUTER)
     metrics = RouterMetrics(registry)
     metrics.timelines.observe(Timeline("r.0", "m", 0.0, 0.0, 0.0, 0.0, 0.3, 2.0, 100, 40, 2, (lost, *again), 0))

@@ -75,28 +75,28 @@ class AttemptTimeline:
 
     # ---- what the router notes as it hears of it ----
 
-    def has_started(self, message: Started, at_s: float) -> None:
+    def note_started(self, message: Started, at_s: float) -> None:
         self.started_at_s = at_s
         self.queue_s, self.num_cached_tokens = message.queue_s, message.num_cached_tokens
 
-    def was_handed_off(self, message: HandedOff, at_s: float) -> None:
+    def note_handed_off(self, message: HandedOff, at_s: float) -> None:
         self.handed_off_at_s, self.handed_off = at_s, message
         self.prompt = message.prompt or self.prompt
 
-    def was_adopted(self, message: Adopted, at_s: float) -> None:
+    def note_adopted(self, message: Adopted, at_s: float) -> None:
         self.adopted_at_s, self.adopted = at_s, message
 
-    def has_moved(self, node: str, at_s: float) -> None:
+    def note_moved(self, node: str, at_s: float) -> None:
         self.moves += ((node, at_s),)
 
-    def was_reported(self, message: End) -> None:
+    def note_reported(self, message: End) -> None:
         """By a node, as over."""
         self.prompt = message.prompt or self.prompt
         self.decode = message.decode or self.decode
         if message.error is not None:
             self.error = message.error.message
 
-    def has_failed(self, error: BatonError) -> None:
+    def note_failed(self, error: BatonError) -> None:
         """`error` counts if no node has told of another one."""
         self.error = self.error or error.message
 
