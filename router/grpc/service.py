@@ -367,22 +367,4 @@ def _usage(generation: Generation) -> pb.Usage:
 def _timings(timings: RequestTimings | None) -> pb.Timings | None:
     if timings is None:
         return None
-    return pb.Timings(
-        queue_s=timings.queue_s,
-        prefill_s=timings.prefill_s,
-        gather_s=timings.gather_s,
-        wire_s=timings.wire_s,
-        commit_s=timings.commit_s,
-        transfer_s=timings.transfer_s,
-        scatter_s=timings.scatter_s,
-        step_wait_s=timings.step_wait_s,
-        handoff_s=timings.handoff_s,
-        first_token_s=timings.first_token_s,
-        total_s=timings.total_s,
-        num_decode_cached_tokens=timings.num_decode_cached_tokens,
-        transfer_bytes=timings.transfer_bytes,
-        num_attempts=timings.num_attempts,
-        num_moves=timings.num_moves,
-        prefill_node=timings.prefill_node,
-        decode_node=timings.decode_node,
-    )
+    return pb.Timings(**{name: getattr(timings, name) for name in pb.Timings.DESCRIPTOR.fields_by_name})
