@@ -103,9 +103,14 @@ class Generation:
             raise
 
     @property
+    def is_over(self) -> bool:
+        """Whether there is nothing left to take, and nothing will come: it is done or has failed."""
+        return not self._waiting and (self._error is not None or not self._live)
+
+    @property
     def done(self) -> bool:
-        """Whether everything has ended and `next` has returned all of it."""
-        return not self._live and not self._waiting and self._error is None
+        """Whether everything has ended well and `next` has returned all of it."""
+        return self.is_over and self._error is None
 
     async def next(self, timeout_s: float | None = None) -> list[Delta]:
         """What came since the last call, one delta per answer; waits for something, at most `timeout_s`. A reader that
@@ -116,11 +121,11 @@ class Generation:
         """
         if self._waiting:
             await asyncio.sleep(0)  # a reader that never waits would otherwise occupy the event loop
-        elif self._error is None and self._live:
+        elif not self.is_over:
             await self._comes(timeout_s)
-        if not self._waiting and self._error is not None:
-            raise self._error
-        return self._take_waiting()
+        if not self._waiting:
+            self.raise_error()
+        return self.take_waiting()
 
     # ---- for a listener, in place of a consumer that calls `next` ----
 
@@ -141,15 +146,13 @@ class Generation:
         """What `next` would return without waiting. If that is not all, the listener is called again."""
         if len(self._waiting) == 1:  # as for most tokens
             return [self._waiting.popleft()]
-        deltas = self._take_waiting()
+        by_answer: dict[int, list[Delta]] = {}
+        for _ in range(min(_MAX_DELTAS, len(self._waiting))):
+            delta = self._waiting.popleft()
+            by_answer.setdefault(delta.index, []).append(delta)
         if self._waiting:
             self.tell()
-        return deltas
-
-    @property
-    def is_over(self) -> bool:
-        """Whether there is nothing left to take, and nothing will come: it is done or has failed."""
-        return not self._waiting and (self._error is not None or not self._live)
+        return [join(deltas) for deltas in by_answer.values()]
 
     def raise_error(self) -> None:
         """Raises what the request failed with, if it did."""
@@ -254,13 +257,6 @@ class Generation:
             self._waiter = None
             if timer is not None:
                 timer.cancel()
-
-    def _take_waiting(self) -> list[Delta]:
-        by_answer: dict[int, list[Delta]] = {}
-        for _ in range(min(_MAX_DELTAS, len(self._waiting))):
-            delta = self._waiting.popleft()
-            by_answer.setdefault(delta.index, []).append(delta)
-        return [join(deltas) for deltas in by_answer.values()]
 
     def _fail(self, error: BatonError) -> None:
         if self._error is None:
