@@ -81,7 +81,7 @@ class GemmaParser(_ControlTokenParser, PythonicParser):
         if (yield from source.literal("[")):
             yield from source.blanks()
             in_json = (yield from source.peek()) == "{"
-            return (yield from (self.read_call_list() if in_json else self.read_list()))
+            return (yield from self.read_list(self.read_call_object if in_json else self.read_one))
         return (yield from self._read_printed())
 
     def _read_printed(self) -> Reading[bool]:
@@ -90,7 +90,6 @@ class GemmaParser(_ControlTokenParser, PythonicParser):
             return (yield from self.read_named(name))
         if not (yield from self.source.literal("(")) or not (yield from self.read_one()):
             return False
-        self.source.begin()
         yield from self.source.blanks()
         return (yield from self.source.literal(")"))
 

@@ -30,21 +30,8 @@ class PythonicParser(ReadingParser):
         if found == self._START:
             yield from source.literal(found)
             yield from source.blanks()
-        if (yield from source.literal("[")) and (yield from self.read_list()):
+        if (yield from source.literal("[")) and (yield from self.read_list(self.read_one)):
             yield from self.read_ends("<|python_end|>")
-
-    def read_list(self) -> Reading[bool]:
-        """Calls up to the end of a list whose beginning was read. False: it does not end, or has something else."""
-        source = self.source
-        while (yield from self.read_one()):
-            source.begin()
-            yield from source.blanks()
-            if (yield from source.literal("]")):
-                source.begin()
-                return True
-            if not (yield from source.literal(",")):
-                return False
-        return False
 
     def read_one(self) -> Reading[bool]:
         yield from self.source.blanks()
@@ -62,6 +49,7 @@ class PythonicParser(ReadingParser):
         if arguments is None:
             return False
         self.start_call(name)(arguments)
+        self.source.begin()
         return True
 
     def known_name(self, name: str) -> str | None:
@@ -127,7 +115,6 @@ class Olmo3Parser(PythonicParser):
         source = self.source
         yield from source.literal(found)
         while (yield from self.read_one()):
-            source.begin()
             yield from source.blanks()
             if (yield from source.literal("</function_calls>")):
                 source.begin()

@@ -101,11 +101,16 @@ class ReadingParser(ToolParser):
         return whole
 
     def read_call_list(self) -> Reading[bool]:
-        """Calls as objects in a list whose beginning was read. False: it does not end, or has something else."""
+        """Calls as objects in a list whose beginning was read. As `read_list`."""
+        return (yield from self.read_list(self.read_call_object))
+
+    def read_list(self, read_one: Callable[[], Reading[bool]]) -> Reading[bool]:
+        """What `read_one` reads, several times, in a list whose beginning was read. False: it does not end, or has
+        something else."""
         source = self.source
         while True:
             yield from source.blanks()
-            if not (yield from self.read_call_object()):
+            if not (yield from read_one()):
                 return False
             yield from source.blanks()
             if (yield from source.literal("]")):

@@ -71,6 +71,7 @@ GEMMA = [
         [("get_weather", '{"city": "Par')],
     ),
     Case("gemma", "<start_function_call>call:add{a:1,:}<end", ":}<end", [("add", '{"a": 1')]),
+    Case("gemma", "```tool_code\nprint(add(a=1))", "", [("add", '{"a": 1}')]),
     Case("gemma", "```tool_code\nadd(a=1)\nnope()\n```", "\nnope()\n```", [("add", '{"a": 1}')]),
     Case("gemma", "```tool_code\nprint(add(a=1), 2)\n```", ", 2)\n```", [("add", '{"a": 1}')]),
     *(
