@@ -241,7 +241,7 @@ class Service:
 
 
 def _preparation(received: float, read: float) -> Preparation:
-    """Of a request that is tokenized now. The other times: when it was received, and when its prompt was a text."""
+    """Of a request that is tokenized now. `received`, `read`: when it came, and when its prompt was there as text."""
     tokenized = time.monotonic()
     received_at = time.time() - (tokenized - received)
     return Preparation(received_at, read - received, tokenized - received, current_trace())

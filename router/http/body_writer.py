@@ -34,10 +34,10 @@ class BodyWriter:
         self._transport = cycle.transport
         self._loop = loop
         self._head = b""
-        self._has_head = False  # or had: the head has come
+        self._head_has_come = False
         self._has_left = False
         self._knows_chunks = cycle.scope.get("http_version") != "1.0"
-        self._takes_out = False  # the chunks of this answer
+        self._unchunks = False  # this answer, which a cycle writes in chunks
         self._on_resumed: Callable[[], None] | None = None
         self._on_left: Callable[[], None] | None = None
         scope: MutableMapping[str, Any] = cycle.scope  # type: ignore[assignment]  # a TypedDict there
@@ -64,7 +64,7 @@ class BodyWriter:
         """A piece that is not empty. It goes nowhere if the client has left."""
         if not self._has_left:
             head, self._head = self._head, b""
-            if self._takes_out:
+            if self._unchunks:
                 self._transport.write(head + piece)
                 return
             self._transport.write(b"%b%x\r\n%b\r\n" % (head, len(piece), piece))
@@ -72,13 +72,13 @@ class BodyWriter:
     # ---- for the cycle, as its transport ----
 
     def write(self, data: bytes) -> None:
-        if not self._has_head and not data.startswith(_CONTINUE):
-            self._takes_out = not self._knows_chunks and _CHUNKED in data
-            self._head, self._has_head = data.replace(_CHUNKED, b"") if self._takes_out else data, True
+        if not self._head_has_come and not data.startswith(_CONTINUE):
+            self._unchunks = not self._knows_chunks and _CHUNKED in data
+            self._head, self._head_has_come = data.replace(_CHUNKED, b"") if self._unchunks else data, True
             self._loop.call_soon(self.flush)
         else:
             head, self._head = self._head, b""
-            self._transport.write(head + (_content(data) if self._takes_out else data))
+            self._transport.write(head + (_content(data) if self._unchunks else data))
 
     def close(self) -> None:
         self.flush()

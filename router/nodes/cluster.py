@@ -228,10 +228,10 @@ class Cluster:
 
     def num_nodes_by_state(self) -> dict[tuple[str, str], int]:
         """Nodes by role and one of NODE_STATES: one that is in use at one of its addresses counts once."""
-        lonely = self.pool.without_partner()
+        without_partner = self.pool.without_partner()
         in_use = {link.incarnation for link in self.links if link.info}
         nodes = [link for link in self.links if link.info or link.incarnation is None or link.incarnation not in in_use]
-        states = Counter((link.role.value, _state(link, lonely)) for link in nodes)
+        states = Counter((link.role.value, _state(link, without_partner)) for link in nodes)
         return {(role.value, state): states[role.value, state] for role in NodeRole for state in NODE_STATES}
 
     def _changed(self) -> None:
@@ -245,8 +245,8 @@ class Cluster:
             watcher(readiness)
 
 
-def _state(link: NodeLink, lonely: Collection[str]) -> str:
-    """`lonely`: nodes that fit no other."""
+def _state(link: NodeLink, without_partner: Collection[str]) -> str:
+    """`without_partner`: nodes that fit none of the other role."""
     if link.problem:
         return "down"
-    return "incompatible" if link.incarnation in lonely else "up"
+    return "incompatible" if link.incarnation in without_partner else "up"

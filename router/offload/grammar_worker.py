@@ -46,12 +46,12 @@ def main() -> None:
     check = _checker(*json.loads(first))
     limit_memory(_virtual_bytes() + _MAX_MEMORY_BYTES)
     _write(None)
-    while not _has_read_all(check):
+    while not _run_child(check):
         _write(False)
 
 
-def _has_read_all(check: Check) -> bool:
-    """Has a child answer. False: something ended it before it had read all."""
+def _run_child(check: Check) -> bool:
+    """Have a child answer, and wait for its end. False: something ended it before it had read all."""
     worker = os.getpid()
     if child := os.fork():
         return os.waitpid(child, 0)[1] == 0

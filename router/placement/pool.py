@@ -162,7 +162,7 @@ class Pool:
         if paired and not seated:
             raise self._too_many(able, n) if able else self._too_large(every_decode, num_tokens, n)
         roomy = self._with_room(prefills, decodes, now, num_tokens, held, n) if paired else []
-        options = self._options((prefills, roomy or decodes, paired), now, num_tokens, held, version)
+        options = self._options(prefills, roomy or decodes, paired, now, num_tokens, held, version)
         option = self._policy.choose(options, self._draw)
         prefill, decode = self._nodes[option.prefill.incarnation], option.decode
         last = None if decode is None else self._nodes[decode.incarnation]
@@ -220,14 +220,14 @@ class Pool:
 
     def _options(
         self,
-        willing: tuple[list[Node], list[Node], bool],
+        prefills: list[Node],
+        decodes: list[Node],
+        paired: bool,
         now: float,
         num_tokens: int,
         held: Mapping[str, int],
         version: ModelVersion | None,
     ) -> Options:
-        prefills, decodes, paired = willing
-
         def fits(prefill: Candidate, decode: Candidate) -> bool:
             return self._works((prefill.incarnation, decode.incarnation), now)
 

@@ -127,7 +127,7 @@ class Node:
         num_cached = min(num_held * info.layout.block_size, max(0, num_tokens - 1)) if num_held else 0
         rate = load.prompt_tokens_per_s  # beside what it decodes
         num_uncached = num_tokens - num_cached
-        spoken_for, in_use = self.to_decode / capacity, self.in_use
+        placed, in_use = self.to_decode / capacity, self.in_use
         return Candidate(
             info.incarnation,
             info.node_id,
@@ -138,7 +138,7 @@ class Node:
             num_uncached / rate if rate else self.prefill_time.predict(num_uncached),
             self.handoff_s.at(now),
             load.num_running,
-            (in_use if in_use > spoken_for else spoken_for) + num_tokens / capacity,
+            (in_use if in_use > placed else placed) + num_tokens / capacity,
             load.target_itl_s > 0,
             self.held_s.value or UNKNOWN_HELD_S,
         )
