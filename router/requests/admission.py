@@ -19,7 +19,7 @@ LONGEST_RETRY_AFTER_S = 60
 class Full(Overloaded):
     """A limit is reached. `retry_after_s`: when there may be room again, in whole seconds."""
 
-    def __init__(self, message: str, retry_after_s: int) -> None:
+    def __init__(self, message: str, retry_after_s: int = RETRY_AFTER_S) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
@@ -29,7 +29,7 @@ def retry_after_s(error: BatonError) -> int:
     return error.retry_after_s if isinstance(error, Full) else RETRY_AFTER_S
 
 
-def retry_after(missing_share: float, held_s: float) -> int:
+def room_after_s(missing_share: float, held_s: float) -> int:
     """When there may be room, in whole seconds, by Little's law: so much of what is there has to leave first, and stays
     for so long on average."""
     wait_s = math.ceil(min(missing_share, 1.0) * held_s)
@@ -90,7 +90,7 @@ class Admission:
 
     def _full(self, message: str, missing_share: float) -> Full:
         """`missing_share`: how much of what is in flight has to end first."""
-        return counted(Full(message, retry_after(missing_share, self._held_s.value)), self.on_refused)
+        return counted(Full(message, room_after_s(missing_share, self._held_s.value)), self.on_refused)
 
 
 class Admitted:

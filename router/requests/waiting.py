@@ -10,7 +10,7 @@ from baton.errors import NodeUnavailable
 from baton.priority import due_s
 from baton.waiting_queue import WaitingQueue
 from router.placement.rates import Mean
-from router.requests.admission import Full, retry_after
+from router.requests.admission import Full, room_after_s
 from router.requests.request_state import RequestState, Unplaced
 from router.versions import ModelVersion
 
@@ -81,7 +81,7 @@ class WaitingRoom:
         if task.attempt == 0 and limit and waiting and waiting + num_tokens > limit:
             missing_share = (waiting + num_tokens - limit) / waiting
             message = f"requests of {waiting} of {limit} tokens wait for decode nodes (--max-waiting-tokens)"
-            raise Full(message, retry_after(missing_share, self._waited_s.value))
+            raise Full(message, room_after_s(missing_share, self._waited_s.value))
         self._add(task, now)
 
     def hold(self, task: Unplaced) -> None:
