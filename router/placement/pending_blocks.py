@@ -43,10 +43,6 @@ class PendingBlocks:
         holders = {name: counts for name, counts in self._of_nodes.items() if first in counts}
         return {name: _num_leading(counts, block_hashes) for name, counts in holders.items()}
 
-    def __len__(self) -> int:
-        """How many different blocks there are."""
-        return len(set[BlockHash]().union(*self._of_nodes.values()))
-
 
 def _num_leading(counts: Mapping[BlockHash, int], block_hashes: Sequence[BlockHash]) -> int:
     for number, block_hash in enumerate(block_hashes):

@@ -24,12 +24,13 @@ def test_it_knows_what_the_prompts_under_way_have(
     for (node, blocks), over in zip(prompts, ended, strict=False):
         if over:
             pending.remove(node, blocks)
-    expected = {}
+    expected, all_there = {}, {}
     for name in "pqd":
-        there = {block for node, blocks in left if node == name for block in blocks}
+        if there := {block for node, blocks in left if node == name for block in blocks}:
+            all_there[name] = there
         leading = next((i for i, block in enumerate(asked) if block not in there), len(asked))
         if leading:
             expected[name] = leading
     assert {name: number for name, number in pending.held(asked).items() if number} == expected
-    assert len(pending) == len({block for _, blocks in left for block in blocks})
+    assert {name: set(counts) for name, counts in pending._of_nodes.items()} == all_there, "nothing else is kept"
     assert pending.held([]) == {}
