@@ -34,7 +34,7 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def token_name(tokenizer: Tokenizer, token_id: int, as_id: bool) -> str:
+def _token_name(tokenizer: Tokenizer, token_id: int, as_id: bool) -> str:
     """What stands for the token among logprobs. as_id: vLLM's `return_tokens_as_token_ids`."""
     return f"token_id:{token_id}" if as_id else token_text(tokenizer, token_id)
 
@@ -76,7 +76,7 @@ class ChatLogprobs:
         return {**self._described(token_id, entry.logprob), "top_logprobs": top}
 
     def _described(self, token_id: int, logprob: float) -> dict[str, Any]:
-        name, data = token_name(self._tokenizer, token_id, self._as_ids), self._tokenizer.token_bytes(token_id)
+        name, data = _token_name(self._tokenizer, token_id, self._as_ids), self._tokenizer.token_bytes(token_id)
         return {"token": name, "logprob": shown(logprob), "bytes": list(data)}
 
 
@@ -94,7 +94,7 @@ class CompletionLogprobs:
 
     def of(self, delta: Delta) -> dict[str, Any]:
         scored = [*self._echoed(delta), *zip(delta.token_ids, delta.logprobs, strict=True)]
-        names = [token_name(self._tokenizer, token_id, self._as_ids) for token_id, _ in scored]
+        names = [_token_name(self._tokenizer, token_id, self._as_ids) for token_id, _ in scored]
         entries = [entry for _, entry in scored]
         return {
             "tokens": names,
@@ -113,7 +113,7 @@ class CompletionLogprobs:
         ]
 
     def _top(self, chosen: str, entry: TokenLogprobs) -> dict[str, float]:
-        top = {token_name(self._tokenizer, token_id, self._as_ids): shown(logprob) for token_id, logprob in entry.top}
+        top = {_token_name(self._tokenizer, token_id, self._as_ids): shown(logprob) for token_id, logprob in entry.top}
         return {**top, chosen: shown(entry.logprob)}
 
     def _advance(self, index: int, token_ids: Sequence[int]) -> list[int]:

@@ -53,7 +53,7 @@ class Cost(Policy):
     def choose(self, options: Options, draw: Random) -> Option:
         price = Prices.of(options)
         prefills = _least(options.prefills, price.prefill, draw)
-        decodes = _least(options.decodes, decode_cost, draw)
+        decodes = _least(options.decodes, _decode_cost, draw)
         priced = [
             _Priced(prefill_s + decode_s, (prefill.node_id, decode.node_id), Option(prefill, decode), decode_s)
             for prefill_s, prefill in prefills
@@ -63,7 +63,7 @@ class Cost(Policy):
         if not priced:
             priced = [_Priced(price.option(pair), _names(pair), pair) for pair in options.pairs()]
         if options.alone:
-            alone = _least(options.alone, alone_cost, draw)
+            alone = _least(options.alone, _alone_cost, draw)
             priced += [_Priced(alone_s, (node.node_id,), Option(node, None)) for alone_s, node in alone]
         if len(priced) > 1:
             priced.sort(key=_PRICE_AND_NAMES)
@@ -127,20 +127,20 @@ class Prices(NamedTuple):
 
     def option(self, option: Option) -> float:
         prefill, decode = option
-        return self.prefill(prefill) + decode_cost(decode) if decode is not None else alone_cost(prefill)
+        return self.prefill(prefill) + _decode_cost(decode) if decode is not None else _alone_cost(prefill)
 
     def prefill(self, node: Candidate) -> float:
         """What a pair's prefill node adds to the cost."""
         return node.queue_s + node.prefill_s + self.repeated_s * (self.most_cached - node.num_cached)
 
 
-def alone_cost(node: Candidate) -> float:
+def _alone_cost(node: Candidate) -> float:
     """The cost of a decode node that does all the work."""
     disturbed_s = node.prefill_s * node.num_running
     return node.queue_s + node.prefill_s + _full_cost(node) + DISTURBED * disturbed_s
 
 
-def decode_cost(node: Candidate) -> float:
+def _decode_cost(node: Candidate) -> float:
     """What a pair's decode node adds to the cost."""
     return HANDOFF_WEIGHT * node.handoff_s + _full_cost(node)
 

@@ -160,23 +160,23 @@ def prompt_tokens(
         tokens = encode(prompt, model, special, 0 if most is None else MAX_COUNTED_CHARS, most, side)
     else:
         tokens = prompt if most is None else truncated(prompt, most, side)
-    check_prompt(tokens, model)
+    _check_prompt(tokens, model)
     return tokens
 
 
-def check_prompt(prompt: tuple[int, ...], model: ServedModel) -> None:
+def _check_prompt(prompt: tuple[int, ...], model: ServedModel) -> None:
     """Raises InvalidRequest for a prompt that leaves no room for a token, or that has ids unknown to the model."""
     if not prompt:
         raise InvalidRequest("The prompt is empty: at least one token is needed.", "prompt")
     if len(prompt) >= model.max_model_len:
         raise _too_long(model, str(len(prompt)))
-    check_tokens(prompt, model, "prompt")
+    _check_tokens(prompt, model, "prompt")
 
 
 def check_answer(tokens: Sequence[int], model: ServedModel) -> None:
     """Raises InvalidRequest for tokens that the model cannot turn into text: too many, or unknown ids."""
     check_num_tokens(len(tokens), model, "tokens")
-    check_tokens(tokens, model, "tokens")
+    _check_tokens(tokens, model, "tokens")
 
 
 def check_num_tokens(num_tokens: int, model: ServedModel, param: str) -> None:
@@ -185,7 +185,7 @@ def check_num_tokens(num_tokens: int, model: ServedModel, param: str) -> None:
         raise _too_long(model, str(num_tokens), param)
 
 
-def check_tokens(tokens: Sequence[int], model: ServedModel, param: str) -> None:
+def _check_tokens(tokens: Sequence[int], model: ServedModel, param: str) -> None:
     """Raises InvalidRequest for ids that are unknown to the model."""
     if tokens and (min(tokens) < 0 or max(tokens) >= model.vocab_size):
         bad = next(token for token in tokens if not 0 <= token < model.vocab_size)
@@ -225,7 +225,7 @@ def sampling_params(
             raise InvalidRequest(f"{name} names a token id outside [0, {model.vocab_size}): {bad}", name)
     if "logprob_token_ids" in given:
         named = given["logprob_token_ids"] = tuple(dict.fromkeys(given["logprob_token_ids"]))
-        check_tokens(named, model, "logprob_token_ids")
+        _check_tokens(named, model, "logprob_token_ids")
         given["num_logprobs"] = len(named)
     given["bad_words_token_ids"] = bad_words_token_ids
     if given.get("top_k") == -1:  # vLLM's older way to say off

@@ -27,7 +27,7 @@ def read_value(source: Source, emit: Emit, depth: int = 0) -> Reading[bool]:
     stream parse it."""
     char = yield from source.peek()
     if char == '"':
-        return (yield from read_string(source, emit))
+        return (yield from _read_string(source, emit))
     if char == "{":
         return (yield from read_object(source, emit, depth))
     if char == "[":
@@ -50,7 +50,7 @@ def read_object(source: Source, emit: Emit, depth: int = 0, begun: Callable[[], 
         return True
     while True:
         yield from _blanks(source, emit)
-        if not (yield from read_string(source, emit)) or not (yield from mark(source, ":", emit)):
+        if not (yield from _read_string(source, emit)) or not (yield from mark(source, ":", emit)):
             return False
         if begun:
             begun()
@@ -64,7 +64,7 @@ def read_object(source: Source, emit: Emit, depth: int = 0, begun: Callable[[], 
             return False
 
 
-def read_string(source: Source, emit: Emit) -> Reading[bool]:
+def _read_string(source: Source, emit: Emit) -> Reading[bool]:
     """As `read_value`, for a string."""
     if not (yield from source.literal('"')):
         return False
@@ -95,7 +95,7 @@ def read_text(source: Source) -> Reading[str | None]:
         if num_chars <= _MAX_KEY_CHARS:
             pieces.append(text)
 
-    if not (yield from read_string(source, emit)) or num_chars > _MAX_KEY_CHARS:
+    if not (yield from _read_string(source, emit)) or num_chars > _MAX_KEY_CHARS:
         return None
     return str(json.loads("".join(pieces)))
 
@@ -103,7 +103,7 @@ def read_text(source: Source) -> Reading[str | None]:
 def read_object_in_string(source: Source) -> Reading[str | None]:
     """A string whose text is an object, as some models write arguments: that text. None: it is not one."""
     pieces: list[str] = []
-    if not (yield from read_string(source, pieces.append)):
+    if not (yield from _read_string(source, pieces.append)):
         return None
     inner, found = Source(), list[str]()
     inner.add(json.loads("".join(pieces)))
