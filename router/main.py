@@ -16,9 +16,9 @@ from baton.process.open_files import raise_open_files
 from baton.process.signals import stop_signals
 from baton.settings import flag_name, parse
 from baton.telemetry import configure_logging
-from router.edge import StartError
 from router.server import RouterServer
 from router.settings import RouterSettings
+from router.startup import StartError
 from router.supervisor import Supervisor
 from router.workers.ports import SharedPort
 from router.workers.siblings import WorkerContext

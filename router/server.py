@@ -18,15 +18,6 @@ from baton.settings import flag_name
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
 from baton.telemetry.timeline_ring import TimelineRing
 from router.discovery.source import Member
-from router.edge import (
-    StartError,
-    make_admin_keys,
-    make_edge,
-    make_membership,
-    make_parsers,
-    make_policy,
-    make_span_sender,
-)
 from router.grpc.server import GrpcLimits, GrpcServer
 from router.grpc.service import GenerationService
 from router.http.admin import AdminRoutes
@@ -54,6 +45,15 @@ from router.requests.admission import Admission
 from router.requests.core import RouterCore
 from router.service import Service
 from router.settings import RouterSettings
+from router.startup import (
+    StartError,
+    make_admin_keys,
+    make_edge,
+    make_membership,
+    make_parsers,
+    make_policy,
+    make_span_sender,
+)
 from router.text.models import Models
 from router.workers.siblings import Siblings, WorkerContext
 

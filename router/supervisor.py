@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.rpc.silence import until_silent
-from router.edge import StartError
+from router.startup import StartError
 from router.workers.siblings import WorkerPlace
 
 log = logging.getLogger(__name__)

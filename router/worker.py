@@ -20,9 +20,9 @@ from baton.address import HostPort
 from baton.process.parent import wake_with_parent
 from baton.rpc.streams import HEARTBEAT_S
 from baton.settings import parse
-from router.edge import StartError
 from router.main import EXIT_FAILED, configure, serve
 from router.settings import RouterSettings
+from router.startup import StartError
 from router.workers.siblings import WorkerContext, WorkerPlace
 
 

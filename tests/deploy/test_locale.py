@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from baton.settings import load
 from deploy.doctor.files import certificate
-from router.edge import make_edge, make_membership
+from router.startup import make_edge, make_membership
 from router.settings import RouterSettings
 settings = load(RouterSettings, {"config": "config.yaml"})
 make_edge(settings), make_membership(settings)

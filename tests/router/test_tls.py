@@ -10,7 +10,7 @@ import pytest
 
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
-from router.edge import StartError
+from router.startup import StartError
 from tests.router.certificates import Certificates, encrypt_key, make_certificates
 from tests.router.conftest import Router
 from tests.router.http_shapes import CHAT

@@ -24,7 +24,7 @@ import pytest
 from baton.address import HostPort
 from baton.node_info import NodeRole
 from router import supervisor
-from router.edge import StartError
+from router.startup import StartError
 from router.workers.ports import SharedPort
 from tests.router.conftest import says
 from tests.router.fake_node import FakeCluster

@@ -15,8 +15,8 @@ from baton.settings import parse
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
 from router.api_keys import ApiKeys, InvalidApiKey, UnusableKeys
-from router.edge import StartError
 from router.settings import RouterSettings
+from router.startup import StartError
 from tests.router.conftest import Router
 from tests.router.http_shapes import CHAT, error_of
 from tests.router.http_wire import peer

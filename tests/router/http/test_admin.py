@@ -18,10 +18,10 @@ from baton.address import HostPort
 from baton.errors import InternalError
 from baton.messages import Load, Prefill
 from baton.node_info import NodeRole
-from router.edge import StartError
 from router.placement.circuit_breakers import MAX_FAILURES
 from router.server import RouterServer
 from router.settings import RouterSettings
+from router.startup import StartError
 from tests.router.conftest import ANY_PORT, Router, says
 from tests.router.fake_node import LAYOUT, Answer, FakeCluster, FakeNode
 from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer

@@ -15,10 +15,10 @@ from pydantic import SecretStr
 from baton.settings import SettingsError, load
 from baton.telemetry.timeline_ring import TimelineRing
 from baton.v1 import generation_pb2, generation_pb2_grpc
-from router.edge import StartError, make_span_sender
 from router.http.debug_requests import DebugRequests
 from router.requests.core import RouterCore
 from router.settings import RouterSettings
+from router.startup import StartError, make_span_sender
 from router.workers.siblings import Siblings, WorkerPlace
 from tests.baton.test_timeline import named
 from tests.router.conftest import Router, on_shared_loop, says

@@ -7,9 +7,9 @@ import openai
 import pytest
 import pytest_asyncio
 
-from router.edge import StartError
 from router.server import RouterServer
 from router.settings import RouterSettings
+from router.startup import StartError
 from tests.router.conftest import ANY_PORT, on_shared_loop, running_router, says, shared_fixtures
 from tests.router.fake_node import Answer
 from tests.router.http.tool_chats import (

@@ -1,13 +1,13 @@
-"""The edge from its settings: how many connections open files allow."""
+"""What a router starts with, from its settings: how many connections open files allow."""
 
 import logging
 from typing import Any
 
 import pytest
 
-from router import edge
-from router.edge import StartError, _max_connections
+from router import startup
 from router.settings import RouterSettings
+from router.startup import StartError, _max_connections
 
 NODES: dict[str, Any] = {"decode": "127.0.0.1:1"}
 
@@ -38,6 +38,6 @@ def test_with_too_few_open_files_it_does_not_start():
 
 
 def test_with_too_few_threads_it_does_not_start(monkeypatch):
-    monkeypatch.setattr(edge, "why_too_few_threads", lambda: "threads: no more than 3 can be started")
+    monkeypatch.setattr(startup, "why_too_few_threads", lambda: "threads: no more than 3 can be started")
     with pytest.raises(StartError, match=r"^threads: no more than 3 can be started"):
-        edge.make_edge(RouterSettings(**NODES))
+        startup.make_edge(RouterSettings(**NODES))
