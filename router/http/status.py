@@ -15,7 +15,7 @@ from router.http.console.snapshot import Snapshot
 from router.http.debug_requests import DebugRequests
 from router.http.errors import response_to
 from router.nodes.cluster import Cluster
-from router.nodes.report import report_nodes, report_prefix_index
+from router.nodes.report import num_nodes_by_state, report_nodes, report_prefix_index
 from router.requests.admission import Admission
 from router.requests.core import RouterCore
 from router.workers.pages import AllWorkersMetrics, plain_metrics
@@ -92,7 +92,7 @@ class StatusRoutes:
     def _current(self) -> CollectorRegistry:
         """This process's registry, with gauges of this moment."""
         self._metrics.set_requests(self._core.num_requests_by_state())
-        for (role, state), count in self._cluster.num_nodes_by_state().items():
+        for (role, state), count in num_nodes_by_state(self._cluster).items():
             self._metrics.nodes.labels(role, state).set(count)
         self._metrics.set_placements(self._policy, self._core.num_placements())
         self._metrics.pools.set(self._core.pool_states())

@@ -6,8 +6,7 @@ import asyncio
 import contextvars
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.address import HostPort
@@ -23,8 +22,6 @@ log = logging.getLogger(__name__)
 
 NUM_TOLD = 8
 """Nodes whose problems are told one by one. While 128 of them start, each that connects is told of in a line."""
-NODE_STATES = ("up", "down", "incompatible")
-"""Of nodes, for metrics: in use; with a problem of its own; without a node of the other role that it fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,14 +223,6 @@ class Cluster:
             problems[NUM_TOLD:] = [f"and {len(problems) - NUM_TOLD} more"]
         return f"{reason} ({'; '.join(problems)})" if problems else reason
 
-    def num_nodes_by_state(self) -> dict[tuple[str, str], int]:
-        """Nodes by role and one of NODE_STATES: one that is in use at one of its addresses counts once."""
-        without_partner = self.pool.without_partner()
-        in_use = {link.incarnation for link in self.links if link.info}
-        nodes = [link for link in self.links if link.info or link.incarnation is None or link.incarnation not in in_use]
-        states = Counter((link.role.value, _state(link, without_partner)) for link in nodes)
-        return {(role.value, state): states[role.value, state] for role in NodeRole for state in NODE_STATES}
-
     def _changed(self) -> None:
         readiness = self.readiness()
         if readiness.status not in ("ready", self._said):
@@ -243,10 +232,3 @@ class Cluster:
         self._said = readiness.status
         for watcher in self._watchers:
             watcher(readiness)
-
-
-def _state(link: NodeLink, without_partner: Collection[str]) -> str:
-    """`without_partner`: nodes that fit none of the other role."""
-    if link.problem:
-        return "down"
-    return "incompatible" if link.incarnation in without_partner else "up"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -34,6 +35,17 @@ class NodeState(enum.Enum):
     AVOIDED = "avoided"
     DRAINING = "draining"
     STOPPING = "stopping"
+
+
+_METRIC_STATES = {
+    NodeState.UP: "up",
+    NodeState.AVOIDED: "up",
+    NodeState.INCOMPATIBLE: "incompatible",
+    NodeState.CONNECTING: "down",
+    NodeState.DRAINING: "down",
+    NodeState.STOPPING: "down",
+}
+"""As what metrics count each of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +171,15 @@ def report_nodes(cluster: Cluster) -> NodesReport:
         tuple(UnusedPair(p.node_id, d.node_id, reason) for p, d, reason in unpaired),
         tuple(cluster.membership.problems()),
     )
+
+
+def num_nodes_by_state(cluster: Cluster) -> dict[tuple[str, str], int]:
+    """Nodes by role and one of the states of metrics: one that is in use at one of its addresses counts once."""
+    links, unused = cluster.links, _unused(cluster.pool)
+    in_use = {link.incarnation for link in links if link.info}
+    nodes = [link for link in links if link.info or link.incarnation is None or link.incarnation not in in_use]
+    counts = Counter((link.role.value, _METRIC_STATES[_state(link, unused)[0]]) for link in nodes)
+    return {(role.value, state): counts[role.value, state] for role in NodeRole for state in _METRIC_STATES.values()}
 
 
 def report_prefix_index(core: RouterCore) -> PrefixIndexReport:

@@ -18,6 +18,7 @@ from baton.address import HostPort
 from baton.errors import InternalError
 from baton.messages import Load, Prefill
 from baton.node_info import NodeRole
+from router.nodes.report import num_nodes_by_state
 from router.placement.circuit_breakers import MAX_FAILURES
 from router.server import RouterServer
 from router.settings import RouterSettings
@@ -117,7 +118,7 @@ async def test_a_removed_nodes_requests_go_on_elsewhere(operator: Operator) -> N
     assert node.info.address not in await operator.states()
     assert (await operator.client.delete(f"/admin/nodes/{node.info.address}")).status_code == 404
     assert (await operator.post("decode", node)).status_code == 200
-    await operator.router.until(lambda: operator.router.server.cluster.num_nodes_by_state()["decode", "up"] == 2)
+    await operator.router.until(lambda: num_nodes_by_state(operator.router.server.cluster)["decode", "up"] == 2)
     assert node.num_sessions == 2
 
 
@@ -134,7 +135,7 @@ async def test_removed_nodes_are_no_requests_fault(operator: Operator) -> None:
     """A request that loses two nodes is held to be the cause of it, but not of this."""
     await operator.nodes.add(NodeRole.DECODE)
     await operator.post("decode", operator.nodes.nodes[2])
-    await operator.router.until(lambda: operator.router.server.cluster.num_nodes_by_state()["decode", "up"] == 3)
+    await operator.router.until(lambda: num_nodes_by_state(operator.router.server.cluster)["decode", "up"] == 3)
     hold = asyncio.Event()
     operator.nodes.script = lambda prefill: Answer(tokens=(TOKENS,), hold=hold, hold_at=3)
     task = asyncio.create_task(operator.chat())
@@ -173,7 +174,7 @@ async def test_an_id_of_several_nodes_names_none_of_them(operator: Operator, met
     first, second = operator.nodes.nodes
     twin = await operator.nodes.add(NodeRole.DECODE, node_id=first.info.node_id)
     await operator.post("decode", twin)
-    await operator.router.until(lambda: operator.router.server.cluster.num_nodes_by_state()["decode", "up"] == 3)
+    await operator.router.until(lambda: num_nodes_by_state(operator.router.server.cluster)["decode", "up"] == 3)
     refused = await operator.client.request(method, f"/admin/nodes/{first.info.node_id}{then}")
     both = f"{first.info.address}, {twin.info.address}"
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "node")

@@ -21,6 +21,7 @@ from router.discovery.source import Found, Member
 from router.nodes.cluster import NUM_TOLD, Cluster
 from router.nodes.dispatcher import Dispatcher
 from router.nodes.links import NodeLink
+from router.nodes.report import num_nodes_by_state
 from router.request_metrics import RequestMetrics
 from router.requests.core import RouterCore
 from router.text.models import Models
@@ -168,7 +169,7 @@ async def test_a_drain_ends_by_its_deadline() -> None:
     link.connect()
     nodes.found(frozenset())
     assert link.draining
-    assert nodes.cluster.num_nodes_by_state()["decode", "down"] == 1
+    assert num_nodes_by_state(nodes.cluster)["decode", "down"] == 1
     ended = asyncio.Event()
     nodes.cluster.watch(lambda _: None if nodes.cluster.links else ended.set())
     await asyncio.wait_for(ended.wait(), 5)
@@ -202,13 +203,13 @@ async def test_a_node_that_is_found_at_two_addresses_is_one_node() -> None:
     nodes.found(frozenset(Member(NodeRole.DECODE, address) for address in ADDRESSES[:2]))
     await turn()
     first, second = nodes.live
-    assert nodes.cluster.num_nodes_by_state()["decode", "down"] == 2, "as far as anybody knows"
+    assert num_nodes_by_state(nodes.cluster)["decode", "down"] == 2, "as far as anybody knows"
     first.connect()
     second.incarnation, second.problem = first.incarnation, "is configured twice, under different addresses"
-    counts = nodes.cluster.num_nodes_by_state()
+    counts = num_nodes_by_state(nodes.cluster)
     assert (counts["decode", "up"], counts["decode", "down"]) == (1, 0)
     first.info, first.problem = None, "no answer"
-    assert nodes.cluster.num_nodes_by_state()["decode", "down"] == 2
+    assert num_nodes_by_state(nodes.cluster)["decode", "down"] == 2
     await nodes.cluster.close()
 
 
@@ -223,7 +224,7 @@ async def test_nodes_that_fit_no_other_are_not_up() -> None:
         assert link.info is not None
         layout = dataclasses.replace(link.info.layout, block_size=16 if link.role is NodeRole.DECODE else 32)
         nodes.dispatcher.node_up(dataclasses.replace(link.info, layout=layout), lambda message: None)
-    counts = nodes.cluster.num_nodes_by_state()
+    counts = num_nodes_by_state(nodes.cluster)
     assert {key: count for key, count in counts.items() if count} == {
         ("prefill", "incompatible"): 1,
         ("decode", "incompatible"): 1,
