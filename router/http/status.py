@@ -18,7 +18,7 @@ from router.nodes.cluster import Cluster
 from router.nodes.report import num_nodes_by_state, report_nodes, report_prefix_index
 from router.requests.admission import Admission
 from router.requests.core import RouterCore
-from router.workers.pages import AllWorkersMetrics, plain_metrics
+from router.workers.metrics import AllWorkersMetrics, plain_metrics
 from router.workers.siblings import Siblings
 
 
