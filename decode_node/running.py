@@ -125,7 +125,6 @@ class RunningRequests:
             age_s=now - lease.since_s,
             priority=lease.reserve.priority,
             block_table=lease.table,
-            num_computed_tokens=num_tokens,
             num_cached_tokens=lease.num_cached_tokens,
             matcher=matcher,
             processors=lease.extras.processors,
@@ -173,8 +172,7 @@ class RunningRequests:
         running.sequences[token.sample] = token.sequence
         running.computed = running.computed or now
         running.gaps.step(now)
-        # stopped before its prompt forked
-        if token.sample in self._fences.stopped(running.attempt_id):
+        if token.sample in self._fences.stopped(running.attempt_id):  # before its prompt forked
             self._drop_sample(running, token.sample)
             return
         logprobs = (token.logprobs,) if token.logprobs else ()

@@ -1,7 +1,7 @@
 """A profile of the engine's next steps, by torch's profiler, as a Chrome trace file (`POST /debug/profile`).
 
 The profiler is started and stopped on the engine's thread, between two turns, because it records the thread that starts
-it. While no profile is recorded, this costs a step one comparison (`StepCounters.watcher`).
+it. While no profile is recorded, this costs a step one comparison (`StepCounters.watch`).
 """
 
 from __future__ import annotations

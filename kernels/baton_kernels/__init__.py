@@ -9,6 +9,7 @@
     experts              the choice of experts, and the weighted sums of their gated MLPs
     rms_norm             RMS norm of rows, optionally after adding a residual
     all_reduce_rms_norm  the same after an all-reduce
+    reduce_rms_norm      the same after a sum of parts that other ranks have sent
     gated_activation     activation of a gated MLP
     step_inputs          token ids, slots and block tables of a step
     block_checksum       checksums of KV blocks
@@ -17,7 +18,8 @@
     token_mask           forbids tokens by bitmasks
     sampling             one token per row of logits
 
-In addition, `event_thread` waits for points in a GPU's work.
+In addition, `event_thread` waits for points in a GPU's work, `pdl` and `launcher` make launches cheaper, `unfinished`
+leaves the last step of a result to its reader, and `cuda_driver` calls CUDA where torch does not.
 
 An operator's `__init__` defines its signature, checks shapes and picks the implementation. This package imports no
 other package of the project.

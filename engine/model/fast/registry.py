@@ -55,7 +55,7 @@ _REPORT = "baton_fused"
 
 @torch.inference_mode()
 def apply(model: PreTrainedModel, probed: Probe, max_model_len: int) -> FusedReport:
-    """Put fast modules into the model; once, after `attention.probe` and before `attention.attach`.
+    """Put fast modules into the model; once, after `engine.model.probe.probe` and before `attention.attach`.
 
     Modules for which a piece does not agree are left unchanged and logged. If the logits of a few tokens differ
     afterwards, all pieces are undone. Never raises because of a model's structure. Finally, weights change into the
