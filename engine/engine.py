@@ -30,12 +30,13 @@ from engine.forks import Forks
 from engine.holdings import Holding, recount
 from engine.in_flight import InFlight
 from engine.live_sequences import LiveSequences
-from engine.pace import NO_PROMPTS, LaunchKind, StepSize
+from engine.pace import LaunchKind
 from engine.scheduler import Plan, Scheduler
 from engine.sequence import Sequence, SequenceState
 from engine.step import ModelRunner, StepResult
 from engine.step_counters import StepCounters
 from engine.step_output import StepOutput
+from engine.step_size import EMPTY, StepSize
 from engine.step_timing import StepTiming
 from engine.tier import KvTier, allocate
 
@@ -248,7 +249,7 @@ class Engine:
         if plan.evicted and self._tier is not None:
             self._tier.store(plan.evicted)
         began, counted = self.clock(), time.perf_counter()
-        size, others_s = NO_PROMPTS, 0.0
+        size, others_s = EMPTY, 0.0
 
         def begun(waited_s: float) -> None:
             nonlocal size, others_s

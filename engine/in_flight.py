@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.pace import StepSize
 from engine.sequence import Sequence
 from engine.step import Chunk, LaunchedStep
+from engine.step_size import StepSize
 
 
 @dataclass(frozen=True, slots=True)

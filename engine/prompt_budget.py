@@ -11,7 +11,7 @@ import bisect
 from dataclasses import replace
 
 from engine.config import EngineConfig
-from engine.pace import StepSize
+from engine.step_size import StepSize
 from engine.step_time import StepTime
 
 LEAST_CHUNK = 32

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from engine.config import EngineConfig
-from engine.pace import NO_PROMPTS, StepSize
 from engine.prompt_budget import PromptBudget
+from engine.step_size import EMPTY, StepSize
 from engine.step_time import StepTime
 
 PERIOD_S = 0.25
@@ -34,7 +34,7 @@ class PromptRate:
         limit_s, trusted = self._config.target_itl_s, self._step_time.most_trusted_tokens
         if limit_s is None or not trusted:
             return 0.0
-        budget = PromptBudget(self._config, self._step_time, decodes, limit_s if decodes != NO_PROMPTS else None)
+        budget = PromptBudget(self._config, self._step_time, decodes, limit_s if decodes != EMPTY else None)
         length = budget.fitting(0, min(trusted, self._config.max_num_batched_tokens))
         took_s = self._step_time.predict(budget.with_chunk(0, length))
         return length / took_s if took_s else 0.0

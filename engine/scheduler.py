@@ -19,11 +19,11 @@ from baton.block_hash import BlockHash
 from engine.block_manager import BlockManager
 from engine.block_tables import BlockTables
 from engine.config import EngineConfig
-from engine.pace import NO_PROMPTS, StepSize
 from engine.prefix_cache import Evicted
 from engine.prompt_budget import LEAST_CHUNK, PromptBudget
 from engine.sequence import Sequence, SequenceState
 from engine.step import Chunk
+from engine.step_size import EMPTY, StepSize
 from engine.step_time import StepTime
 from engine.waiting_sequences import WaitingSequences, rank_of
 
@@ -203,7 +203,7 @@ class Scheduler:
     def _budget(self, plan: Plan, has_streams: bool, num_forced: int) -> PromptBudget:
         """The budget for prompts beside the chunks in the plan, of whose tokens `num_forced` belong to forced runs."""
         limit_s = self._config.target_itl_s if has_streams else None
-        size = StepSize.of(plan.chunks) if limit_s is not None or num_forced else NO_PROMPTS
+        size = StepSize.of(plan.chunks) if limit_s is not None or num_forced else EMPTY
         return PromptBudget(self._config, self._step_time, size, limit_s, len(plan.chunks))
 
     def _admit(self, plan: Plan, budget: PromptBudget) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.pace import StepSize
+from engine.step_size import StepSize
 
 PHASES = ("schedule", "launch", "device", "output", "gap")
 KINDS = ("prompt", "decode", "mixed")

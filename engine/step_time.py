@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import astuple, replace
 
-from engine.pace import StepSize
 from engine.step_padding import UNPADDED, StepPadding
+from engine.step_size import StepSize
 
 FORGETTING = 1 / 64
 """The share by which each step lowers the weight of earlier steps of its kind."""

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from engine.config import EngineConfig
 from engine.in_flight import InFlight
-from engine.pace import NO_PROMPTS, Pace, StepSize
+from engine.pace import Pace
 from engine.prompt_rate import PromptRate
+from engine.step_size import EMPTY, StepSize
 from engine.step_time import StepTime
 
 
@@ -21,12 +22,12 @@ class StepTiming:
         self._config = config
         self._clock = clock
         self._prompt_rate = PromptRate(config, self.step_time)
-        self._decodes = NO_PROMPTS  # the size of the latest step that has retired, without its prompts
+        self._decodes = EMPTY  # the size of the latest step that has retired, without its prompts
 
     def prompt_tokens_per_s(self, is_running: bool) -> float:
         """How fast a prompt would be computed beside the running sequences, without exceeding `target_itl_s`. 0: not
         known, or there is no such limit."""
-        return self._prompt_rate.tokens_per_s(self._decodes if is_running else NO_PROMPTS, self._clock())
+        return self._prompt_rate.tokens_per_s(self._decodes if is_running else EMPTY, self._clock())
 
     def learn(self, retired: InFlight) -> float:
         """Learn how long a step took: on a device of its own since the end of the step before, else including its turn.

@@ -28,9 +28,9 @@ from baton.sampling import SamplingParams
 from baton.settings import parse
 from benchmarks.simulation.fit_served import Answers, Served, serve
 from engine.engine import Engine
-from engine.pace import StepSize
 from engine.sequence import Sequence as EngineSequence
 from engine.step import Begun, Chunk, LaunchedStep, ModelRunner
+from engine.step_size import StepSize
 from node.build import LoadedModel, build
 from node.settings import NodeSettings
 

@@ -21,8 +21,8 @@ from benchmarks.harness.load import Load, Prompts
 from benchmarks.simulation.fleet import Fleet
 from benchmarks.simulation.policies import make_router
 from deploy.bench.trace import BLOCK_TOKENS, Entry
-from engine.pace import StepSize
 from engine.simulated.profile import Profile, Spread, load_profile
+from engine.step_size import StepSize
 
 US = 1e6
 OUTPUT_LEN = 32

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from baton.layout import KvLayout, LayerKv
-from engine.pace import StepSize
+from engine.step_size import StepSize
 
 EMBEDDED = Path(__file__).parent / "profiles"
 _US = 1e-6

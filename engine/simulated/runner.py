@@ -9,11 +9,11 @@ from random import Random
 
 from baton.layout import layer_groups_of
 from baton.prompt_logprobs import PromptLogprobs
-from engine.pace import StepSize
 from engine.sequence import Sequence
 from engine.simulated.profile import Profile
 from engine.simulated.tokens import MadeUpTokens
 from engine.step import Begun, Choice, Chunk
+from engine.step_size import StepSize
 
 
 class SimulatedModelRunner:

@@ -7,8 +7,9 @@ import pytest
 from baton.block_hash import chain
 from engine.block_manager import BlockManager
 from engine.block_tables import BlockTables
-from engine.pace import LaunchKind, Pace, StepSize
+from engine.pace import LaunchKind, Pace
 from engine.scheduler import Scheduler
+from engine.step_size import StepSize
 from tests.engine.counting import SIZES, make, run, sequence
 
 

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.engine import Engine
-from engine.pace import NUM_COSTS, NUM_REMEMBERED, QUANTILE, SHARE, SLACK_S, LaunchKind, Pace, StepSize
+from engine.pace import NUM_COSTS, NUM_REMEMBERED, QUANTILE, SHARE, SLACK_S, LaunchKind, Pace
 from engine.step import Begun, Chunk
+from engine.step_size import StepSize
 from tests.engine.counting import SIZES, Counting, sequence
 
 TEN = StepSize(10, 1000)

@@ -16,12 +16,12 @@ from baton.messages import AttemptId
 from baton.sampling import SamplingParams
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.pace import StepSize
 from engine.sequence import Sequence, SequenceState
 from engine.simulated.profile import EMBEDDED, Profile, load_profile
 from engine.simulated.runner import SimulatedModelRunner
 from engine.simulated.tokens import MadeUpTokens
 from engine.step import Begun, Chunk
+from engine.step_size import StepSize
 from tests.engine.counting import Counting
 
 PROFILE = (EMBEDDED / "h200-8b.toml").read_text()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.pace import StepSize
 from engine.step_counters import StepCounters
+from engine.step_size import StepSize
 from tests.engine.counting import make, run, sequence
 
 

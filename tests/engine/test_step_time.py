@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.pace import StepSize
 from engine.step_padding import StepPadding
+from engine.step_size import StepSize
 from engine.step_time import GROWTH, StepTime
 
 TIMES = st.floats(1e-4, 10.0)

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.engine import Engine
-from engine.pace import NO_PROMPTS, StepSize
 from engine.prompt_budget import LEAST_CHUNK, PromptBudget
 from engine.prompt_rate import PERIOD_S
 from engine.sequence import Sequence
 from engine.step import Chunk
 from engine.step_padding import StepPadding
+from engine.step_size import EMPTY, StepSize
 from engine.step_time import StepTime
 from tests.engine.counting import Counting, make, run, sequence
 
@@ -262,7 +262,7 @@ def test_the_target_changes_no_token(wanted: Seq[tuple[int, int, int]], ahead: b
     )
 
 
-@pytest.mark.parametrize("size", [NO_PROMPTS, StepSize(5, 1000)])
+@pytest.mark.parametrize("size", [EMPTY, StepSize(5, 1000)])
 def test_no_limit_is_no_limit(size: StepSize) -> None:
     budget = PromptBudget(make(**BIG)[0].config, StepTime(), size, None)
     assert budget.fitting(0, 9000) == 512

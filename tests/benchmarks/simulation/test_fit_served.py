@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.harness.http_stream import Streamed
 from benchmarks.simulation.fit_served import Served, _alone, _without_queue
-from engine.pace import StepSize
 from engine.simulated.profile import load_profile
+from engine.step_size import StepSize
 
 PROFILE = "h200-8b"
 LENGTHS = (128, 512)

@@ -19,8 +19,8 @@ from benchmarks.simulation.replay import main
 from benchmarks.simulation.report import Limits, markdown, report
 from deploy.bench.trace import BLOCK_TOKENS, Entry, TraceTokens, read_trace, write_trace
 from deploy.bench.workloads import WORKLOADS, Shape, multi_turn, shared_prefix, uncorrelated
-from engine.pace import StepSize
 from engine.simulated.profile import load_profile
+from engine.step_size import StepSize
 from router.requests.request_state import RequestTimings
 
 SHAPE = Shape(num_requests=20, per_s=30.0, input_len=300, output_len=6, prefix_len=1024, num_prefixes=3)
