@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NotRequired, TypedDict, TypeVar
+from typing import Any, NotRequired, TypedDict
 
 from baton.errors import InvalidRequest
 from baton.priority import check_priority
 from baton.sampling import MAX_CACHE_SALT_CHARS
 from baton_llm.sampling_params import SamplingParams, is_text
-
-T = TypeVar("T")
 
 
 class TextPrompt(TypedDict):

@@ -16,7 +16,6 @@ from baton_kernels.step_inputs import step_inputs
 from engine.model.choices import SampleBatch
 from engine.model.extensions import BatchExtension, torch_dtype
 from engine.model.processed_logits import ToProcess
-from engine.model.upload import upload
 from engine.step import Chunk
 from engine.token_matcher import TokenMatcher
 
@@ -67,13 +66,6 @@ def singles_first(chunks: Seq[Chunk]) -> list[Chunk]:
 def num_singles(chunks: Seq[Chunk]) -> int:
     """How many of the chunks, which are in the order of `singles_first`, have one token."""
     return len(chunks) if chunks and chunks[-1].length == 1 else sum(chunk.length == 1 for chunk in chunks)
-
-
-def build(chunks: Seq[Chunk], rows: list[int], state: DeviceState) -> ModelInputs:
-    """The inputs for chunks in the order of `singles_first`, by one copy to the device."""
-    size = BatchSize.of(chunks, state.extensions)
-    packed = upload(pack(chunks, rows, size), state.block_tables.device)
-    return unpack(packed, size, state, [chunk.length for chunk in chunks], [chunk.end for chunk in chunks])
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,8 +15,6 @@ from node.settings import NodeSettings
 if TYPE_CHECKING:
     from engine.model.rank import RankModel
     from kv_transfer.pool_server import AfterSteps
-
-log = logging.getLogger(__name__)
 
 
 def run_rank(link: RankLink, settings: NodeSettings) -> None:
