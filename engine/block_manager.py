@@ -49,10 +49,8 @@ class Allocation(NamedTuple):
 class BlockManager:
     """Counts references to and pins on `num_blocks` blocks (the null block among them)."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int) -> None:
         assert num_blocks >= 2
-        assert block_size >= 1
-        self.block_size = block_size
         self.now = 0.0
         """The time by the caller's clock, in seconds; the caller sets it before any change. Used for `since_s` only."""
         self._ref = [0] * num_blocks
@@ -213,27 +211,12 @@ class BlockManager:
                 left.append(block)
         self._settle(left)
 
-    def fork(
-        self, table: Sequence[int], num_computed_tokens: int, spare_blocks: Sequence[int], width: int = 1
-    ) -> tuple[list[list[int]], list[tuple[int, int]]]:
-        """Split one table into forks: one keeps the table, and each `width` spare blocks make one more. Returns the
-        tables, and the blocks to copy, as (source, destination).
-
-        `table` has columns of `width` blocks, which cover the computed tokens and the next one: `num_computed_tokens //
-        block_size` full columns, which all forks share, and one more, which the next step of each fork writes. The
-        first fork keeps that last column, and each other fork takes `width` spares for it; if the column is partly
-        filled, its content must be copied. The caller has allocated `table` and the spares; they become the forks'.
-        """
-        end = num_computed_tokens // self.block_size * width
-        shared, last = table[:end], table[end:]
-        assert len(last) == width, f"{len(table)} blocks for {num_computed_tokens} tokens and the next"
-        others = [spare_blocks[first : first + width] for first in range(0, len(spare_blocks), width)]
-        for block in shared if others else ():
+    def share(self, blocks: Sequence[int], num_more: int) -> None:
+        """Add `num_more` owners to each of these blocks of a table, sealed or not."""
+        for block in blocks:
             if block != NULL_BLOCK:
-                self._ref[block] += len(others)
-        tables = [[*shared, *own] for own in (last, *others)]
-        partial = num_computed_tokens % self.block_size > 0
-        return tables, [pair for own in others for pair in zip(last, own, strict=True)] if partial else []
+                assert self._ref[block] > 0, f"block {block} has no owner"
+                self._ref[block] += num_more
 
     def seal(self, blocks: Sequence[int], hashes: Sequence[BlockHash]) -> None:
         """Put full blocks whose KV is complete into the prefix cache, each under its hash. A block gets no hash if

@@ -187,6 +187,28 @@ class BlockTables:
         self._blocks.unclaim(n)
         seq.num_claimed_blocks -= n
 
+    def fork(
+        self, table: Seq[int], num_computed: int, spare_blocks: Seq[int]
+    ) -> tuple[list[list[int]], list[tuple[int, int]]]:
+        """Split one table into forks: one keeps the table, and each column of spare blocks makes one more. Returns the
+        tables, and the blocks to copy, as (source, destination).
+
+        `table` covers the computed tokens and the next one: `num_computed // block_size` full columns, which all forks
+        share, and one more, which the next step of each fork writes. The first fork keeps that last column, and the
+        others take the spares for it; if the column is partly filled, its content must be copied. The caller has
+        allocated `table` and the spares; they become the forks'.
+        """
+        width = self._width
+        end = num_computed // self._block_size * width
+        shared, last = table[:end], table[end:]
+        assert len(last) == width, f"{len(table)} blocks for {num_computed} tokens and the next"
+        others = [spare_blocks[first : first + width] for first in range(0, len(spare_blocks), width)]
+        if others:
+            self._blocks.share(shared, len(others))
+        tables = [[*shared, *own] for own in (last, *others)]
+        partial = num_computed % self._block_size > 0
+        return tables, [pair for own in others for pair in zip(last, own, strict=True)] if partial else []
+
     # ---- checks ----
 
     def check_integrity(self, seq: Sequence) -> None:

@@ -66,7 +66,7 @@ class Engine:
     ) -> None:
         self.config = config
         self.clock = clock
-        self.blocks = BlockManager(config.num_blocks, config.block_size)
+        self.blocks = BlockManager(config.num_blocks)
         self._runner = runner
         self._tier, self._keep_up = tier, keep_up
         self._timing = StepTiming(config, clock)
@@ -78,7 +78,7 @@ class Engine:
         self._decided = 0.0  # when the turn that made the last plan began
         self._adopted_since: float | None = None  # when the first sequence since the last launch was adopted
         self.sequences = LiveSequences(config, self.blocks, self.tables, self.scheduler, runner, self._in_flight)
-        self._forks = Forks(config, self.blocks, self.scheduler, runner, self.sequences, tier)
+        self._forks = Forks(self.blocks, self.tables, self.scheduler, runner, self.sequences, tier)
         self.beam_search = BeamSearch(config, self.blocks, self.scheduler, self.sequences, self._forks)
         self._output = StepOutput(config, self.tables, self.sequences, self._forks)
         self.launches_early = False

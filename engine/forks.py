@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine.block_manager import BlockManager
-from engine.config import EngineConfig
+from engine.block_tables import BlockTables
 from engine.live_sequences import LiveSequences
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceState
@@ -19,16 +19,16 @@ class Forks:
 
     def __init__(
         self,
-        config: EngineConfig,
         blocks: BlockManager,
+        tables: BlockTables,
         scheduler: Scheduler,
         runner: ModelRunner,
         sequences: LiveSequences,
         tier: KvTier | None,
     ) -> None:
-        self._config = config
-        self._width = config.table_shape.width
+        self._shape = tables.shape
         self._blocks = blocks
+        self._tables = tables
         self._scheduler = scheduler
         self._runner = runner
         self._sequences = sequences
@@ -39,7 +39,7 @@ class Forks:
         table, seq.block_table = seq.block_table, []
         self._sequences.release(seq)
         num_computed = seq.num_computed_tokens
-        num_full = num_computed // self._config.block_size  # columns
+        num_full = num_computed // self._shape.block_size  # columns
         owned = [
             replace(token, sequence=seq.child(token.sample, (*seq.output_tokens, token.token), num_full))
             for token in sampled
@@ -65,20 +65,20 @@ class Forks:
     def num_new_blocks(self, num_children: int, num_computed: int) -> int:
         """How many blocks `run` allocates: a column for each child but the first, and one for the first as well if the
         table of `num_computed` tokens has no room for the next token."""
-        num_columns = num_children if num_computed % self._config.block_size == 0 else num_children - 1
-        return num_columns * self._width
+        num_columns = num_children if num_computed % self._shape.block_size == 0 else num_children - 1
+        return num_columns * self._shape.width
 
     def run(self, children: list[Sequence], table: list[int], num_computed: int) -> None:
         """Run the children from the KV of `num_computed` tokens in `table`, which becomes theirs, and in newly
         allocated blocks. There must be blocks and places for all."""
         fresh = allocate(self._blocks, self._tier, self.num_new_blocks(len(children), num_computed))
-        room = len(fresh) - (len(children) - 1) * self._width
+        room = len(fresh) - (len(children) - 1) * self._shape.width
         self.start(children, table + fresh[:room], num_computed, fresh[room:])
 
     def start(self, children: list[Sequence], table: list[int], num_computed: int, spares: list[int]) -> None:
         """Like `run`, with blocks that exist already: `table` has room for the next token, and `spares` is a column for
         each child but the first."""
-        tables, copies = self._blocks.fork(table, num_computed, spares, self._width)
+        tables, copies = self._tables.fork(table, num_computed, spares)
         if copies:
             self._runner.copy_blocks(copies)
         for child, own in zip(children, tables, strict=True):

@@ -136,7 +136,7 @@ def lookups(published: Published, settings: IndexSettings) -> dict[str, list[flo
 
 def seal_us(records: bool, times: int) -> float:
     """Microseconds per step of sealing blocks and reporting that, at the median."""
-    blocks = BlockManager(times * STEP_BLOCKS + 2, BLOCK_SIZE)
+    blocks = BlockManager(times * STEP_BLOCKS + 2)
     blocks.record_changes(records)
     table = iter(blocks.allocate(times * STEP_BLOCKS).blocks)
 

@@ -10,8 +10,6 @@ from baton.errors import CacheExhausted
 from engine.block_manager import NULL_BLOCK, BlockManager, BlockState
 from tests.machines import machine
 
-BLOCK_SIZE = 4
-
 
 def hash_of(number: int) -> bytes:
     return number.to_bytes(32, "little")
@@ -22,7 +20,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @initialize(num_blocks=st.integers(2, 12))
     def start(self, num_blocks: int) -> None:
-        self.blocks = BlockManager(num_blocks, BLOCK_SIZE)
+        self.blocks = BlockManager(num_blocks)
         self.tables: list[list[int]] = []
         self.num_claimed = 0
         self.readers: list[int] = []
@@ -134,25 +132,14 @@ class BlockManagerMachine(RuleBasedStateMachine):
         if block_hash is not None:
             assert self.blocks.match([block_hash]) == ([] if fails else [block])
 
-    @rule(
-        num_forks=st.integers(1, 3),
-        num_full=st.integers(0, 2),
-        partial=st.integers(0, BLOCK_SIZE - 1),
-        width=st.sampled_from([1, 1, 2]),
-    )
-    def fork(self, num_forks: int, num_full: int, partial: int, width: int) -> None:
-        if not self.blocks.can_allocate((num_full + num_forks) * width):
-            return
-        table, spares = self.take((num_full + 1) * width), self.take((num_forks - 1) * width)
-        if width > 1 and num_full:  # behind a window
-            self.blocks.release([table[1]])
-            table[1] = NULL_BLOCK
-        tables, copies = self.blocks.fork(table, num_full * BLOCK_SIZE + partial, spares, width)
-        assert len(tables) == num_forks
-        assert [block for own in tables for block in own[-width:]] == [*table[-width:], *spares]
-        assert all(own[:-width] == table[:-width] for own in tables)
-        assert copies == (list(zip(table[-width:] * (num_forks - 1), spares, strict=True)) if partial else [])
-        self.tables += tables
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data(), num_more=st.integers(1, 2), hole=st.booleans())
+    def share(self, data: st.DataObject, num_more: int, hole: bool) -> None:
+        table = data.draw(st.sampled_from(self.tables))
+        if self.loads.keys().isdisjoint(table):
+            shared = [NULL_BLOCK, *table] if hole else table  # as behind a window
+            self.blocks.share(shared, num_more)
+            self.tables += [list(shared) for _ in range(num_more)]
 
     @rule()
     def follow(self) -> None:
@@ -209,7 +196,7 @@ TestBlockManager = BlockManagerMachine.TestCase
 
 
 def test_the_leaves_of_the_least_recently_used_prefix_are_evicted_first() -> None:
-    blocks = BlockManager(7, BLOCK_SIZE)
+    blocks = BlockManager(7)
     old, new = blocks.allocate(3).blocks, blocks.allocate(3).blocks
     for number, block in enumerate(old + new):
         blocks.seal([block], [hash_of(number)])
@@ -219,7 +206,7 @@ def test_the_leaves_of_the_least_recently_used_prefix_are_evicted_first() -> Non
 
 
 def test_a_hit_makes_a_block_recently_used() -> None:
-    blocks = BlockManager(3, BLOCK_SIZE)
+    blocks = BlockManager(3)
     for number in (0, 1):
         (block,) = blocks.allocate(1).blocks
         blocks.seal([block], [hash_of(number)])
@@ -233,7 +220,7 @@ def test_a_hit_makes_a_block_recently_used() -> None:
 
 
 def test_the_first_to_seal_wins_and_a_duplicate_becomes_free() -> None:
-    blocks = BlockManager(3, BLOCK_SIZE)
+    blocks = BlockManager(3)
     first, second = blocks.allocate(2).blocks
     blocks.seal([first], [hash_of(1)])
     assert blocks.hash_of(first) == hash_of(1)
@@ -245,7 +232,7 @@ def test_the_first_to_seal_wins_and_a_duplicate_becomes_free() -> None:
 
 
 def test_a_block_in_flight_is_no_hit_and_settles_with_its_last_pin() -> None:
-    blocks = BlockManager(2, BLOCK_SIZE)
+    blocks = BlockManager(2)
     (block,) = blocks.allocate(1).blocks
     blocks.seal([block], [hash_of(1)])
     blocks.pin_read([block, block])
@@ -259,7 +246,7 @@ def test_a_block_in_flight_is_no_hit_and_settles_with_its_last_pin() -> None:
 
 
 def test_a_load_without_a_hash_whose_owner_let_go_ends_in_a_free_block() -> None:
-    blocks = BlockManager(2, BLOCK_SIZE)
+    blocks = BlockManager(2)
     (block,) = blocks.allocate(1).blocks
     blocks.begin_load([block])
     blocks.release([block])
@@ -269,7 +256,7 @@ def test_a_load_without_a_hash_whose_owner_let_go_ends_in_a_free_block() -> None
 
 
 def test_blocks_to_be_acquired_do_not_count_as_room() -> None:
-    blocks = BlockManager(3, BLOCK_SIZE)
+    blocks = BlockManager(3)
     table = blocks.allocate(1).blocks
     blocks.seal([table[0]], [hash_of(1)])
     blocks.release(table)
@@ -279,7 +266,7 @@ def test_blocks_to_be_acquired_do_not_count_as_room() -> None:
 
 
 def test_eviction_is_told_with_what_the_block_was() -> None:
-    blocks = BlockManager(4, BLOCK_SIZE)
+    blocks = BlockManager(4)
     first, second, _ = table = blocks.allocate(3).blocks
     blocks.seal([first], [hash_of(1)])
     blocks.seal([second], [hash_of(2)])
@@ -292,7 +279,7 @@ def test_eviction_is_told_with_what_the_block_was() -> None:
 
 
 def test_a_block_is_no_hit_while_it_is_loading_and_one_when_it_is_loaded() -> None:
-    blocks = BlockManager(3, BLOCK_SIZE)
+    blocks = BlockManager(3)
     table = blocks.allocate(2).blocks
     blocks.begin_load(table, [hash_of(1), hash_of(2)])
     assert blocks.counts_by_state()[BlockState.LOADING] == 2
@@ -306,7 +293,7 @@ def test_a_block_is_no_hit_while_it_is_loading_and_one_when_it_is_loaded() -> No
 
 
 def test_a_load_whose_owner_let_go_ends_cached_or_free() -> None:
-    blocks = BlockManager(3, BLOCK_SIZE)
+    blocks = BlockManager(3)
     table = blocks.allocate(2).blocks
     blocks.begin_load(table, [hash_of(1), hash_of(2)])
     blocks.release(table)
@@ -319,7 +306,7 @@ def test_a_load_whose_owner_let_go_ends_cached_or_free() -> None:
 
 
 def test_what_is_computed_meanwhile_does_not_take_the_hash_of_a_load() -> None:
-    blocks = BlockManager(3, BLOCK_SIZE)
+    blocks = BlockManager(3)
     loading, computed = blocks.allocate(2).blocks
     blocks.begin_load([loading], [hash_of(1)])
     blocks.seal([computed], [hash_of(1)])
@@ -347,12 +334,13 @@ def test_what_is_computed_meanwhile_does_not_take_the_hash_of_a_load() -> None:
         lambda blocks, block: blocks.finish_load([block]),
         lambda blocks, block: blocks.fail_load([block]),
         lambda blocks, block: blocks.unpin_read([block]),
+        lambda blocks, block: blocks.share([block + 1], 1),
         lambda blocks, block: blocks.check_integrity([]),
         lambda blocks, block: blocks.check_integrity([[block]], read=[[block]]),
     ],
 )
 def test_misuse_is_caught(misuse) -> None:
-    blocks = BlockManager(3, BLOCK_SIZE)
+    blocks = BlockManager(3)
     (block,) = blocks.allocate(1).blocks
     with pytest.raises(AssertionError):
         misuse(blocks, block)
@@ -360,7 +348,7 @@ def test_misuse_is_caught(misuse) -> None:
 
 def test_a_prefix_that_somebody_owns_takes_nothing_from_what_can_be_allocated() -> None:
     """It is not among the blocks that could be evicted, so keeping it costs none."""
-    blocks = BlockManager(6, BLOCK_SIZE)
+    blocks = BlockManager(6)
     table = blocks.allocate(3).blocks
     for i, block in enumerate(table):
         blocks.seal([block], [hash_of(i)])
@@ -374,7 +362,7 @@ def test_a_prefix_that_somebody_owns_takes_nothing_from_what_can_be_allocated() 
 
 
 def test_changes_of_the_prefix_cache_are_recorded_while_somebody_follows() -> None:
-    blocks = BlockManager(4, BLOCK_SIZE)
+    blocks = BlockManager(4)
     table, _ = blocks.allocate(2)
     blocks.seal([table[0]], [hash_of(1)])
     assert blocks.take_changes() == {}, "nobody follows"

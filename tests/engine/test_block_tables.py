@@ -26,7 +26,7 @@ class Rig:
             num_blocks=num_blocks + 1, max_model_len=52, vocab_size=100, block_size=BLOCK_SIZE,
             max_num_batched_tokens=CHUNK, windows=(None, WINDOW),
         )  # fmt: skip
-        self.blocks = BlockManager(num_blocks + 1, BLOCK_SIZE)
+        self.blocks = BlockManager(num_blocks + 1)
         self.tables = BlockTables(self.config, self.blocks)
 
     def hits(self, seq: Sequence) -> list[int]:
@@ -80,6 +80,19 @@ def test_a_table_is_sealed_without_the_columns_that_it_has_no_blocks_for() -> No
     names = [[of_group(block_hash, group) for block_hash in hashes] for group in range(2)]
     assert [rig.blocks.find(name) for name in names[0]] == seq.block_table[::2]
     assert [rig.blocks.find(name) for name in names[1]] == [None, *seq.block_table[3::2]]
+
+
+@pytest.mark.parametrize("partial", [0, 3])
+@pytest.mark.parametrize("num_forks", [1, 3])
+def test_forks_share_full_columns_and_have_a_last_one_each(num_forks: int, partial: int) -> None:
+    rig = Rig()
+    table, spares = rig.blocks.allocate(2 * 3).blocks, rig.blocks.allocate(2 * (num_forks - 1)).blocks
+    rig.blocks.release(table[1:2])
+    table[1] = NULL_BLOCK  # behind the window
+    tables, copies = rig.tables.fork(table, 2 * BLOCK_SIZE + partial, spares)
+    assert tables == [[*table[:4], *own] for own in (table[4:], spares[:2], spares[2:])[:num_forks]]
+    assert copies == (list(zip(table[4:] * (num_forks - 1), spares, strict=True)) if partial else [])
+    rig.blocks.check_integrity(tables)
 
 
 def test_nobody_else_gets_what_a_prompt_has_claimed() -> None:

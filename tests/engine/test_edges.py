@@ -14,9 +14,9 @@ from tests.engine.counting import SIZES, make, run, sequence
 
 
 def test_parts_go_into_blocks_that_one_lease_has_alone() -> None:
-    blocks = BlockManager(4, 4)
+    blocks = BlockManager(4)
     table = blocks.allocate(2).blocks
-    blocks.fork(table, 4, blocks.allocate(1).blocks)  # shares the first
+    blocks.share(table[:1], 1)  # the first
     with pytest.raises(AssertionError, match="one owner"):
         blocks.begin_load(table[:1])
     blocks.begin_load(table[1:])
@@ -30,7 +30,7 @@ def test_a_step_ahead_computes_no_token_beyond_the_context() -> None:
 
 
 def test_who_lost_their_blocks_come_back_in_order_of_arrival() -> None:
-    blocks = BlockManager(SIZES.num_blocks, SIZES.block_size)
+    blocks = BlockManager(SIZES.num_blocks)
     scheduler = Scheduler(SIZES, blocks, BlockTables(SIZES, blocks))
     old, young, newcomer = (sequence(4, first=10 * number) for number in range(3))
     scheduler.waiting.add(newcomer)

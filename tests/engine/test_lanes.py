@@ -38,7 +38,7 @@ class Pool:
             max_num_seqs=100,
             max_num_batched_tokens=1000,
         )
-        self.blocks = BlockManager(NUM_BLOCKS + 1, BLOCK_SIZE)
+        self.blocks = BlockManager(NUM_BLOCKS + 1)
         self.scheduler = Scheduler(config, self.blocks, BlockTables(config, self.blocks))
 
     def add(self, *sequences: Sequence) -> None:

@@ -47,7 +47,7 @@ class ScriptedRole:
         self.is_idle = True
         self.device_busy_since: float | None = None
         self.broken: str | None = None
-        self.blocks = BlockManager(4, 16)
+        self.blocks = BlockManager(4)
         self.holdings: list[Holding] = []
         self.slots: list[KvSlot] = []
         self._aio = asyncio.get_event_loop()
