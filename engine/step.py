@@ -101,7 +101,7 @@ class LaunchedStep(Protocol):
 
 
 Begun = Callable[[float], None]
-"""Is told that a launch has begun a step, and for how many seconds it waited for other data parallel nodes before."""
+"""Called when a launch has begun a step, with the seconds that it waited for other data parallel nodes before."""
 
 
 class ModelRunner(Protocol):
@@ -154,9 +154,7 @@ class StepResult:
 
     advanced: list[Sequence] = field(default_factory=list)  # sequences that had KV of their prompt computed
     searched: list[BeamGroup[Sequence]] = field(default_factory=list)  # beam searches that have ended
-    failed: list[tuple[Sequence, str]] = field(
-        default_factory=list
-    )  # sequences that lack their next token, and why: their requests must end
+    failed: list[tuple[Sequence, str]] = field(default_factory=list)  # those without a next token, and why: must end
     sampled: list[SampledToken] = field(default_factory=list)
     prompt_logprobs: list[tuple[Sequence, PromptLogprobs]] = field(default_factory=list)  # to report before `sampled`
     num_tokens: int = 0  # tokens that the retired step computed

@@ -39,8 +39,8 @@ Features = tuple[float, ...]
 
 
 class StepTime:
-    """Predicts the times of steps. Times are in seconds. Memory is constant; learning costs
-    some 10 us, the first prediction after it some 200.
+    """Predicts the times of steps, in seconds. Memory is constant; learning costs some 10 us, the first prediction
+    after it some 200.
 
     padding: to how many tokens the device pads a step with prompts.
     """

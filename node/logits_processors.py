@@ -18,7 +18,6 @@ from node.thinking_budget import ThinkingBudget
 GROUP = "baton.logits_processors"
 Factory = Callable[..., Callable[..., Any]]
 
-
 OWN: Mapping[str, Factory] = {THINKING_BUDGET: ThinkingBudget}
 
 
@@ -54,9 +53,8 @@ class LogitsProcessors:
         args, kwargs = wanted.parsed()
         try:
             return wanted.name, factory(*args, **kwargs)
-        except (
-            Exception
-        ) as error:  # a request's boundary: the arguments are the client's, the code is another package's
+        # A request's boundary: the arguments are the client's, the code is another package's.
+        except Exception as error:
             text = f"{PARAM}: {wanted.name} refuses its arguments: {type(error).__name__}: {error}"
             raise InvalidRequest(text, PARAM) from error
 

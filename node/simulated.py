@@ -132,23 +132,19 @@ def engine_config(
     num_blocks = settings.num_gpu_blocks_override or profile.node.num_blocks
     if settings.kv_cache_memory_bytes is not None and settings.num_gpu_blocks_override is None:
         num_blocks = settings.kv_cache_memory_bytes // profile.layout(settings.block_size, "").block_bytes
-    ahead = settings.async_scheduling
+    given, ahead = settings.model_fields_set, settings.async_scheduling
     return EngineConfig(
         num_blocks=num_blocks + _NULL_BLOCK,
         max_model_len=max_model_len,
         vocab_size=vocab_size,
         eos_token_ids=eos_token_ids,
         block_size=settings.block_size,
-        max_num_seqs=_told(settings, "max_num_seqs", profile.node.max_num_seqs),
+        max_num_seqs=settings.max_num_seqs if "max_num_seqs" in given else profile.node.max_num_seqs,
         max_num_batched_tokens=settings.batched_tokens(profile.node.async_scheduling),
         saturating_num_tokens=settings.saturating_num_tokens,
         async_scheduling=profile.node.async_scheduling if ahead is None else ahead,
         target_itl_s=settings.target_itl_s,
     )
-
-
-def _told(settings: NodeSettings, name: str, otherwise: int) -> int:
-    return int(getattr(settings, name)) if name in settings.model_fields_set else otherwise
 
 
 # ---- the model's files, of which only those of the tokenizer matter ----

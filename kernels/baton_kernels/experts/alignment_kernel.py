@@ -1,5 +1,5 @@
-"""Sorts choices by expert into blocks of rows, without the host: sizes are those of the worst case, and a counter on
-the device says how many blocks there are.
+"""Sorts choices by expert into blocks of rows, as vLLM's `moe_align_block_size` does, without the host: sizes are those
+of the worst case, and a counter on the device says how many blocks there are.
 
 There is one program per expert. Each counts all choices, so that it knows where its own begin; programs share nothing,
 and nothing depends on the order in which they run. Many choices are first counted in segments, and then each program

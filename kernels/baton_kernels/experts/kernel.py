@@ -1,8 +1,8 @@
 """The products of blocks of rows with their experts' weights, in Triton.
 
-Computes `weight @ x.T`: the many rows of a weight are the tensor cores' M dimension, so that few rows of x waste
-little. Tiles of the same features are computed side by side, so that blocks of one expert read its weights from memory
-once.
+One launch serves all experts, like vLLM's `fused_moe_kernel`, but it computes `weight @ x.T`: the many rows of a weight
+are the tensor cores' M dimension, so that few rows of x waste little. Tiles of the same features are computed side by
+side, so that blocks of one expert read its weights from memory once.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False

@@ -6,7 +6,8 @@ which a product wants them. That works because the order of what a product sums 
 have the same one, and so is the order of its columns: where a thread needs elements that lie apart, it takes adjacent
 ones, and the other operand, or the result, is reordered once per program.
 
-A program is one warp, which handles one KV head and a share of one sequence's keys; see `decode.py`.
+A program is one warp, which handles one KV head and a share of one sequence's keys; see `decode.py`. A turn of its
+loop takes 32 keys: two halves, each within one block.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -18,8 +19,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-TILE_KEYS = 32
-"""Keys of a turn: two halves, each within one block."""
 NOTHING = gl.constexpr(-1.0e30)
 
 _PRODUCT = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8]))

@@ -1,4 +1,5 @@
-"""Shared by the paged attention kernels: one step of an online softmax over a tile of keys read through a block table.
+"""Shared by the paged attention kernels: one step of an online softmax (Milakov and Gimelshein 2018), as in
+FlashAttention, over a tile of keys read through a block table.
 
 Scores are in base 2. Without softcap they are `q.k * score_scale` with `score_scale = scale * log2(e)`; with it,
 `cap * tanh(q.k * score_scale)` with `score_scale = scale / softcap` and `cap = softcap * log2(e)`.

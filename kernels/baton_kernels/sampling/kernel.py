@@ -1,4 +1,5 @@
-"""sampling as Triton kernels: noise is generated where it is added, and no row is sorted.
+"""sampling as Triton kernels: the noise of the Gumbel-max trick (see `reference`) is generated where it is added, and
+no row is sorted.
 
 A row is split over several programs, each of which finds the best token of its part; a second kernel picks the best of
 these. The thresholds of filtered rows come from `threshold.py`.
