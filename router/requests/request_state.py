@@ -232,8 +232,9 @@ class Attempt:
         return not self.handed_off or self.state is not AttemptState.DECODING or any(s.early for s in self.samples)
 
     def fails_to_move(self, error: BatonError) -> bool:
-        """Whether the error is of its KV's way to the target. All that a prefill node sent is there already."""
-        return self.target is not None and isinstance(error, TransferError)
+        """Whether the error is of its KV's way to the target, which a prefill node's has behind it, or of the target:
+        the node that generates is available, or would not say so."""
+        return self.target is not None and isinstance(error, TransferError | NodeUnavailable)
 
     def suspects(self, error: BatonError, speaker: str) -> set[str]:
         """The nodes that the next attempt should avoid. A node that lost its peer blames the peer. Otherwise a decode

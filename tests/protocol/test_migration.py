@@ -11,6 +11,8 @@ from baton.errors import BatonError, Overloaded, PeerLost, RequestCancelled, Tra
 from baton.handoff_messages import CommitReply, Grant, Landed, Refuse, Release, Reserve
 from baton.messages import Abort, AttemptId, End, HandedOff, SampleEnd, Stayed
 from baton.sampling import SamplingParams
+from decode_node.core import DecodeCore
+from decode_node.migration import MigrationState
 from decode_node.migrations import REPLY_S
 from node.events import FromPeer, FromRouter, PeerClosed, PeerOpened, SessionLost, TargetEvent
 from node.handoffs.flights import STUCK_S
@@ -273,6 +275,36 @@ def test_a_lease_that_ends_before_the_commit_is_no_end_of_the_request() -> None:
 
 
 # ---- between real nodes ----
+
+
+@pytest.mark.parametrize("how", ["crash", "break_session"])
+@pytest.mark.parametrize("num_acts", range(0, 40, 4))
+def test_a_target_that_is_lost_costs_one_more_attempt_at_most(how: str, num_acts: int) -> None:
+    """At any moment of a move: none, if it dies while the request still belongs to its old node."""
+    world, draw = World(num_prefill=1, num_blocks=60), random.Random(5)
+    world.run_dry()  # until the router knows its nodes
+    client = world.clients[world.submit(PROMPT, 1, SAMPLING)]
+    (attempt,) = client.state.attempts.values()
+    while attempt.target is None:
+        world.act(draw.choice(world.enabled()))
+        if len(client.got[0]) > 2:
+            world.act(("move", attempt.generates_on))
+    old, new = attempt.generates_on, attempt.target
+    for _ in range(num_acts):
+        world.act(draw.choice(world.enabled()))
+    core = world.nodes[old].core
+    assert isinstance(core, DecodeCore)
+    move = core._migrations._sendings.get(attempt.id)
+    is_old_nodes = move is not None and move.state is not MigrationState.COMMITTED
+    world.act((how, new))
+    while acts := world.enabled():
+        world.act(draw.choice(acts))
+    world.run_dry()
+    world.check_whole()
+    assert client.end
+    assert client.end.error is None
+    assert client.got == client.want
+    assert client.end.timings.num_attempts <= (1 if how == "crash" and is_old_nodes else 2)
 
 
 def run(seed: int, faults: float, num_acts: int = 220, windows: tuple[int | None, ...] = (None, None)) -> World:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.errors import BatonError, Overloaded, PeerLost, TransferTimeout
+from baton.errors import BatonError, NodeUnavailable, Overloaded, PeerLost, TransferTimeout
 from baton.messages import (
     Adopted,
     DecodeTarget,
@@ -147,7 +147,9 @@ def test_a_move_whose_end_is_not_known_ends_at_both_nodes(moving: Moving) -> Non
     assert moving.outcomes == {"lost": 1}
 
 
-@pytest.mark.parametrize("error", [PeerLost("gone"), TransferTimeout("no answer")])
+@pytest.mark.parametrize(
+    "error", [PeerLost("gone"), TransferTimeout("no answer"), NodeUnavailable("it has lost the router")]
+)
 def test_a_target_that_may_have_lost_the_request_is_avoided(error: BatonError) -> None:
     moving = Moving()
     core = moving.rig.core
