@@ -187,15 +187,19 @@ class Pool:
     def _with_room(
         self, prefills: list[Node], decodes: list[Node], now: float, num_tokens: int, held: Mapping[str, int], n: int
     ) -> list[Node]:
-        """The decode nodes with room for the request. None, if none of them works with a prefill node."""
+        """The decode nodes with room for the request, and with seats, if there is one: it would wait for a seat
+        elsewhere. None, if none of them works with a prefill node."""
 
         def needed(node: Node) -> int:
             num_held = held.get(node.info.incarnation, 0) * node.info.layout.block_size
             return num_blocks(node, max(1, num_tokens - num_held), n)
 
         roomy = [node for node in decodes if not n or node.has_room(needed(node))]
-        if len(roomy) == len(decodes) or any(self._works(_key(p, d), now) for p in prefills for d in roomy):
-            return roomy
+        # By this router's account, and by the node's own, which has other routers' answers too.
+        seated = [x for x in roomy if x.num_answers + n <= x.info.max_num_seqs >= x.load.num_running + n]
+        for able in (seated, roomy):
+            if len(able) == len(decodes) or any(self._works(_key(p, d), now) for p in prefills for d in able):
+                return able
         return []
 
     def _candidates(
@@ -244,9 +248,9 @@ class Pool:
 
     # ---- what it was given ----
 
-    def place(self, placement: Placement, num_tokens: int, now: float, goes_on: bool = True) -> None:
-        """A prompt of so many tokens goes there. The caller follows with `prefilled` and `ended`, once each. `goes_on`:
-        an answer may go on at the decode node, which else hears nothing of it."""
+    def place(self, placement: Placement, num_tokens: int, now: float, n: int = 1) -> None:
+        """A prompt of so many tokens goes there. The caller follows with `prefilled` and `ended`, once each. `n`
+        answers may go on at the decode node, which else hears nothing of it."""
         node = placement.prefill
         self._num_placed += 1
         self._num_placed_on[node.version.id] = self._num_placed_on.get(node.version.id, 0) + 1
@@ -257,8 +261,9 @@ class Pool:
         node.to_prefill_s += placement.prefill_s
         node.last_placed = self._num_placed
         placement.last.to_decode += num_tokens
+        placement.last.num_answers += n
         self._node_breakers.placed(node.place, now)
-        if placement.decode and goes_on:
+        if placement.decode and n:
             self._node_breakers.placed(placement.decode.place, now)
             self.pair_breakers.placed(_key(node, placement.decode), now)
 
@@ -304,15 +309,18 @@ class Pool:
             and self._compatibility.can_move(source.info, node.info)
         ]
 
-    def will_decode(self, incarnation: str, num_tokens: int) -> None:
-        """Count a prompt of so many tokens as one that generates there; negative: as one that no longer does."""
+    def will_decode(self, incarnation: str, num_tokens: int, n: int) -> None:
+        """Count a prompt of so many tokens as one whose `n` answers are generated there; negative: as one whose answers
+        no longer are."""
         if node := self._nodes.get(incarnation):
             node.to_decode += num_tokens
+            node.num_answers += n
 
-    def ended(self, incarnation: str, num_tokens: int, held_s: float | None) -> None:
+    def ended(self, incarnation: str, num_tokens: int, n: int, held_s: float | None) -> None:
         """That request no longer generates there, so long after it was placed; None: it never had blocks there."""
         if node := self._nodes.get(incarnation):
             node.to_decode -= num_tokens
+            node.num_answers -= n
             if held_s is not None:
                 node.held_s.learn(held_s)
 

@@ -31,6 +31,8 @@ class Node:
     """When the load came, or the node did: another one follows with each heartbeat."""
     to_prefill: int = 0
     to_decode: int = 0
+    num_answers: int = 0
+    """Of the requests that generate there, with those that will."""
     num_prompts: int = 0
     to_prefill_s: float = 0.0
     num_promised: int = 0

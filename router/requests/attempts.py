@@ -145,7 +145,7 @@ class Attempts:
         state.version = last.version
         self._report(task, placement, nodes, now)
         last.num_promised += attempt.num_promised
-        self._pool.place(placement, attempt.num_tokens, now, goes_on=attempt.num_promised > 0)
+        self._pool.place(placement, attempt.num_tokens, now, attempt.num_answers)
         for incarnation in attempt.placed_on:
             self._pending.add(incarnation, state.request.block_hashes)
         decode = placement.decode.info if placement.decode else None
@@ -169,6 +169,7 @@ class Attempts:
             record=state.record.placed(task.attempt, indexes, nodes, estimate, now - state.arrived),
             prefill_s=placement.prefill_s,
             num_promised=placement.num_blocks(num_tokens, n),
+            num_answers=n,
             num_tokens=num_tokens,
         )
 
@@ -198,7 +199,7 @@ class Attempts:
         self.got_blocks(attempt)  # as it has where it generated, whatever that has said
         for incarnation in attempt.placed_on:
             self._pending.remove(incarnation, state.request.block_hashes)
-        self._pool.will_decode(source, -attempt.num_tokens)
+        self._pool.will_decode(source, -attempt.num_tokens, -attempt.num_answers)
         attempt.visited |= set(attempt.placed_on)
         attempt.prefill, attempt.decode, attempt.handed_off = source, target, False
         attempt.target = None
@@ -210,7 +211,7 @@ class Attempts:
     def forget_target(self, state: RequestState, attempt: Attempt) -> None:
         """It does not move, or does no more."""
         if attempt.target is not None and not attempt.target_lost:
-            self._pool.will_decode(attempt.target, -attempt.num_tokens)
+            self._pool.will_decode(attempt.target, -attempt.num_tokens, -attempt.num_answers)
         attempt.target, attempt.target_lost = None, False
 
     # ---- progress, end ----
@@ -258,7 +259,7 @@ class Attempts:
             self._pending.remove(incarnation, state.request.block_hashes)
         had_blocks = attempt.state is AttemptState.DECODING
         held_s = now - (state.deadline - attempt.deadline_s) if had_blocks else None
-        self._pool.ended(attempt.decode or attempt.prefill, attempt.num_tokens, held_s)
+        self._pool.ended(attempt.decode or attempt.prefill, attempt.num_tokens, attempt.num_answers, held_s)
 
 
 def _successor(state: RequestState, gone: ModelVersion, successors: list[ModelVersion]) -> ModelVersion:

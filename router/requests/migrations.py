@@ -49,7 +49,7 @@ class Migrations:
         """Have the request move from the node, on which it generates, to the target."""
         attempt.num_moves += 1
         attempt.target = target.info.incarnation
-        self._pool.will_decode(attempt.target, attempt.num_tokens)
+        self._pool.will_decode(attempt.target, attempt.num_tokens, attempt.num_answers)
         place = DecodeTarget(target.info.address, target.info.incarnation)
         self._outbox.to_node(node.info.incarnation, Migrate(attempt.id, attempt.num_moves, place))
 

@@ -164,7 +164,8 @@ class Attempt:
     `prefill` is the incarnation that got the Prefill message; `decode` is None when that node decodes too. `deadline_s`
     is the one in the message. `num_tokens`: to be computed before it generates, its prompt's and those of its output
     that were generated elsewhere. `prefill_s`: what these were expected to take; `num_promised`: blocks that the node
-    that generates will give it; `num_cached`: of its tokens, as the node found when it began.
+    that generates will give it; `num_answers`: that go on there; `num_cached`: of its tokens, as the node found when it
+    began.
 
     `target`: the decode node that the attempt is to move to, as long as the one that generates has not handed it over.
     Then that one takes the place of `prefill`, and the target that of `decode`. `visited`: where it has been before.
@@ -178,6 +179,7 @@ class Attempt:
     record: AttemptTimeline
     prefill_s: float = 0.0
     num_promised: int = 0
+    num_answers: int = 0
     num_tokens: int = 0
     state: AttemptState = AttemptState.QUEUED
     num_cached: int | None = None

@@ -202,7 +202,8 @@ class World:
             node.check_integrity()
             node.check_whole()
         for role in NodeRole:
-            assert all(not placed.to_prefill and not placed.to_decode for placed in self.router.pool.role(role))
+            placed = [(node.to_prefill, node.to_decode, node.num_answers) for node in self.router.pool.role(role)]
+            assert not any(map(any, placed)), placed
         for client in self.clients.values():
             assert client.end is not None
         self.check_index()

@@ -288,7 +288,7 @@ def test_what_a_full_decode_node_makes_wait_follows_from_how_long_its_requests_l
     rig = RouterRig("d1", "d2", policy="cost", with_prefill=False)
     pool = rig.core.pool
     for name, lasted_s in (("d1", 100.0), ("d2", 1.0)):
-        pool.ended(name, 0, lasted_s)
+        pool.ended(name, 0, 0, lasted_s)
         rig.core.node_load(name, Load(0, 4, 0, 9), 0.0)
     for i in range(4):
         assert place(rig, f"r{i}", 20) == "d2", "a seventh of a pool too many: 14 s or 0.14"
@@ -316,7 +316,7 @@ def test_what_never_had_blocks_says_nothing_of_how_long_requests_last(ends: End 
         rig.core.cancel("a", 1.0)
     node = rig.core.pool.get("d1")
     assert node
-    assert (node.held_s.value, node.to_decode) == (0.0, 0)
+    assert (node.held_s.value, node.to_decode, node.num_answers) == (0.0, 0, 0)
 
 
 def test_round_robin_takes_turns_within_each_model() -> None:

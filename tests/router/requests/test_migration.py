@@ -59,7 +59,7 @@ class Moving:
         assert self.rig.end is None
         assert [token for _, token in self.rig.told] == list(tokens)
         assert self.rig.last_word.timings.num_attempts == 1
-        assert not any(node.to_decode for node in self.rig.core.pool.role(NodeRole.DECODE))
+        assert not any(node.to_decode or node.num_answers for node in self.rig.core.pool.role(NodeRole.DECODE))
 
     @property
     def outcomes(self) -> dict[str, int]:

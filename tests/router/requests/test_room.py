@@ -315,6 +315,44 @@ def test_another_decode_node_with_room_is_chosen() -> None:
     assert prefill.decode.incarnation == "d2"
 
 
+def target(rig: RouterRig) -> str:
+    """Of what was placed last."""
+    decode = rig.prefills[-1][1].decode
+    assert decode
+    return decode.incarnation
+
+
+@pytest.mark.parametrize("whose", ["this router's", "another router's"])
+def test_a_node_with_a_seat_is_chosen_if_there_is_one(whose: str) -> None:
+    """d1 may run four answers at a time. It has four short ones, and d2 one that is longer than these together."""
+    rig = RouterRig("p1", "d1", "d2")
+    rig.core.drain_node("d1", True, 0.0)
+    submit(rig, "long", 20 * 16)
+    rig.core.drain_node("d1", False, 0.0)
+    if whose == "this router's":
+        for name in "abcd":
+            submit(rig, name, 3)
+            assert target(rig) == "d1"
+    load(rig, 90, "d2")
+    rig.core.node_load("d1", Load(0, 0 if whose == "this router's" else 4, 90, 100), 0.0)
+    for name in "efg":
+        submit(rig, name, 3)
+        assert target(rig) == "d2", "it would wait for a seat"
+    submit(rig, "h", 3)
+    assert target(rig) == "d1", "none has a seat, and it has less to do"
+    rig.core.cancel("e", 1.0)
+    submit(rig, "i", 3)
+    assert target(rig) == "d2"
+
+
+def test_a_seat_is_of_no_use_without_room() -> None:
+    rig = RouterRig("p1", "d1", "d2")
+    load(rig, 1)
+    rig.core.node_load("d2", Load(0, 4, 90, 100), 0.0)
+    submit(rig, "a")
+    assert target(rig) == "d2"
+
+
 def test_the_first_of_several_nodes_that_come_does_not_get_all_that_waits() -> None:
     """Its loads say what it has done with it only later."""
     rig = RouterRig("p1")
