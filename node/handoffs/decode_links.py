@@ -15,7 +15,7 @@ from baton.handoff_messages import Hello, PrefillToDecode, Reserve
 from baton.messages import Auth, DecodeTarget
 from baton.rpc.channels import open_channel
 from baton.rpc.cluster_secret import HANDOFF, prove
-from baton.rpc.streams import EOF, HELLO_S, STOPPED, require_message, rpc_reason
+from baton.rpc.streams import EOF, HELLO_S, STOPPED, PeerStatus, require_message, rpc_reason
 from baton.v1 import node_pb2_grpc
 from node.events import ClosePeer, PeerClosed, PeerOpened, ToDecode
 from node.handoffs.stream import (
@@ -95,6 +95,7 @@ class DecodeLinks:
         """Open the stream and run it to its end; returns why it ended or could not be opened."""
         async with open_channel(target.address, self._ours.trust.tls) as channel:
             call = node_pb2_grpc.DecodeNodeStub(channel).Handoff()  # type: ignore[no-untyped-call]
+            status = PeerStatus(call)
             try:
                 async with asyncio.timeout(HELLO_S):
                     theirs = await self._introduce(call, target)
@@ -109,7 +110,8 @@ class DecodeLinks:
             link.limits = dataclasses.replace(self._ours.limits, num_pairs=len(routes))
             self._ours.post(PeerOpened(link.peer, theirs.part_blocks, theirs.layout, theirs.node_id))
             log.info("handoff open peer=%s node=%s address=%s", link.peer, theirs.node_id, target.address)
-            return await link.carry(call.read, call.write, self._ours.post, self._ours.silence_s, self._idle_s)
+            reason = await link.carry(call.read, call.write, self._ours.post, self._ours.silence_s, self._idle_s)
+            return reason if status.error is None else rpc_reason(status.error)
 
     async def _introduce(self, call: Any, target: DecodeTarget) -> Hello:
         """Exchange Hellos. Raises a BatonError if either side refuses the other."""

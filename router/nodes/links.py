@@ -21,7 +21,7 @@ from baton.node_info import NodeInfo, NodeRole
 from baton.rpc.channels import open_channel
 from baton.rpc.cluster_secret import SESSION, prove
 from baton.rpc.silence import until_silent
-from baton.rpc.streams import EOF, connection_lost, require_message
+from baton.rpc.streams import EOF, PeerStatus, connection_lost, require_message
 from baton.rpc.trust import Trust
 from baton.v1 import node_pb2, node_pb2_grpc
 from baton.wire import Limits, join_router_messages, read_node_info, read_node_message, write_router_message
@@ -156,7 +156,7 @@ class NodeLink:
 
     async def _in_use(self, call: _Call, info: NodeInfo) -> str:
         """From Subscribed to the end of the stream; returns why it ended."""
-        outgoing: asyncio.Queue[Prefill | Abort | Migrate] = asyncio.Queue()
+        status, outgoing = PeerStatus(call), asyncio.Queue[Prefill | Abort | Migrate]()
         self._dispatcher.node_up(info, outgoing.put_nowait)
         self.info = info
         log.info("node_id=%s node_address=%s role=%s up", info.node_id, self.address, info.role.value)
@@ -168,6 +168,7 @@ class NodeLink:
             await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait((reading,), timeout=LAST_WORD_S)  # its last message tells more than a failed write
             reason = reading.result() if reading.done() else f"cannot write to it: {_reason(writing.exception())}"
+            reason = reason if status.error is None else _reason(status.error)
         finally:
             self.info = None
             self._dispatcher.node_lost(info.incarnation, reason)  # before any wait, which a second cancel would end

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 
-from baton.rpc.streams import connection_lost, rpc_reason
+from baton.rpc.streams import PeerStatus, connection_lost, rpc_reason
 
 LOST = "the connection was lost"
 
@@ -52,3 +53,28 @@ async def test_a_connection_that_breaks_is_seen_to_be_lost():
     assert (connection_lost(error.value) or "").startswith(LOST), error.value
     server.close()
     await server.wait_closed()
+
+
+async def test_what_the_peer_said_is_not_lost_with_a_write_that_meets_the_end():
+    class Service(grpc.GenericRpcHandler):
+        def service(self, _: Any) -> grpc.RpcMethodHandler:
+            return grpc.stream_stream_rpc_method_handler(self.end)
+
+        async def end(self, _: Any, context: grpc.aio.ServicerContext) -> None:
+            await context.read()
+            await context.abort(grpc.StatusCode.ABORTED, "the peer does not read")
+
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((Service(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with asyncio.timeout(20), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        untyped: Any = channel
+        call = untyped.stream_stream("/any/Stream")()
+        status = PeerStatus(call)
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # gRPC's own words of a late write
+            while True:
+                await call.write(bytes(20_000))
+    assert status.error is not None
+    assert rpc_reason(status.error) == "ABORTED: the peer does not read"
+    await server.stop(0)

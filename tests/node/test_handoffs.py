@@ -120,9 +120,11 @@ async def test_the_streams_end_is_told_once_on_both_sides():
         assert (await closed(d)).peer == "p1"
 
 
-async def test_the_decode_node_can_end_it_too():
+@pytest.mark.parametrize("num_more", [0, 5000])
+async def test_the_decode_node_can_end_it_too(num_more: int):
+    """Also while the prefill node writes, which makes gRPC forget what the decode node said."""
     async with pair() as (p, d):
-        p.say(ToDecode(target(d), reserve()))
+        p.say(ToDecode(target(d), reserve()), *[ToDecode(target(d), COMMIT)] * num_more)
         await d.role.saw(FromPeer)
         d.say(ClosePeer("p1", "its transport is gone"))
         assert (await closed(d)).reason == "its transport is gone"

@@ -13,6 +13,7 @@ from baton.errors import InvalidRequest
 from baton.rpc.silence import until_silent
 
 M = TypeVar("M")
+T = TypeVar("T")
 
 EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined] # known to grpc, not to its type stubs
 HEARTBEAT_S = 0.5
@@ -26,6 +27,7 @@ STOPPED = "the node was stopped"
 _NO_MESSAGE = "its bytes are no message"
 _LOST_CONNECTION = ("Internal error from Core", "Stream removed")
 """What gRPC's details begin with when a call's connection was lost."""
+_WRITE_FAILED = _LOST_CONNECTION[0]
 
 
 class Stream(Generic[M]):
@@ -147,6 +149,32 @@ def _reason(side: asyncio.Task[str]) -> str:
         return rpc_reason(error)
     except (grpc.aio.BaseError, asyncio.InvalidStateError) as error:
         return f"the stream broke: {error}"
+
+
+class PeerStatus:
+    """With which error a peer has ended a call of ours. It is kept as it comes, since a write that meets the end has
+    gRPC put its own words, of a failed write, in the place of the peer's. None: the peer has not ended it, or not with
+    an error; we have cancelled it; or all that gRPC knows is that a write has failed."""
+
+    def __init__(self, call: Any) -> None:
+        self.error: grpc.aio.AioRpcError | None = None
+        call.add_done_callback(self._done)
+
+    def _done(self, call: Any) -> None:
+        code, details = _result(call.code()), _result(call.details())
+        if code not in (None, grpc.StatusCode.OK, grpc.StatusCode.CANCELLED) and details != _WRITE_FAILED:
+            self.error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details, None)
+
+
+def _result(awaitable: Coroutine[Any, Any, T]) -> T | None:
+    """Its result, without waiting for it; None: it is not there yet."""
+    try:
+        awaitable.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    awaitable.close()
+    return None
 
 
 def rpc_reason(error: grpc.aio.AioRpcError) -> str:

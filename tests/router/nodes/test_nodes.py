@@ -76,6 +76,46 @@ class NoMessages:
         return None
 
 
+class EndedCall:
+    """A session's stream that the node has ended while the router wrote: gRPC tells once why, and then forgets it."""
+
+    def add_done_callback(self, told: Any) -> None:
+        told(self)
+
+    async def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.ABORTED
+
+    async def details(self) -> str:
+        return "too many aborts"
+
+    async def read(self) -> None:
+        metadata = grpc.aio.Metadata()
+        raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, metadata, metadata, "Internal error from Core", None)
+
+
+class Losses:
+    """A dispatcher that notes why nodes are lost."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+
+    def node_up(self, *_: object) -> None:
+        pass
+
+    def node_lost(self, _: str, reason: str) -> None:
+        self.reasons.append(reason)
+
+
+async def test_why_a_node_ended_its_session_is_told_if_a_write_meets_the_end_too(nodes):
+    node, losses = nodes.nodes[0], Losses()
+    unused: Any = None
+    told: Any = losses
+    call: Any = EndedCall()
+    link = nodes_of_router.NodeLink(node.port.address, NodeRole.PREFILL, 1, told, unused, lambda: None, Trust(), 20.0)
+    assert await link._in_use(call, node.info) == "too many aborts"
+    assert losses.reasons == ["too many aborts"]
+
+
 async def test_bytes_of_a_node_that_are_no_message_end_its_session(nodes):
     unused: Any = None
     node = nodes.nodes[0]
