@@ -176,6 +176,7 @@ class DecodeCore(RoleCore):
                 self._peers[peer] = opened
                 self._reservations.peer_opened(peer, layout, part_blocks)
             case PeerClosed(peer, reason):
+                self._take_transfers(now)  # what has landed is here
                 self._reservations.end_peer(peer, self._name_of(peer), reason)
                 self._reservations.peer_closed(peer)
                 self._peers.pop(peer, None)

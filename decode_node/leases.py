@@ -33,7 +33,8 @@ class LeaseState(enum.Enum):
            `--------------------+--- Release, Abort, deadline, peer or router lost: blocks are freed at once;
                                      slots when their parts have arrived or failed
 
-    All parts may land before the Commit. The network never writes to a pool block, so a lease can end at once in any
+    All parts may land before the Commit. With both the peer is no longer needed, though the engine may adopt the
+    request only in a later turn. The network never writes to a pool block, so a lease can end at once in any
     state: from `KvReceiver.withdraw` on, parts that arrive for it stay in their slots.
     """
 
@@ -107,6 +108,11 @@ class Lease:
     @property
     def complete(self) -> bool:
         return len(self.arrived) == self.num_parts
+
+    @property
+    def adoptable(self) -> bool:
+        """Whether all is here that its peer has to say and to send."""
+        return self.state is LeaseState.COMMITTED and self.complete
 
     @property
     def num_open(self) -> int:

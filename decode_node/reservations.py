@@ -301,7 +301,7 @@ class Reservations:
         return None
 
     def _note_if_ready(self, lease: Lease) -> None:
-        if lease.state is LeaseState.COMMITTED and lease.complete:
+        if lease.adoptable:
             self._ready.append(lease)
 
     def take_adoptable(self, budget: Budget) -> list[Lease]:
@@ -340,8 +340,10 @@ class Reservations:
             self._end(lease, error)
 
     def end_peer(self, peer: str, name: str, reason: str) -> None:
-        """The prefill node is gone: end its Reserves and leases. name: for the error message."""
-        holders: list[Waiting | Lease] = [*self._waiting.values(), *self._leases.values()]
+        """The prefill node is gone: end its Reserves, and its leases of which it owes something. name: for the error
+        message."""
+        owing = [lease for lease in self._leases.values() if not lease.adoptable]
+        holders: list[Waiting | Lease] = [*self._waiting.values(), *owing]
         for holder in holders:
             if holder.peer == peer:
                 self.end_attempt(holder.reserve.attempt_id, PeerLost(f"prefill node {name}: {reason}"))

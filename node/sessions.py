@@ -110,7 +110,10 @@ class Sessions:
 
     def deliver(self, turn: Turn) -> None:
         """Queue a turn's updates, each for its router; end the session of a router that does not read."""
-        self._load = turn.load
+        was_draining, self._load = self._load is not None and self._load.draining, turn.load
+        if turn.load.draining and not was_draining:
+            for told in self._by_epoch.values():
+                told.wake()
         self._metrics.set_load(turn.load)
         by_epoch: defaultdict[int, list[Update]] = defaultdict(list)
         for output in turn.outputs:
@@ -276,6 +279,8 @@ class Sessions:
                 due = min(due, max(now, kv_due))
             updates = await session.take(due - now)
             if not updates and session.closing:
+                if self._load is not None and sent != self._load:  # the router is to know that the node stops
+                    await context.write(wire.write_node_message(self._load))
                 return session.closing
             for batch in _batches(updates):
                 await context.write(wire.write_node_message(batch))

@@ -190,6 +190,11 @@ class Attempts:
             attempt.depends_on(incarnation) or attempt.target == incarnation for _, attempt in self._live.values()
         )
 
+    def is_on_leaving(self, attempt: Attempt) -> bool:
+        """Whether one of its nodes takes no new work."""
+        nodes = [self._pool.get(incarnation) for incarnation in attempt.placed_on]
+        return any(node is not None and not node.takes_work for node in nodes)
+
     # ---- moving ----
 
     def move(self, state: RequestState, attempt: Attempt) -> None:

@@ -40,11 +40,12 @@ class Recovery:
         """Attempts that depended on the node are lost. `doomed`: nodes that end with it. The loss of a node that was to
         end is nobody's fault, nor is it that of attempts that came long after it told its last load."""
         incarnation, what = node.info.incarnation, f"{node.info.role.value} node {node.info.node_id}"
+        stopped = not node.takes_work
         for state in self._requests:
-            attempts = [attempt for attempt in state.attempts.values() if attempt.depends_on(incarnation)]
+            attempts = [attempt for attempt in state.attempts.values() if attempt.depends_on(incarnation, stopped)]
             placed = [state.deadline - attempt.deadline_s for attempt in attempts]  # when they were
             may_be_cause = any(placed_at <= node.loaded_at + _MISSED_S for placed_at in placed)
-            if node.takes_work and (may_be_cause or incarnation in state.blamed):
+            if not stopped and (may_be_cause or incarnation in state.blamed):
                 state.lost[incarnation] = f"{what}: {reason}"
             gone = NodeLost(f"{what} lost: {reason}")
             for attempt in attempts:
@@ -61,7 +62,8 @@ class Recovery:
         retry: bool = False,
     ) -> None:
         """The attempt is lost: fence it, and place what is unfinished again, or end the request with `error`. The loss
-        of a node needs no share of the retry budget."""
+        of a node needs no share of the retry budget, nor does the refusal of one that stops: it may have hundreds of
+        requests ahead of it."""
         attempt.record.note_failed(error)
         self._attempts.abort(attempt)
         self._attempts.retire(state, attempt, now)
@@ -77,7 +79,9 @@ class Recovery:
             self._requests.end(state, _given_up(state) if is_suspect else error, now)
             return
         tasks = [_next_task(state, attempt, group, error) for group in state.groups(unfinished)]
-        if not (isinstance(error, NodeLost | PeerLost) or self._retries.take(now, len(tasks))):
+        is_refusal = isinstance(error, NodeUnavailable) and self._attempts.is_on_leaving(attempt)
+        is_free = is_refusal or isinstance(error, NodeLost | PeerLost)
+        if not (is_free or self._retries.take(now, len(tasks))):
             self._requests.end(
                 state, type(error)(f"{error.message}; not tried again, since too many requests are"), now
             )

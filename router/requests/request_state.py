@@ -224,12 +224,13 @@ class Attempt:
         prefill = [] if self.handed_off else [self.prefill]
         return prefill + [incarnation for incarnation in (self.decode, self.target) if incarnation]
 
-    def depends_on(self, incarnation: str) -> bool:
+    def depends_on(self, incarnation: str, has_stopped: bool = False) -> bool:
         """Whether the attempt is lost with that node. The prefill node matters until it has sent HandedOff and the
-        decode node has sent Adopted."""
+        decode node has sent Adopted. If it has stopped after its work, and not died, HandedOff is enough: its parts
+        have left, and the decode node says if one has not come."""
         if incarnation == self.decode:
             return True
-        if incarnation != self.prefill:
+        if incarnation != self.prefill or (has_stopped and self.handed_off):
             return False
         return not self.handed_off or self.state is not AttemptState.DECODING or any(s.early for s in self.samples)
 

@@ -18,8 +18,9 @@ class RetryBudget:
     `MIN_PER_S * MEMORY_S`, from below and from above. As Finagle's RetryBudget (20% on top of 10 per second, which
     expire after 10 s), with a decay instead of a list of expiries.
 
-    An attempt that follows the loss of a node takes nothing: each request makes at most two of them
-    (`router.requests.recovery.MAX_LOST_NODES`), and all streams of a node go on elsewhere when it dies.
+    An attempt that follows the loss of a node, or its refusal as it stops, takes nothing: each request makes at most
+    two of the former (`router.requests.recovery.MAX_LOST_NODES`), and all streams of a node go on elsewhere when it
+    dies.
     """
 
     def __init__(self) -> None:

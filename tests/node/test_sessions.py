@@ -74,6 +74,17 @@ async def test_a_session_from_subscription_to_loss():
         assert kinds == [SessionOpened, FromRouter, FromRouter, SessionLost]
 
 
+async def test_that_a_node_stops_is_told_at_once(monkeypatch):
+    """Until then the router places work there, which is refused."""
+    monkeypatch.setattr(sessions, "HEARTBEAT_S", 3600.0)
+    async with running(PREFILL_SIDE, NodeRole.PREFILL) as node, session(node) as router:
+        assert await router.read() == Subscribed("i1")
+        assert await router.read() == node.role.state
+        node.role.state = Load(draining=True)
+        node.loop.wake()
+        assert await router.read() == node.role.state
+
+
 async def test_a_decode_node_has_the_same_sessions():
     async with (
         running(DECODE_SIDE, NodeRole.DECODE, script=answer) as node,

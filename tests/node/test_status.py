@@ -311,10 +311,11 @@ async def test_who_drains_stays_subscribed_and_then_says_that_it_was_stopped():
                 pass
             assert not drain.done()
             running.say(ToRouter(1, Update(AttemptId(1, "r", 0), End())))
-            role.is_idle = True
+            role.is_idle, role.state = True, Load(draining=True)
             assert await drain
             assert await node.stop()
             said = [message async for message in router.rest()]
+            assert said[-1] == role.state, "it would be taken for dead"
             assert [update.kind for updates in said if isinstance(updates, tuple) for update in updates] == [End()]
             assert await router.end() == ("ABORTED", "the node was stopped")
 

@@ -21,7 +21,7 @@ from baton.errors import (
 from baton.handoff_messages import Commit, Grant, Refuse, Release
 from baton.messages import Abort, Adopted, AttemptId, End, SampleEnd
 from baton.structured_output.constraint import StructuredKind, StructuredOutput
-from node.events import Draining, FromPeer, FromRouter, PeerOpened, SessionLost, ToPrefill
+from node.events import Draining, FromPeer, FromRouter, PeerClosed, PeerOpened, SessionLost, ToPrefill
 from node.structured_output.matchers import Matchers
 from tests.engine.test_token_matchers import Ends
 from tests.protocol.decoding import PEER, PROMPT, SAMPLING, WORK, Decoding
@@ -277,6 +277,22 @@ def test_who_runs_is_committed_and_has_all_its_parts(decoding: Decoding) -> None
     assert len(decoding.kinds(Adopted)) == 1
     assert decoding.output(0) == WANT[0][1:]
     assert ends(decoding) == [None]
+
+
+def test_a_request_that_is_all_here_runs_without_its_prefill_node(decoding: Decoding) -> None:
+    """It may have stopped after its work, while a step ran here: all that comes during a step is one turn's."""
+    decoding.reserve()
+    (grant,) = decoding.grants
+    decoding.send(grant, pieces=slice(1))
+    decoding.commit(grant, first_tokens(0))
+    decoding.send(grant, pieces=slice(1, None))
+    decoding.hear(PeerClosed(PEER, "the node was stopped"))
+    decoding.run()
+    assert len(decoding.kinds(Adopted)) == 1
+    assert decoding.output(0) == WANT[0][1:]
+    assert ends(decoding) == [None]
+    assert decoding.core.idle
+    assert decoding.node.pool_is_whole()
 
 
 def test_parts_without_a_commit_run_nothing(decoding: Decoding) -> None:

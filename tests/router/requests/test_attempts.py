@@ -18,7 +18,7 @@ from baton.errors import (
     RequestCancelled,
     TransferError,
 )
-from baton.messages import Abort, Adopted, End, HandedOff, Prefill, SampleEnd, TokenLogprobs, Tokens
+from baton.messages import Abort, Adopted, End, HandedOff, Load, Prefill, SampleEnd, TokenLogprobs, Tokens
 from baton.node_info import NodeRole
 from baton.sampling import FinishReason, SamplingParams
 from router.requests.actions import ToNode
@@ -168,6 +168,32 @@ def test_until_both_have_spoken_a_lost_prefill_node_costs_the_attempt(said: obje
     where, again = rig.prefills[-1]
     assert (where, again.attempt_id.attempt, again.samples[0].output_tokens) == ("p2", 1, (5,))
     assert ("d1", ()) in aborts(rig)
+
+
+def test_a_prefill_node_that_stops_after_its_last_word_costs_nothing() -> None:
+    """It has died if it says nothing, and has stopped after its work if it said that it would."""
+    rig = RouterRig("p1", "d1", "p2")
+    prefill = rig.submit()
+    rig.say("p1", prefill, Tokens(0, 0, (5,)), HANDED_OFF)
+    rig.core.node_load("p1", Load(draining=True), 2.0)
+    rig.core.node_lost("p1", "the node was stopped", 2.0)
+    rig.collect()
+    assert aborts(rig) == []
+    rig.say("d1", prefill, ADOPTED, Tokens(0, 1, (6,)), LENGTH, End())
+    assert len(rig.prefills) == 1
+    assert rig.told == [(0, 5), (0, 6)]
+    assert rig.end is None
+
+
+def test_a_prefill_node_that_is_stopped_before_its_last_word_costs_the_attempt() -> None:
+    rig = RouterRig("p1", "d1", "p2")
+    prefill = rig.submit()
+    rig.say("p1", prefill, Tokens(0, 0, (5,)))
+    rig.say("d1", prefill, ADOPTED)
+    rig.core.node_load("p1", Load(draining=True), 2.0)
+    rig.core.node_lost("p1", "the node was stopped", 2.0)
+    rig.collect()
+    assert rig.prefills[-1][1].attempt_id.attempt == 1
 
 
 def test_a_prefill_node_that_is_lost_later_costs_nothing() -> None:

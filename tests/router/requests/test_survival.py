@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import InternalError, TransferTimeout
-from baton.messages import Adopted, End, HandedOff, Prefill, SampleEnd, Tokens
+from baton.errors import InternalError, NodeUnavailable, TransferTimeout
+from baton.messages import Adopted, End, HandedOff, Load, Prefill, SampleEnd, Tokens
 from baton.node_info import NodeRole
 from baton.sampling import FinishReason, SamplingParams
 from router.placement.circuit_breakers import FIRST_OUT_S, LAST_OUT_S, MAX_FAILURES, TRIAL_S, WINDOW_S, CircuitBreakers
@@ -224,6 +224,19 @@ def test_each_answer_that_is_tried_again_takes_its_share() -> None:
     rig.say(where, other, End(TransferTimeout("late")))
     assert isinstance(rig.end, TransferTimeout)
     assert rig.end.message == "late; not tried again, since too many requests are"
+
+
+def test_what_a_node_refuses_that_stops_all_goes_on() -> None:
+    """Hundreds of short prompts may wait for a decode node, and all be refused within a second."""
+    rig = RouterRig("p1", "d1", "d2")
+    prefills = [ask(rig, str(i))[1] for i in range(4 * FLOOR)]
+    refused = [prefill for prefill in prefills if prefill.decode and prefill.decode.incarnation == "d1"]
+    assert len(refused) > FLOOR * (1 + 4 * SHARE)
+    rig.core.node_load("d1", Load(draining=True), 1.0)
+    for prefill in refused:
+        rig.say("p1", prefill, End(NodeUnavailable("the decode node is stopping")))
+    assert not rig.emitted
+    assert len(rig.prefills) == len(prefills) + len(refused)
 
 
 def test_streams_of_a_lost_node_all_go_on() -> None:
