@@ -250,6 +250,10 @@ class Attempts:
             deadline_s = attempt.deadline_s if attempt.deadline_s > LEAST_DEADLINE_S else LEAST_DEADLINE_S
             self._outbox.to_node(incarnation, Abort(attempt.id, samples, deadline_s))
 
+    def abort_late(self, incarnation: str, attempt_id: AttemptId) -> None:
+        """Tell the node again, if not for the first time: it has an attempt that is over."""
+        self._outbox.to_node(incarnation, Abort(attempt_id, (), LEAST_DEADLINE_S))
+
     def retire(self, state: RequestState, attempt: Attempt, now: float) -> None:
         """It is over: nothing that a node says of it counts any more."""
         del state.attempts[attempt.id]

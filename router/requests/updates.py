@@ -57,9 +57,12 @@ class Updates:
 
     def take(self, incarnation: str, update: Update, now: float) -> None:
         """Take one update of a node. Anything of an attempt that is not current, or of a node that the attempt was not
-        placed on, is late and ignored."""
+        placed on, is late and ignored. But a decode node that begins with such an attempt has not been told that it is
+        over: its session was down when the attempt ended, and the prefill node handed it over before it heard so."""
         found = self._attempts.find(update.attempt_id, incarnation)
         if found is None:
+            if isinstance(update.kind, Adopted):
+                self._attempts.abort_late(incarnation, update.attempt_id)
             return
         state, attempt = found
         if attempt.target is not None and not self._follow_move(state, attempt, update, incarnation, now):

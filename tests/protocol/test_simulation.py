@@ -266,6 +266,30 @@ def test_a_damaged_part_costs_an_attempt_and_nothing_else(num_damaged: int) -> N
     assert client.got == client.want
 
 
+def test_a_decode_node_does_not_go_on_with_an_attempt_that_ended_while_its_session_was_down() -> None:
+    """The prefill node hears late that it is over, and hands it over to the node, which is there again."""
+    world, draw = World(num_prefill=1, num_decode=2), random.Random(1)
+    world.run_dry()  # until the router knows its nodes
+    params = SamplingParams(seed=3, max_tokens=40, ignore_eos=True)
+    client = world.clients[world.submit(tuple(range(2, 20)), 1, params)]
+    (attempt,) = client.state.attempts.values()
+    assert attempt.decode
+    late = ROUTER, attempt.prefill
+    world.act(("deliver", late))
+    world._sessions.break_off(world.nodes[attempt.decode])
+    running = world.nodes[attempt.decode].core._running
+    while attempt.id not in running:
+        world.act(draw.choice([act for act in world.enabled() if act != ("deliver", late)]))
+    assert attempt.id not in client.state.attempts
+    sequence = running.get(attempt.id).sequences[0]
+    while attempt.id in running:
+        world.act(draw.choice(world.enabled()))
+    assert sequence.num_output_tokens < params.max_tokens / 2
+    world.run_dry()
+    world.check_whole()
+    assert client.got == client.want
+
+
 def test_a_decode_node_that_loses_its_router_before_the_router_knows_costs_an_attempt() -> None:
     """The prefill node tells the router of it first."""
     world, draw = World(num_prefill=1, num_decode=2), random.Random(0)

@@ -170,6 +170,21 @@ def test_until_both_have_spoken_a_lost_prefill_node_costs_the_attempt(said: obje
     assert ("d1", ()) in aborts(rig)
 
 
+def test_a_decode_node_that_begins_with_what_is_over_is_told_so() -> None:
+    """When it was over, the node's session was down."""
+    rig = RouterRig("p1", "d1", "d2")
+    prefill = rig.submit()
+    assert prefill.decode
+    where = prefill.decode.incarnation
+    rig.core.node_lost(where, "its stream broke", 2.0)
+    rig.collect()
+    assert aborts(rig) == [("p1", ())]
+    rig.core.node_up(info(where, NodeRole.DECODE), 2.1)
+    rig.say(where, prefill, ADOPTED, Tokens(0, 1, (6,)))
+    assert aborts(rig) == [("p1", ()), (where, ())]
+    assert not rig.emitted
+
+
 def test_a_prefill_node_that_stops_after_its_last_word_costs_nothing() -> None:
     """It has died if it says nothing, and has stopped after its work if it said that it would."""
     rig = RouterRig("p1", "d1", "p2")
