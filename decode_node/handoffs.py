@@ -50,12 +50,12 @@ class HandoffServer:
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # one stream of a peer at a time
 
     def deliver(self, turn: Turn) -> None:
-        """Send a turn's messages; drop those for a stream that has since ended or been replaced."""
+        """Send a turn's messages, and end streams; drop what is for a stream that has since ended or been replaced."""
         for output in turn.outputs:
             match output:
                 case ToPrefill(peer, message) if turn.num_handled >= self._opened.get(peer, turn.num_handled + 1):
                     self._streams[peer].send(message)
-                case ClosePeer(peer, reason) if peer in self._streams:
+                case ClosePeer(peer, reason) if peer in self._opened:  # else it is the last stream that was lost
                     self._streams[peer].end(reason)
 
     async def close(self) -> None:

@@ -279,12 +279,14 @@ async def test_a_second_stream_of_a_prefill_node_takes_the_place_of_the_first():
         await d.role.saw(PeerClosed, 2)
 
 
-def that_waits(go: threading.Event):
-    """The script of a role that takes note of the end of a stream when it may."""
+def that_waits(go: threading.Event, *outputs):
+    """The script of a role that takes note of the end of a stream when it may, and puts these out."""
 
     def script(event):
-        assert not isinstance(event, PeerClosed) or go.wait(WAIT_S)
-        return []
+        if not isinstance(event, PeerClosed):
+            return []
+        assert go.wait(WAIT_S)
+        return outputs
 
     return script
 
@@ -302,6 +304,28 @@ async def test_a_peer_is_connected_anew_once_the_role_knows_that_its_last_stream
             go.set()
             assert (await hello).error is None
         await d.role.saw(PeerClosed, 2)
+
+
+async def test_the_loss_of_a_stream_does_not_end_the_next_one_of_its_peer():
+    """A network that breaks may be noticed by the stream first, and by the transport when the peer is there again."""
+    go, may_connect = threading.Event(), threading.Event()
+    late = ClosePeer("p9", "its transport is gone"), ToPrefill("p9", Credit(1, 1))
+    async with pair(script=that_waits(go, *late)) as (_, d), opened(d) as first:
+        await hear(first)
+        connect = d.transport.connect
+        d.transport.connect = lambda *peer: connect(*peer) if may_connect.wait(WAIT_S) else None
+        async with opened(d) as second:
+            await end_of(first)
+            go.set()
+            for _ in range(2):  # in the turn that hears of the end, and in the one after it
+                await asyncio.wrap_future(d.loop.run_engine_call(lambda: None))
+            may_connect.set()
+            assert isinstance(await hear(second), Hello)
+            await d.role.saw(PeerOpened, 2)
+            d.say(ToPrefill("p9", GRANT))
+            while isinstance(message := await hear(second), Heartbeat):
+                pass
+            assert message == GRANT
 
 
 async def test_a_peer_is_refused_if_the_role_does_not_take_note_in_time(monkeypatch):
