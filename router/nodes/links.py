@@ -39,6 +39,9 @@ LAST_WORD_S = 0.5
 """How long a stream that can no longer be written to has to say why."""
 _ENOUGH_BYTES = 2**20
 """Of one write: with so many, what follows waits for the next."""
+MAX_UNREAD = 100_000
+"""Messages that wait for a node. With more, it does not read, and its session ends: what is placed there would wait in
+vain, and be kept after its clients have left."""
 _NO_ANSWER = "no answer"
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 2.0
@@ -156,12 +159,12 @@ class NodeLink:
 
     async def _in_use(self, call: _Call, info: NodeInfo) -> str:
         """From Subscribed to the end of the stream; returns why it ended."""
-        status, outgoing = PeerStatus(call), asyncio.Queue[Prefill | Abort | Migrate]()
+        status, outgoing = PeerStatus(call), _Outgoing()
         self._dispatcher.node_up(info, outgoing.put_nowait)
         self.info = info
         log.info("node_id=%s node_address=%s role=%s up", info.node_id, self.address, info.role.value)
         self._set_problem(None)
-        reading = asyncio.create_task(self._listen(call, info))
+        reading = asyncio.create_task(self._listen(call, info, outgoing))
         writing = asyncio.create_task(_write(call, outgoing))
         reason = "the router ended its session"
         try:
@@ -177,8 +180,9 @@ class NodeLink:
             await asyncio.gather(reading, writing, return_exceptions=True)
         return reason
 
-    async def _listen(self, call: _Call, info: NodeInfo) -> str:
-        """Pass on what the node says until its stream ends, breaks or goes silent; returns which."""
+    async def _listen(self, call: _Call, info: NodeInfo, outgoing: _Outgoing) -> str:
+        """Pass on what the node says until its stream ends, breaks or goes silent, or it lets too much of what it is
+        told wait; returns which."""
         limits = Limits.of(info)
         try:
             async with until_silent(self._silence_s) as silence:
@@ -188,10 +192,14 @@ class NodeLink:
                     message = read_node_message(require_message(wire), limits)
                     if not isinstance(message, Subscribed | Auth):
                         self._dispatcher.handle_node_message(info.incarnation, message)
-                    if isinstance(message, Load) and message.draining:
+                    if not isinstance(message, Load):
+                        continue
+                    if message.draining:
                         self._set_problem("is stopping, and finishes what it has")
-                    if isinstance(message, Load) and self.draining and not self._dispatcher.is_on(info.incarnation):
+                    if self.draining and not self._dispatcher.is_on(info.incarnation):
                         return "drained"
+                    if outgoing.qsize() > MAX_UNREAD:
+                        return "it does not read"
         except TimeoutError:
             return f"silent for {self._silence_s:g} s"
         except (BatonError, grpc.aio.AioRpcError) as error:
@@ -214,9 +222,10 @@ class _SessionLost(Exception):
 
 
 _Call = grpc.aio.StreamStreamCall[node_pb2.RouterMessage, node_pb2.NodeMessage]
+_Outgoing = asyncio.Queue[Prefill | Abort | Migrate]
 
 
-async def _write(call: _Call, outgoing: asyncio.Queue[Prefill | Abort | Migrate]) -> None:
+async def _write(call: _Call, outgoing: _Outgoing) -> None:
     """Write all messages in order, until writing fails: as one what has come while the last was written."""
     while True:
         messages = [write_router_message(await outgoing.get())]

@@ -105,6 +105,9 @@ class Losses:
     def node_lost(self, _: str, reason: str) -> None:
         self.reasons.append(reason)
 
+    def handle_node_message(self, *_: object) -> None:
+        pass
+
 
 async def test_why_a_node_ended_its_session_is_told_if_a_write_meets_the_end_too(nodes):
     node, losses = nodes.nodes[0], Losses()
@@ -120,7 +123,32 @@ async def test_bytes_of_a_node_that_are_no_message_end_its_session(nodes):
     unused: Any = None
     node = nodes.nodes[0]
     link = nodes_of_router.NodeLink(node.port.address, NodeRole.PREFILL, 1, unused, unused, unused, Trust(), 20.0)
-    assert await link._listen(NoMessages(), node.info) == "its bytes are no message"  # type: ignore[arg-type]  # all it uses
+    call: Any = NoMessages()
+    assert await link._listen(call, node.info, asyncio.Queue()) == "its bytes are no message"
+
+
+class OneLoad:
+    """What a session's stream reads from a node that tells its load and ends the session."""
+
+    def __init__(self) -> None:
+        self.messages = [wire.write_node_message(Load()), grpc.aio.EOF]  # type: ignore[attr-defined]
+
+    async def read(self) -> Any:
+        return self.messages.pop(0)
+
+
+@pytest.mark.parametrize(("num_waiting", "says_"), [(2, "it ended the session"), (3, "it does not read")])
+async def test_a_node_that_lets_what_it_is_told_wait_is_lost(nodes, monkeypatch, num_waiting, says_):
+    """Its load comes as before."""
+    monkeypatch.setattr(nodes_of_router, "MAX_UNREAD", 2)
+    unused: Any = None
+    told: Any = Losses()
+    call: Any = OneLoad()
+    node, outgoing = nodes.nodes[0], asyncio.Queue[Any]()
+    link = nodes_of_router.NodeLink(node.port.address, NodeRole.PREFILL, 1, told, unused, unused, Trust(), 20.0)
+    for number in range(num_waiting):
+        outgoing.put_nowait(Abort(AttemptId(1, str(number), 0), (), 5.0))
+    assert await link._listen(call, node.info, outgoing) == says_
 
 
 async def test_a_node_that_takes_connections_and_says_nothing_gives_no_answer(monkeypatch):
