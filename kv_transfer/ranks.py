@@ -19,7 +19,7 @@ from baton.node_info import Route
 from kv_transfer.copies import Mark
 from kv_transfer.mover import KvMover
 from kv_transfer.parts import PartPlanner, PlannedPart
-from kv_transfer.receiver import KvReceiver, ReceiverEvent
+from kv_transfer.receiver import KvReceiver, PeerDisconnected, ReceiverEvent
 from kv_transfer.sender import KvSender, SenderEvent
 
 Mover = TypeVar("Mover", bound=KvMover)
@@ -171,5 +171,7 @@ class ReceiverRanks(_Ranks[KvReceiver]):
             mover.withdraw(lease)
 
     def poll(self) -> Iterable[ReceiverEvent]:
-        """Events of all ranks since the last call; peers are named by `rank_name`."""
-        return chain.from_iterable([mover.poll() for mover in self.ranks])
+        """Events of all ranks since the last call; peers are named by `rank_name`. The loss of a peer by one rank comes
+        after what has landed on the others."""
+        events = chain.from_iterable([mover.poll() for mover in self.ranks])
+        return sorted(events, key=lambda event: isinstance(event, PeerDisconnected))

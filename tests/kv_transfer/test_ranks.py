@@ -254,6 +254,17 @@ def test_a_node_whose_rank_is_lost_is_told_by_its_name_and_cut_off_whole() -> No
     pair.d.movers.disconnect("p")  # harmless
 
 
+def test_what_has_landed_is_told_before_the_loss_of_its_peer_by_another_rank() -> None:
+    """All of it may be here: then the peer is no longer needed. Each rank is connected with all of the peer's."""
+    pair = Pair(BY_HEADS, BY_HEADS)
+    for number, piece in enumerate(pair.planner.plan(0, 1)):
+        assert pair.d.movers.expect("p", LEASE, number, piece, [1], [None] * 2, True)
+        assert pair.p.movers.send("d", LEASE, number, piece, [3], checked=False)
+    pair.hub.deliver_all()
+    pair.hub.kill(rank_name("p", 0))
+    assert [type(event) for event in pair.d.movers.poll()] == [PartLanded] * 2 + [PeerDisconnected] * 2
+
+
 def test_all_ranks_of_a_peer_are_cut_off() -> None:
     pair = Pair(BY_HEADS, BY_LAYERS)
     assert [len(transport.links) for transport in pair.d.transports] == [2, 2]
