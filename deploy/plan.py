@@ -16,6 +16,7 @@ from itertools import chain, takewhile
 from pathlib import Path
 
 from baton.address import HostPort
+from baton.process.resources import num_cpus
 from baton.settings import ENV_PREFIX, flag_name
 from deploy.settings import OwnSettings
 from node.kv_events_config import KvEventsConfig
@@ -57,7 +58,7 @@ def this_machine() -> Machine:
         gpus = [str(i) for i, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
     else:
         gpus = [*takewhile(_GPU.fullmatch, (gpu.strip() for gpu in visible.split(",")))]
-    return Machine(len(os.sched_getaffinity(0)), tuple(gpus))
+    return Machine(num_cpus(), tuple(gpus))
 
 
 def node_names(settings: OwnSettings) -> list[str]:

@@ -91,7 +91,8 @@ class ParallelSettings(ModelSettings):
         None,
         ge=1,
         le=1024,
-        description="threads that compute on a CPU, for each rank; unset: torch's choice, divided among the ranks",
+        description="threads that compute on a CPU, for each rank; unset: torch's choice, but no "
+        "more than the container's CPU quota, divided among the ranks",
     )
 
     @model_validator(mode="after")

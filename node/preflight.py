@@ -11,6 +11,7 @@ from baton.address import HostPort
 from baton.node_info import MAX_MODEL_CHARS
 from baton.process.listening import listen_socket
 from baton.process.open_files import max_open_files, why_too_few
+from baton.process.resources import memory_bytes
 from baton.process.threads import why_too_few_threads
 from baton.structured_output import xgrammar_compiler
 from baton.telemetry.admin import read_key
@@ -169,10 +170,10 @@ def _check_pool(settings: NodeSettings) -> None:
     wanted = settings.kv_cache_memory_bytes
     if wanted is None or (settings.device != "cpu" and num_gpus()):
         return
-    there, num_here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), len(settings.host_ranks)
+    there, num_here = memory_bytes(), len(settings.host_ranks)
     if wanted * num_here > there:
         each = f" for each of {num_here} ranks" if num_here > 1 else ""
-        raise StartupError(f"--kv-cache-memory-bytes: {wanted}{each} are more than this machine's {there}")
+        raise StartupError(f"--kv-cache-memory-bytes: {wanted}{each} are more than the {there} that may be used")
 
 
 def num_gpus() -> int:

@@ -104,7 +104,7 @@ class NodeSettings(ParallelSettings):
         None,
         ge=1,
         description="bytes of each rank's KV pool, 4G being 4 GiB; unset: the share of the GPU that is left, on a CPU "
-        "at most 1 GiB",
+        "at most 1 GiB, and a quarter of the memory among a host's ranks",
     )
 
     structured_outputs_backend: Literal["guidance", "xgrammar"] = Field(

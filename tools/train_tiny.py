@@ -28,6 +28,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from baton.process.resources import num_cpus
 from tools.tiny.training.card import describe, previous_how, write_card
 from tools.tiny.training.codec import Codec
 from tools.tiny.training.evaluate import EVALS, evaluate
@@ -67,7 +68,7 @@ def parse(argv: Sequence[str]) -> tuple[Settings, bool]:
         compiled=device.type == "cuda" and not flags.no_compile,
         resume=flags.resume,
         peak_lr=flags.peak_lr,
-        num_workers=max(1, (os.cpu_count() or 2) - 2),
+        num_workers=max(1, num_cpus() - 2),
         slab_tokens=1024 if small else 16384,
         slabs_per_step=2 if small else 4,
         max_length=512 if small else MAX_LENGTH,

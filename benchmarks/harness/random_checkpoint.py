@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shutil
 import string
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
+from baton.process.resources import num_cpus
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.skeleton import build_skeleton
 
@@ -43,7 +43,7 @@ def write_checkpoint(shape: str, folder: Path) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shards = _shards({name: tensor.nbytes for name, tensor in tensors.items()})
     files = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
-    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as threads:
+    with ThreadPoolExecutor(min(_MOST_THREADS, num_cpus())) as threads:
         written = [
             threads.submit(_write_shard, folder / file, {name: tensors[name] for name in names}, deviation, device, i)
             for i, (file, names) in enumerate(zip(files, shards, strict=True))

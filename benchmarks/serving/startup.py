@@ -29,6 +29,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from baton.address import HostPort
+from baton.process.resources import num_cpus
 from baton.sampling import SamplingParams
 from baton.settings import Settings, parse
 from benchmarks.harness.checks import WrongAnswers
@@ -110,7 +111,7 @@ def run(settings: StartupSettings) -> dict[str, Any]:
         "node": settings.node,
         "weights_gib": round(num_bytes / 2**30, 2),
         "machine": platform.node(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": num_cpus(),
         "num_answered": len(starts["warm"].answer),
         "goal_s": GOAL_S,
         **{f"{name}_ready_s": round(start.ready_s, 2) for name, start in starts.items()},
@@ -131,7 +132,7 @@ def _write_checkpoint(shape: str, folder: Path) -> None:
 
 def _into_page_cache(folder: Path) -> int:
     """Read the weight files; returns their size in bytes, 0 for a model that is not a folder."""
-    with ThreadPoolExecutor(min(MOST_READERS, os.cpu_count() or 1)) as threads:
+    with ThreadPoolExecutor(min(MOST_READERS, num_cpus())) as threads:
         return sum(threads.map(_read, folder.glob("*.safetensors")))
 
 

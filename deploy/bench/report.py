@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 import baton
+from baton.process.resources import num_cpus
 from deploy.bench.figures import LATENCIES
 from deploy.bench.stats import table
 
@@ -60,7 +60,7 @@ def environment() -> dict[str, Any]:
         "baton": baton.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "num_cores": os.cpu_count(),
+        "num_cores": num_cpus(),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.process import resources
 from deploy.doctor.finding import Finding, failure, ok, warning
+from deploy.doctor.settings import DoctorSettings
 from kv_transfer.transports.host import rdma_devices
 
-CGROUP = Path("/sys/fs/cgroup")
 STATUS = Path("/proc/self/status")
 SHM = "/dev/shm"
 MIB, GIB = 1 << 20, 1 << 30
@@ -26,23 +27,22 @@ _IPC_LOCK = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
-class Cgroup:
-    """cpus: CPU time a second that it may use; None: no limit. throttled_share: of its periods, those in which it was
-    stopped for using it up."""
+class Wish:
+    """CPUs that a process should have, and what for."""
 
-    cpus: float | None = None
-    memory_bytes: int | None = None
-    throttled_share: float = 0.0
+    num_cpus: int
+    reason: str
 
 
-def findings() -> Iterator[Finding]:
+def findings(settings: DoctorSettings) -> Iterator[Finding]:
     yield open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     yield locked_memory(soft, can_lock_memory(), rdma_devices())
     yield shared_memory(shm_bytes())
-    cgroup, num_cpus = read_cgroup(CGROUP), len(os.sched_getaffinity(0))
-    yield cpus(cgroup, num_cpus)
-    yield memory(cgroup, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    affinity, quota = len(os.sched_getaffinity(0)), resources.cpu_quota()
+    allowed = affinity if quota is None else min(affinity, quota)
+    yield cpus(allowed, resources.throttled_share(), wish(settings))
+    yield memory(resources.memory_bytes(), resources.physical_memory_bytes())
 
 
 def open_files(soft: int, hard: int) -> Finding:
@@ -78,37 +78,36 @@ def shared_memory(num_bytes: int | None) -> Finding:
     return failure(check, text, do)
 
 
-def cpus(cgroup: Cgroup, num_cpus: int) -> Finding:
-    check, most = "CPU", num_cpus if cgroup.cpus is None else min(num_cpus, cgroup.cpus)
-    text = f"{most:g} of {os.cpu_count()} CPUs may be used"
-    if cgroup.throttled_share > 0.05:
+def wish(settings: DoctorSettings) -> Wish:
+    """Of the process that needs most: a node, or a router with these settings."""
+    ranks = settings.tensor_parallel_size * settings.pipeline_parallel_size // settings.nnodes
+    wishes = [
+        Wish(2, "a node has an engine thread and a network thread"),
+        Wish(ranks, "ranks wait for each other in every step (--tensor-parallel-size, --pipeline-parallel-size)"),
+        Wish(ranks * (settings.cpu_threads or 1), "each rank computes with the threads of --cpu-threads"),
+        Wish(settings.workers, "each process of a router's --workers uses up to one"),
+    ]
+    return max(wishes, key=lambda wish: wish.num_cpus)
+
+
+def cpus(allowed: float, throttled_share: float, wanted: Wish) -> Finding:
+    """allowed: by the affinity and the quota. throttled_share: of all periods of the quota, those in which it was used
+    up."""
+    check, text = "CPU", f"{allowed:g} of {os.cpu_count()} CPUs may be used"
+    if throttled_share > 0.05:
         do = "Raise the container's CPU limit, or remove it: a stopped router or engine thread stops every stream."
-        return warning(check, f"{text}, and {cgroup.throttled_share:.0%} of all periods were cut short.", do)
-    if most < 2:
-        return warning(check, f"{text}.", "Give it two or more: a node has an engine thread and a network thread.")
+        return warning(check, f"{text}, and {throttled_share:.0%} of all periods were cut short.", do)
+    if allowed < wanted.num_cpus:
+        return warning(check, f"{text}.", f"Give it {wanted.num_cpus} or more: {wanted.reason}.")
     return ok(check, f"{text}.")
 
 
-def memory(cgroup: Cgroup, physical_bytes: int) -> Finding:
-    limit = min(cgroup.memory_bytes or physical_bytes, physical_bytes)
+def memory(limit: int, physical_bytes: int) -> Finding:
     text = f"{limit / GIB:.1f} of {physical_bytes / GIB:.1f} GiB of memory may be used."
     if limit < SMALL_MEMORY_BYTES:
         do = "Raise the container's memory limit: loading a checkpoint needs room for its largest file."
         return warning("memory", text, do)
     return ok("memory", text)
-
-
-def read_cgroup(folder: Path) -> Cgroup:
-    """The limits of the container, or of the unit. Without version 2 of cgroups: none."""
-    quota = _text(folder / "cpu.max").split()
-    stat = dict(line.split()[:2] for line in _text(folder / "cpu.stat").splitlines())
-    most = _text(folder / "memory.max")
-    periods = int(stat.get("nr_periods", 0))
-    return Cgroup(
-        cpus=int(quota[0]) / int(quota[1]) if len(quota) == 2 and quota[0] != "max" else None,
-        memory_bytes=int(most) if most.isdecimal() else None,
-        throttled_share=int(stat.get("nr_throttled", 0)) / periods if periods else 0.0,
-    )
 
 
 def can_lock_memory() -> bool:

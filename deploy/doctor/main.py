@@ -60,7 +60,7 @@ def examine(settings: DoctorSettings) -> Iterator[Finding]:
     yield from gpus.findings(settings.device)
     yield from transports.findings(settings.transport, settings.device, settings.transfer_interface)
     yield from clocks.findings()
-    yield from limits.findings()
+    yield from limits.findings(settings)
     yield from files.findings(settings)
 
 

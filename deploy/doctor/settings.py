@@ -43,6 +43,11 @@ class DoctorSettings(Settings):
     )
     transfer_interface: str | None = Field(None, description="as for a node: network interface for KV blocks")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="as for a node: where the KV blocks are")
+    cpu_threads: int | None = Field(None, ge=1, le=1024, description="as for a node: enough CPUs for them")
+    tensor_parallel_size: int = Field(1, ge=1, le=64, description="as for a node: enough CPUs for its ranks")
+    pipeline_parallel_size: int = Field(1, ge=1, le=64, description="as for a node: likewise")
+    nnodes: int = Field(1, ge=1, le=64, description="as for a node: hosts of its ranks")
+    workers: int = Field(1, ge=1, le=64, description="as for a router: enough CPUs for its processes")
     model: str | None = Field(None, description="as for a node: a checkpoint to look at")
     ports: ConnectAddresses = Field((), description="addresses that a node or router is to listen on: must be free")
     cluster_secret_file: Path | None = Field(

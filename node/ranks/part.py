@@ -18,6 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from baton.kv_groups import group_layers
 from baton.layout import QUANTIZED_TOKENS, KvLayout, LayerKv, as_quantized, num_blocks_for
+from baton.process.resources import num_cpus
 from engine.config import EngineConfig
 from engine.model import fast
 from engine.model.graphs import step_padding
@@ -65,10 +66,7 @@ def load_part(
     device = device_of(settings, pipeline.everyone.rank)
     if settings.kv_cache_dtype != "auto":
         _require_fp8(device, settings.block_size)
-    if settings.cpu_threads is not None:
-        torch.set_num_threads(settings.cpu_threads)
-    elif len(settings.host_ranks) > 1:
-        torch.set_num_threads(max(1, torch.get_num_threads() // len(settings.host_ranks)))
+    torch.set_num_threads(settings.cpu_threads or _share_of_threads(len(settings.host_ranks)))
     torch.manual_seed(settings.seed)
     limits = _limits(settings, checkpoint, device)
     experts = DataParallel(pipeline.peers) if data is ONE_NODE else data
@@ -81,6 +79,11 @@ def load_part(
     config = _with_pool(settings, limits, model, probed, pipeline)
     is_measured = device.type == "cpu" and experts.everyone.size > 1
     return Part(model, probed, config, kv, groups, (lambda: experts.exchange_s) if is_measured else None)
+
+
+def _share_of_threads(num_ranks: int) -> int:
+    """A rank's share of those that torch would start, which heeds OMP_NUM_THREADS but not the quota of a container."""
+    return max(1, min(torch.get_num_threads(), num_cpus()) // num_ranks)
 
 
 def device_of(settings: NodeSettings, rank: int = 0) -> torch.device:

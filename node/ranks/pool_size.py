@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
+from baton.process.resources import memory_bytes
 from engine.config import EngineConfig
 from engine.model.graphs import decode_capture_sizes, num_logits_rows
 from engine.model.memory import ProfiledMemory, kv_pool_bytes, num_kv_blocks, out_of_memory, profile
@@ -15,6 +16,8 @@ from node.settings import GIB, NodeSettings
 from node.slots import slot_sizes
 
 _CPU_POOL_BYTES = GIB
+_CPU_POOL_SHARE = 0.25
+"""Of the memory that the ranks of a host may use: there must be room for the weights, and for a peer's node."""
 _GRAPHS_BYTES = GIB
 """Bytes kept free for CUDA graphs; if their logits take much, a quarter of this besides the logits."""
 
@@ -49,7 +52,9 @@ def _pool_bytes(
         kept = graphs_bytes + num_slots * slots.part_blocks * block_bytes
         return kv_pool_bytes(memory, share, kept), f"--gpu-memory-utilization ({share:g})"
     fillable = limits.max_num_seqs * limits.most_blocks(limits.max_model_len)
-    return min(_CPU_POOL_BYTES, fillable * block_bytes), "--kv-cache-memory-bytes (unset: at most 1 GiB)"
+    share = int(memory_bytes() * _CPU_POOL_SHARE) // len(settings.host_ranks)
+    more_by = "--kv-cache-memory-bytes (unset: at most 1 GiB, and a quarter of the memory)"
+    return min(_CPU_POOL_BYTES, share, fillable * block_bytes), more_by
 
 
 def graph_bytes(settings: NodeSettings, limits: EngineConfig, logits_bytes: int) -> int:

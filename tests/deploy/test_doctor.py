@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 from rich.console import Console
 
 from baton.address import HostPort
+from baton.process import resources
 from deploy.doctor import clocks, files, gpus, limits, main, report, transports, versions
 from deploy.doctor.certificates import validities
 from deploy.doctor.child import ChildFailed, call
@@ -198,7 +199,7 @@ def test_planted_limits_are_found(monkeypatch):
     monkeypatch.setattr(limits, "rdma_devices", lambda: ("mlx5_0",))
     small = SimpleNamespace(f_bavail=64 * 256, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda _: small)
-    found = verdicts(limits.findings())
+    found = verdicts(limits.findings(DoctorSettings()))
     assert (found["open files"], found["locked memory"], found["/dev/shm"]) == ("failure",) * 3
 
 
@@ -213,17 +214,37 @@ def test_limits_that_suffice():
     assert limits.shared_memory(None).verdict == "failure"
 
 
-def test_a_container_s_limits(tmp_path):
-    (tmp_path / "cpu.max").write_text("150000 100000\n")
-    (tmp_path / "cpu.stat").write_text("usage_usec 5\nnr_periods 100\nnr_throttled 40\n")
-    (tmp_path / "memory.max").write_text(f"{2 * GIB}\n")
-    cgroup = limits.read_cgroup(tmp_path)
-    assert (cgroup.cpus, cgroup.memory_bytes, cgroup.throttled_share) == (1.5, 2 * GIB, 0.4)
-    assert limits.cpus(cgroup, 8).verdict == limits.memory(cgroup, 64 * GIB).verdict == "warning"
-    free = limits.read_cgroup(tmp_path / "none")
-    assert free == limits.Cgroup()
-    assert limits.cpus(free, 8).verdict == limits.memory(free, 64 * GIB).verdict == "ok"
-    assert limits.cpus(free, 1).verdict == "warning"
+def test_a_container_s_limits(monkeypatch):
+    monkeypatch.setattr(resources, "cpu_quota", lambda: 1.5)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    monkeypatch.setattr(resources, "memory_bytes", lambda: 2 * GIB)
+    found = {finding.check: finding for finding in limits.findings(DoctorSettings())}
+    assert found["CPU"].found == f"1.5 of {os.cpu_count()} CPUs may be used."
+    assert found["CPU"].verdict == found["memory"].verdict == "warning"
+    monkeypatch.setattr(resources, "cpu_quota", lambda: None)
+    monkeypatch.setattr(resources, "memory_bytes", lambda: 64 * GIB)
+    found = {finding.check: finding for finding in limits.findings(DoctorSettings())}
+    assert found["CPU"].verdict == found["memory"].verdict == "ok"
+    monkeypatch.setattr(resources, "throttled_share", lambda: 0.4)
+    found = {finding.check: finding for finding in limits.findings(DoctorSettings())}
+    assert "40% of all periods were cut short" in found["CPU"].found
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_cpus"),
+    [
+        (DoctorSettings(), 2),
+        (DoctorSettings(workers=4), 4),
+        (DoctorSettings(cpu_threads=3, tensor_parallel_size=2), 6),
+        (DoctorSettings(tensor_parallel_size=8, nnodes=2), 4),
+    ],
+)
+def test_fewer_cpus_than_a_role_wants(settings, num_cpus):
+    wanted = limits.wish(settings)
+    assert limits.cpus(num_cpus, 0.0, wanted).verdict == "ok"
+    found = limits.cpus(num_cpus - 0.5, 0.0, wanted)
+    assert found.verdict == "warning"
+    assert found.do.startswith(f"Give it {num_cpus} or more: ")
 
 
 # ---- ports and files ----

@@ -12,6 +12,7 @@ import pytest
 
 from baton.address import HostPort
 from baton.settings import parse
+from deploy import plan as deploy_plan
 from deploy.plan import Child, Machine, NodePorts, clean_environment, node_names, placement, plan, this_machine
 from deploy.settings import OwnSettings, UpSettings
 from node.kv_events_config import KvEventsConfig
@@ -318,6 +319,11 @@ def test_gpus_are_those_that_cuda_would_show(visible: str, gpus: tuple[str, ...]
     """-1 hides them all: a cluster on the CPU's cores would be refused for the one GPU that it seemed to be."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert this_machine().gpus == gpus
+
+
+def test_the_cores_are_those_that_a_container_s_quota_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deploy_plan, "num_cpus", lambda: 3)
+    assert this_machine().num_cores == 3
 
 
 def test_children_do_not_see_our_settings() -> None:

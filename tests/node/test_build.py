@@ -22,6 +22,7 @@ from engine.model.load import loader
 from node.build import build
 from node.errors import StartupError
 from node.peers.rendezvous import mismatch
+from node.ranks import part, pool_size
 from node.ranks.joining import shared_flags
 from node.settings import NodeSettings
 from node.tokenizer import read_tokenizer
@@ -116,6 +117,27 @@ def test_the_pool_is_as_large_as_told_or_as_could_ever_be_filled(checkpoint):
     assert by_bytes.engine.blocks.num_total == 1_000_000 // by_bytes.layout.block_bytes
     by_need = build(settings(checkpoint, max_num_seqs=2, max_model_len=100))
     assert by_need.engine.blocks.num_total == 2 * 7
+
+
+def test_the_pool_takes_a_quarter_of_the_memory_that_the_process_may_use(checkpoint, monkeypatch):
+    block_bytes = build(settings(checkpoint, num_gpu_blocks_override=40)).layout.block_bytes
+    monkeypatch.setattr(pool_size, "memory_bytes", lambda: 4 * 100 * block_bytes)
+    assert build(settings(checkpoint)).engine.blocks.num_total == 100
+    monkeypatch.setattr(pool_size, "memory_bytes", lambda: 4 * 10 * block_bytes)
+    with pytest.raises(ValueError, match=r"--max-model-len: .* lower it to 160 or less, or raise --kv-cache-memory"):
+        build(settings(checkpoint))
+
+
+@pytest.mark.parametrize(("torch_s", "allowed", "used"), [(5, 2, 2), (2, 64, 2), (3, 1, 1)])
+def test_torch_has_no_more_threads_than_the_process_has_cpus(checkpoint, monkeypatch, torch_s, allowed, used):
+    """torch's own choice heeds OMP_NUM_THREADS, but no quota."""
+    monkeypatch.setattr(part, "num_cpus", lambda: allowed)
+    torch.set_num_threads(torch_s)
+    try:
+        build(settings(checkpoint, num_gpu_blocks_override=40).model_copy(update={"cpu_threads": None}))
+        assert torch.get_num_threads() == used
+    finally:
+        torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize(

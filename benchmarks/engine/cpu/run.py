@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
+from baton.process.resources import num_cpus
 from baton.settings import Settings, parse
 from benchmarks.engine.cpu.answers import check
 from benchmarks.engine.cpu.side import DECODES, PROMPTS
@@ -51,7 +52,7 @@ class CpuBenchSettings(Settings):
     )
     dtypes: str = Field(",".join(SIDES), description="to measure, one after another")
     peers_python: str = Field(sys.executable, description="Python that has the packages of the other sides")
-    threads: int = Field(os.cpu_count() or 1, ge=1, description="of each side")
+    threads: int = Field(num_cpus(), ge=1, description="of each side")
     rounds: int = Field(5, ge=1, description="samples per cell and side")
     output: Path | None = Field(None, description="file to write the JSON line to as well")
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from baton.process.resources import num_cpus
 from engine.model.errors import UnsupportedModel
 from engine.model.parallel.cut import Runs
 
@@ -92,7 +93,7 @@ def read_spans(spans: list[FileSpan], loaded: Callable[[int], None] = lambda num
         torch.cuda.current_stream(device).synchronize()
     spans = sorted(spans, key=lambda span: (span.file, span.offset))
     files = {file: os.open(file, os.O_RDONLY) for file in {span.file for span in spans}}
-    num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)), len(spans))
+    num_threads = min(_MAX_THREADS, num_cpus(), len(spans))
     shared = iter(spans)  # threads may share a list's iterator: next() is atomic under the GIL
     try:
         with ThreadPoolExecutor(num_threads, "weights") as threads:

@@ -1,3 +1,3 @@
-"""What a process of baton owes its system and its operator: signals, its parent, descriptors, threads, and output that
-nobody reads.
+"""What a process of baton owes its system and its operator: signals, its parent, descriptors, threads, CPUs, memory,
+and output that nobody reads.
 """
