@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Sequence
 from typing import TextIO
@@ -26,8 +25,6 @@ class NamedLines:
             self._heads[name] = f"\x1b[{COLOURS[i % len(COLOURS)]}m{head}{RESET}" if coloured else head
 
     def __call__(self, name: str, line: str) -> None:
-        with contextlib.suppress(OSError):  # the reader is gone, or the disk is full: no reason to stop serving
-            head = self._heads[name]
-            self._out.write_or_count(
-                f"{head} {line}\n", lambda count: f"{head} lines lost: {count}, which nobody read\n"
-            )
+        head = self._heads[name]
+        lost = "which nobody read, or for which the disk was full"
+        self._out.write_or_count(f"{head} {line}\n", lambda count: f"{head} lines lost: {count}, {lost}\n")

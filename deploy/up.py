@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 
 from baton.address import HostPort
+from baton.process.open_files import raise_open_files, why_too_few
 from baton.process.signals import stop_signals
 from baton.settings import flag_name, parse
 from deploy.lines import NamedLines
@@ -31,12 +32,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Serve until SIGINT, SIGTERM or SIGHUP; a second one kills."""
     settings, machine = parse(UpSettings, argv), this_machine()
     try:
+        if too_few := why_too_few(raise_open_files()):
+            raise ValueError(too_few)
         placed = placement(settings, machine)
         ports = {name: _hold(getattr(settings, name), name) for name in ("http", "grpc")}
+        cluster = _Cluster(settings, machine, ports["http"], ports["grpc"])
     except (PortTaken, ValueError) as error:
         sys.stderr.write(f"{settings.prog}: {error}\n")
         sys.exit(EXIT_FAILED)
-    sys.exit(asyncio.run(_Cluster(settings, machine, ports["http"], ports["grpc"]).serve(placed)))
+    sys.exit(asyncio.run(cluster.serve(placed)))
 
 
 def _hold(address: HostPort, name: str) -> HeldPort:
@@ -47,7 +51,8 @@ def _hold(address: HostPort, name: str) -> HeldPort:
 
 
 class _Cluster:
-    """One run of the command. Holds all ports until the process ends, for children that are restarted."""
+    """One run of the command. Holds all ports until the process ends, for children that are restarted. Raises
+    PortTaken."""
 
     def __init__(self, settings: OwnSettings, machine: Machine, http_port: HeldPort, grpc_port: HeldPort) -> None:
         self._settings = settings

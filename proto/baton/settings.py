@@ -25,6 +25,7 @@ import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
+from yaml.constructor import ConstructorError
 
 import baton
 from baton.address import HostPort
@@ -241,14 +242,28 @@ def metavar(annotation: Any) -> str:
     return found + ",..." if get_origin(annotation) is tuple else found
 
 
+_MOST_FILE_BYTES = 1 << 20
+"""Of --config. A checkpoint's weights, for one, would be read into memory as a whole."""
+
+
 class _Values(UniqueKeys, yaml.SafeLoader):
-    """Without keys that are there twice."""
+    """Without keys that are there twice, and without zeros in texts, which may be paths."""
+
+    def construct_scalar(self, node: Any) -> Any:
+        text = super().construct_scalar(node)
+        if "\0" in text:
+            raise ConstructorError(None, None, "a text has a zero character", node.start_mark)
+        return text
 
 
 def _read_file(cls: type[Settings], path: Path) -> dict[str, Any]:
     """The file's settings by field name, without those of other commands. Raises SettingsError."""
     try:
-        content = yaml.load(path.read_bytes(), _Values) or {}  # of bytes YAML knows the encoding, whatever the locale
+        with path.open("rb") as file:
+            text = file.read(_MOST_FILE_BYTES + 1)
+        if len(text) > _MOST_FILE_BYTES:
+            raise SettingsError(f"--config: {path} is larger than {_MOST_FILE_BYTES} bytes")
+        content = yaml.load(text, _Values) or {}  # of bytes YAML knows the encoding, whatever the locale
     except OSError as error:
         raise SettingsError(f"--config: cannot read {path}: {error.strerror}") from None
     except yaml.YAMLError as error:

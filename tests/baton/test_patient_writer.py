@@ -5,6 +5,7 @@ import os
 import select
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TextIO
 
 import pytest
@@ -60,8 +61,20 @@ def test_a_log_that_nobody_reads_says_later_how_much_is_missing(pipe: tuple[int,
     log.info("again")
     *_, lost, again = os.read(reading, ALL_BYTES).decode().splitlines()
     whole = sum(line.endswith(b"x" * 2000) for line in lines)
-    assert lost.endswith(f"log lines lost={100 - whole}: nobody read them")
+    assert lost.endswith(f"log lines lost={100 - whole}: nobody read them, or the disk was full")
     assert again.endswith("again")
+
+
+def test_lines_for_which_the_disk_was_full_are_counted_too(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with open("/dev/full", "w") as stream, path.open("w") as file:  # noqa: PTH123  (a device)
+        out = PatientWriter(stream)
+        for line in ("a\n", "b\n"):
+            out.write_or_count(line, "lost {}\n".format)
+        os.dup2(file.fileno(), stream.fileno())
+        out.write_or_count("c\n", "lost {}\n".format)
+        out.write_or_count("d\n", "lost {}\n".format)
+    assert path.read_text() == "lost 2\nc\nd\n"
 
 
 def test_one_who_reads_in_time_gets_all(pipe: tuple[int, TextIO], monkeypatch: pytest.MonkeyPatch) -> None:

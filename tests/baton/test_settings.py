@@ -185,6 +185,8 @@ def test_a_bad_variable_is_named(capsys, monkeypatch):
         ("low: 1\nconfig: other.yaml", "has an unknown key 'config'"),
         ("max-num-seqs: 1\nmax_num_seqs: 2", "sets 'max_num_seqs' twice"),
         ("max-num-seqs: 1\nlow: 2\nmax-num-seqs: 2", "'max-num-seqs' is there twice"),
+        (r'config-file: "a\0b"', "is not YAML: a text has a zero character"),
+        ("low: 3 #" + "x" * (1 << 20), "is larger than 1048576 bytes"),
         ("low: 2026-13-01", "is not YAML: month must be in 1..12"),
         (r'low: "\UFFFFFFFF"', "is not YAML: "),
         ("low: !!bool maybe", "is not YAML: "),

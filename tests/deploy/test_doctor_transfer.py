@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import threading
 import time
@@ -15,7 +16,7 @@ from baton.address import HostPort
 from baton.rpc.cluster_secret import ClusterSecret
 from deploy.doctor import main
 from deploy.doctor.settings import DoctorSettings
-from deploy.doctor.transfer import ends, links, peer, verdicts
+from deploy.doctor.transfer import ends, links, listen, peer, verdicts
 from deploy.doctor.transfer.control import Control, TestFailed, dial
 from deploy.doctor.transfer.listen import Host, Listener
 from deploy.doctor.transfer.peer import Test, findings
@@ -302,3 +303,12 @@ def test_a_real_transport_between_two_processes(monkeypatch):
 def test_a_secret_that_cannot_be_read_skips_the_test(tmp_path):
     [finding] = main.self_test(DoctorSettings(cluster_secret_file=tmp_path / "none"))
     assert finding.verdict == "skipped"
+
+
+def test_a_machine_without_a_loopback_address(monkeypatch):
+    def refuse(address: HostPort) -> socket.socket:
+        raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+
+    monkeypatch.setattr(listen, "listen_socket", refuse)
+    [finding] = main.self_test(DoctorSettings())
+    assert (finding.verdict, finding.found) == ("failure", "127.0.0.1:0: Cannot assign requested address.")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.deploy.spawned import Up, wait_for_end
+from tests.deploy.spawned import ROOT, Up, python_path, wait_for_end
 
 ANY_PORTS = ("--http=127.0.0.1:0", "--grpc=127.0.0.1:0", "--device=cpu")
 
@@ -53,6 +55,28 @@ def test_busy_port_is_named_before_anything_starts(flag: str) -> None:
         with Up(*ANY_PORTS, f"--{flag}={address}") as up:
             assert up.wait_end() == 1
             assert up.log == f"baton-up: --{flag}: {address} cannot be had: Address already in use\n"
+
+
+@pytest.mark.parametrize(
+    ("planted", "says"),
+    [
+        ("raise_open_files = lambda: 16", "open files: a limit of 16 is too low, 128 are needed at least (ulimit -n)"),
+        ("NODE_HOST = '192.0.2.1'", "192.0.2.1:0 cannot be had: Cannot assign requested address"),
+    ],
+)
+def test_a_machine_that_lacks_what_nodes_need(planted: str, says: str) -> None:
+    """A loopback address, for one."""
+    program = f"from deploy import up; up.{planted}; up.main({ANY_PORTS!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=python_path(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (1, f"baton-up: {says}\n")
 
 
 def test_more_ranks_than_cores_are_refused_before_anything_starts() -> None:

@@ -41,7 +41,12 @@ class Test:
 
 def within_machine(test: Test) -> Iterator[Finding]:
     """The test between two processes of this machine."""
-    listener = Listener(HostPort("127.0.0.1", 0), test.host)
+    address = HostPort("127.0.0.1", 0)
+    try:
+        listener = Listener(address, test.host)
+    except OSError as error:
+        yield failure("peer", f"{address}: {error.strerror}.", "Give the machine a loopback interface.")
+        return
     thread = threading.Thread(target=_serve, args=(listener,), daemon=True)
     thread.start()
     try:

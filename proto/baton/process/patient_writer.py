@@ -35,12 +35,18 @@ class PatientWriter:
         self._num_lost = 0
 
     def write_or_count(self, text: str, lost: Callable[[int], str]) -> None:
-        """Write the text, or count it as lost: what is written next comes after `lost` of how many. Raises as `write`
-        does."""
-        if self._num_lost and self.write(lost(self._num_lost)):
+        """Write the text, or count it as lost, also if the reader is gone or the disk full, which are no reasons to
+        stop serving. What is written next comes after `lost` of how many."""
+        if self._num_lost and self._written(lost(self._num_lost)):
             self._num_lost = 0
-        if not self.write(text):
+        if not self._written(text):
             self._num_lost += 1
+
+    def _written(self, text: str) -> bool:
+        try:
+            return self.write(text)
+        except OSError:
+            return False
 
     def write(self, text: str) -> bool:
         """False: it is lost, or the rest of it, since nobody reads. Raises OSError if the reader is gone or the disk

@@ -62,7 +62,7 @@ def configure_logging(
 
 
 class _Handler(logging.Handler):
-    """Says with the next line that is read how many were lost since nobody read them."""
+    """Says with the next line that is written how many were lost, since nobody read them or the disk was full."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
@@ -71,8 +71,6 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._out.write_or_count(self._line(record), lambda count: self._line(_lost(count)))
-        except OSError:  # the reader is gone, or the disk is full: no reason to stop serving
-            pass
         except Exception:  # noqa: BLE001 - what cannot be formatted is told as by all handlers
             self.handleError(record)
 
@@ -81,7 +79,8 @@ class _Handler(logging.Handler):
 
 
 def _lost(count: int) -> logging.LogRecord:
-    return logging.LogRecord(__name__, logging.WARNING, "", 0, "log lines lost=%d: nobody read them", (count,), None)
+    text = "log lines lost=%d: nobody read them, or the disk was full"
+    return logging.LogRecord(__name__, logging.WARNING, "", 0, text, (count,), None)
 
 
 def _name_request(record: logging.LogRecord) -> bool:
