@@ -24,6 +24,7 @@ VLLM_FLAGS = {
     "chat_template": "the checkpoint's is used; with --trust-request-chat-template requests may bring one",
     "tokenizer": "the checkpoint's is used",
     "trust_remote_code": "Python code in checkpoints is never run",
+    "enable_ssl_refresh": "certificates are always read again when their files change",
     "hf_token": "the token of the hub is in the variable HF_TOKEN",
     "download_dir": "models are downloaded to where the variable HF_HOME says",
     "uvicorn_log_level": _LOGS,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
+import shutil
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -176,6 +178,28 @@ async def test_a_node_whose_certificate_names_another_address_is_not_talked_to(c
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await node_pb2_grpc.NodeStatusStub(node.channel).Describe(node_pb2.DescribeRequest(), timeout=WAIT_S)
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_renewed_certificates_count_from_the_next_connection_on(tmp_path):
+    """At both ends; what is open stays open."""
+    made, new = make_certificate(tmp_path), make_certificate(tmp_path, "new")
+    old = Certificate(*(Path(shutil.copy(path, f"{path}.old")) for path in dataclasses.astuple(made)))
+    async with running(PREFILL_SIDE, NodeRole.PREFILL, **made.settings) as node:
+        await describe(node.channel)
+        ours = node.node._settings.trust().tls
+        for renewed, path in zip(dataclasses.astuple(new), dataclasses.astuple(made), strict=True):
+            renewed.replace(path)
+        async with open_channel(node.address, ours) as channel:
+            await describe(channel)
+        outdated = node.node._settings.model_copy(update=old.settings).trust().tls
+        async with open_channel(node.address, outdated) as channel:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await describe(channel)
+        await describe(node.channel)
+
+
+async def describe(channel: grpc.aio.Channel) -> None:
+    await node_pb2_grpc.NodeStatusStub(channel).Describe(node_pb2.DescribeRequest(), timeout=WAIT_S)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ class Certificates:
 def make_certificates(folder: Path) -> Certificates:
     """With the `openssl` command, valid for a day. Key usage and key identifiers are there because clients from Python
     3.13 on refuse certificates without them (VERIFY_X509_STRICT)."""
+    folder.mkdir(exist_ok=True)
     curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1")
     authority = ("-subj", "/CN=authority", "-addext", "basicConstraints=critical,CA:TRUE")
     signs = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")

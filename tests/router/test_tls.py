@@ -1,7 +1,9 @@
 """TLS on the public ports, and files that cannot be used."""
 
 import asyncio
+import shutil
 import ssl
+from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -49,6 +51,47 @@ async def test_both_ports_speak_tls(nodes, certificates, needed):
                 await plain.get("/health")
     finally:
         await router.stop()
+
+
+async def test_renewed_certificates_count_from_the_next_connection_on(nodes, tmp_path):
+    """For HTTP and gRPC, also the authorities that clients must be signed by."""
+    old, new = (make_certificates(tmp_path / name) for name in ("old", "new"))
+    served = Certificates(Path(shutil.copytree(old.folder, tmp_path / "served")))
+    router = Router(
+        nodes, ssl_certfile=served.cert, ssl_keyfile=served.key, ssl_ca_certs=served.ca, ssl_cert_reqs=ssl.CERT_REQUIRED
+    )
+    await router.start()
+    await router.ready()
+    async with client_of(router, old) as connected:
+        try:
+            await connected.get("/health")
+            shutil.copy(new.cert, served.cert)
+            await ask(router, old)  # the key is still the old one
+            for path in (new.key, new.ca):
+                shutil.copy(path, served.folder)
+            await ask(router, new)
+            with pytest.raises((httpx.TransportError, grpc.aio.AioRpcError)):
+                await ask(router, old)
+            await connected.get("/health")
+        finally:
+            await router.stop()
+
+
+async def ask(router: Router, certificates: Certificates) -> None:
+    """Both ports, by new connections."""
+    async with client_of(router, certificates) as client:
+        await client.get("/health")
+    files = (path.read_bytes() for path in (certificates.ca, certificates.key, certificates.cert))
+    credentials = grpc.ssl_channel_credentials(*files)
+    alone = [("grpc.use_local_subchannel_pool", 1)]
+    async with grpc.aio.secure_channel(router.grpc, credentials, options=alone) as channel:
+        await generation_pb2_grpc.GenerationStub(channel).ListModels(pb.ListModelsRequest(), timeout=20)
+
+
+def client_of(router: Router, certificates: Certificates) -> httpx.AsyncClient:
+    trust = ssl.create_default_context(cafile=certificates.ca)
+    trust.load_cert_chain(certificates.cert, certificates.key)
+    return httpx.AsyncClient(base_url=router.http.replace("http:", "https:"), verify=trust, timeout=20)
 
 
 async def test_who_says_nothing_does_not_keep_its_connection(nodes, certificates):

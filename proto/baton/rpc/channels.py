@@ -7,9 +7,12 @@ connection. A host that vanishes silently is detected after `KEEPALIVE_TIME_MS +
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 import grpc.aio
+
+from baton.renewed import Renewed
 
 KEEPALIVE_TIME_MS = 5_000
 KEEPALIVE_TIMEOUT_MS = 5_000
@@ -66,27 +69,48 @@ def node_server_options(open_files: int) -> list[tuple[str, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """PEM texts. The certificate is presented as a server and as a client, and must name the address that peers connect
-    to. It must be signed by one of `authorities`, and so must the peer's."""
+    """PEM texts. Between roles the certificate is presented as a server and as a client, must name the address that
+    peers connect to, and must be signed by one of `authorities`, as must the peer's."""
 
     key: bytes = field(repr=False)
     certificate: bytes
-    authorities: bytes
+    authorities: bytes | None
 
 
-def open_channel(address: str, tls: Tls | None, name: str = "") -> grpc.aio.Channel:
+def open_channel(address: str, tls: Renewed[Tls] | None, name: str = "") -> grpc.aio.Channel:
     """A channel to another role. `name`: what the peer's certificate must name in place of the address."""
     if tls is None:
         return grpc.aio.insecure_channel(address, options=CLUSTER_CHANNEL_OPTIONS)
-    credentials = grpc.ssl_channel_credentials(tls.authorities, tls.key, tls.certificate)
+    own = tls.current()
+    credentials = grpc.ssl_channel_credentials(own.authorities, own.key, own.certificate)
     named = [("grpc.ssl_target_name_override", name)] if name else []
     return grpc.aio.secure_channel(address, credentials, options=[*CLUSTER_CHANNEL_OPTIONS, *named])
 
 
-def bind(server: grpc.aio.Server, address: str, tls: Tls | None) -> int:
+def server_credentials(tls: Renewed[Tls], needs_certificate: bool) -> grpc.ServerCredentials:
+    """Of a server that takes the current files at each handshake. needs_certificate: clients must present one that is
+    signed by the authorities."""
+    used = tls.current()
+
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        """On a thread of gRPC's. None: as before."""
+        nonlocal used
+        if (found := tls.current()) is used:
+            return None
+        used = found
+        return _configuration(found)
+
+    fetch: Any = renewed  # the types of grpc know nothing of None
+    return grpc.dynamic_ssl_server_credentials(_configuration(used), fetch, needs_certificate)
+
+
+def _configuration(tls: Tls) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(tls.key, tls.certificate)], tls.authorities)
+
+
+def bind(server: grpc.aio.Server, address: str, tls: Renewed[Tls] | None) -> int:
     """Make the server listen on `address` for other roles; returns the port. With `tls`, clients must present a
     certificate. Raises RuntimeError if the address is not available."""
     if tls is None:
         return int(server.add_insecure_port(address))
-    credentials = grpc.ssl_server_credentials([(tls.key, tls.certificate)], tls.authorities, require_client_auth=True)
-    return int(server.add_secure_port(address, credentials))
+    return int(server.add_secure_port(address, server_credentials(tls, needs_certificate=True)))

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from baton.address import HostPort
 from baton.regular_files import read_regular
+from baton.renewed import Renewed
 from baton.rpc.channels import Tls
 from baton.rpc.cluster_secret import ClusterSecret, read_secret
 from baton.settings import Settings
@@ -23,7 +24,7 @@ class Trust:
     """Without a secret and without TLS, any client that reaches a port is trusted."""
 
     secret: ClusterSecret | None = None
-    tls: Tls | None = None
+    tls: Renewed[Tls] | None = None
 
 
 class ClusterSettings(Settings):
@@ -83,26 +84,32 @@ class ClusterSettings(Settings):
         except ValueError as error:
             raise ValueError(f"--cluster-secret-file: {error}") from None
 
-    def _tls(self) -> Tls | None:
+    def _tls(self) -> Renewed[Tls] | None:
         key, certificate, authorities = self.cluster_ssl_keyfile, self.cluster_ssl_certfile, self.cluster_ssl_ca_certs
         if key is None and certificate is None and authorities is None:
             return None
         if key is None or certificate is None or authorities is None:
             raise ValueError("--cluster-ssl-keyfile, --cluster-ssl-certfile, --cluster-ssl-ca-certs: all three or none")
-        files = _read("--cluster-ssl-keyfile", key), _read("--cluster-ssl-certfile", certificate)
-        tls = Tls(*files, _read("--cluster-ssl-ca-certs", authorities))
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        try:
-            context.load_cert_chain(certificate, key, password="")
-        except (ssl.SSLError, ValueError) as error:
-            raise ValueError(
-                f"--cluster-ssl-keyfile, --cluster-ssl-certfile: no key with its certificate: {error}"
-            ) from None
-        try:
-            context.load_verify_locations(authorities)
-        except ssl.SSLError as error:
-            raise ValueError(f"--cluster-ssl-ca-certs: no certificate in {authorities}: {error}") from None
-        return tls
+        paths = key, certificate, authorities
+        return Renewed(paths, lambda: _read_tls(*paths))
+
+
+def _read_tls(key: Path, certificate: Path, authorities: Path) -> Tls:
+    """Raises ValueError that names the flag."""
+    files = _read("--cluster-ssl-keyfile", key), _read("--cluster-ssl-certfile", certificate)
+    tls = Tls(*files, _read("--cluster-ssl-ca-certs", authorities))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        context.load_cert_chain(certificate, key, password="")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--cluster-ssl-keyfile, --cluster-ssl-certfile: no key with its certificate: {error}"
+        ) from None
+    try:
+        context.load_verify_locations(authorities)
+    except OSError as error:
+        raise ValueError(f"--cluster-ssl-ca-certs: no certificate in {authorities}: {error}") from None
+    return tls
 
 
 def _read(flag: str, path: Path) -> bytes:
