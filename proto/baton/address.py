@@ -5,6 +5,9 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass
 
+_MOST_HOST_BYTES = 253
+"""Of a name in DNS (RFC 1035), in which a part has up to 63."""
+
 
 @dataclass(frozen=True, slots=True)
 class HostPort:
@@ -32,10 +35,8 @@ class HostPort:
         host = host[1:-1] if bracketed else host
         if not colon or not host or any(c in " /[]" or not c.isprintable() for c in host):
             raise ValueError(f"must be HOST:PORT, not {text!r}")
-        try:
-            host.encode("idna")  # as each lookup of it does
-        except UnicodeError:
-            raise ValueError(f"{host!r} cannot be the name of a host") from None
+        if not _can_be_looked_up(host):
+            raise ValueError(f"{host!r} cannot be the name of a host")
         if ":" in host and not bracketed:
             raise ValueError(f"an IPv6 address needs brackets, as in [::1]:8000, not {text!r}")
         if not port.isdecimal() or not port.isascii() or int(port) > 65535:
@@ -43,3 +44,10 @@ class HostPort:
         if not int(port) and not allow_port_0:
             raise ValueError(f"port 0 is no port to connect to: {text!r}")
         return cls(host, int(port))
+
+
+def _can_be_looked_up(host: str) -> bool:
+    try:
+        return len(host.encode("idna").rstrip(b".")) <= _MOST_HOST_BYTES  # as each lookup of it encodes it
+    except UnicodeError:
+        return False
