@@ -20,6 +20,8 @@ from engine.model.kv_pool import KvPool
 from engine.model.layer_marks import SeesLayers
 
 IMPLEMENTATION = "baton_paged"
+OWN_ATTENTION = "its class has attention functions of its own"
+"""Why a model class is refused that does not call transformers' AttentionInterface."""
 _SITE = "baton_attention_site"
 _ROTARY = "baton_fused_rotary"
 

@@ -14,7 +14,15 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from baton.layout import LayerKv
 from engine.model import rope
-from engine.model.attention import IMPLEMENTATION, AttentionCall, AttentionSite, attend_within, bind, forward
+from engine.model.attention import (
+    IMPLEMENTATION,
+    OWN_ATTENTION,
+    AttentionCall,
+    AttentionSite,
+    attend_within,
+    bind,
+    forward,
+)
 from engine.model.errors import UnsupportedModel
 from engine.model.experts import loop_where_not_aligned
 from engine.model.kv_pool import require_served
@@ -99,9 +107,7 @@ def probe(model: PreTrainedModel, max_model_len: int | None = None) -> Probe:
     config = model.config.get_text_config()
     _fix_rope(model, config, max_model_len)
     loop_where_not_aligned(model)
-    site = _ProbeSite(model.dtype)
-    with _handled_by(site, model):
-        _forward_few_tokens(model)
+    site = _watched(model)
     with _handled_by(_ProbeSite(model.dtype), model):
         _require_only_hidden_states(model)
     _require_given_positions(model)
@@ -119,6 +125,20 @@ def probe(model: PreTrainedModel, max_model_len: int | None = None) -> Probe:
     _require_windows(model, kv, site.masks, context)
     require_served(kv, type(model).__name__)
     return Probe(layers, kv)
+
+
+def _watched(model: PreTrainedModel) -> _ProbeSite:
+    """What attention calls a few tokens make, of which there are some. Raises UnsupportedModel."""
+    site = _ProbeSite(model.dtype)
+    try:
+        with _handled_by(site, model):
+            _forward_few_tokens(model)
+    except UnsupportedModel:
+        if site.calls or model._supports_attention_backend:
+            raise
+    if not site.calls:
+        raise UnsupportedModel(f"{type(model).__name__}: {OWN_ATTENTION}")
+    return site
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import BloomConfig, MambaConfig, T5Config
 
 from baton.node_info import GenerationDefaults
 from engine.model.errors import ModelNotFound, UnsupportedModel
@@ -40,6 +41,20 @@ def change(file: Path, **values: object) -> None:
 def test_what_the_files_say(checkpoint: Path) -> None:
     assert Checkpoint.open(checkpoint).max_model_len == 512
     assert Checkpoint.open(checkpoint).vocab_size == tiny_models.VOCAB_SIZE
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (T5Config(), "transformers has no AutoModelForCausalLM of model_type t5"),
+        (MambaConfig(), "mamba: layers of type linear_attention"),
+        (BloomConfig(), "states no max_position_embeddings"),
+    ],
+)
+def test_a_model_without_a_context_length_says_what_it_is(config: Any, why: str, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=why):
+        _ = Checkpoint.open(tmp_path).max_model_len
 
 
 def test_generation_defaults(copy: Path) -> None:

@@ -67,6 +67,12 @@ def test_a_damaged_file_that_transformers_reads_is_refused(copy: Path) -> None:
         loader.load_model(Checkpoint.open(copy))
 
 
+def test_sizes_that_are_not_those_of_the_files_are_named(copy: Path) -> None:
+    change(copy / "config.json", intermediate_size=80)
+    with pytest.raises(UnsupportedModel, match=r"cannot be loaded: model\.layers\.0\.mlp\.\w+\.weight is "):
+        loader.load_model(Checkpoint.open(copy))
+
+
 def test_code_that_comes_with_a_checkpoint_is_never_run(copy: Path) -> None:
     change(copy / "config.json", model_type="evil", auto_map={"AutoModelForCausalLM": "evil.Model"})
     (copy / "evil.py").write_text(f"open({str(copy / 'ran')!r}, 'w')")

@@ -19,7 +19,9 @@ from transformers import (
     LlamaConfig,
     MambaConfig,
     MistralConfig,
+    OpenAIGPTConfig,
     Qwen2MoeConfig,
+    XGLMConfig,
 )
 
 from baton.layout import KvLayout, KvSlice, LayerKv
@@ -141,6 +143,15 @@ SMALL = {key: tiny_models.SHAPE[key] for key in ("vocab_size", "hidden_size", "n
             "it does not take positions as they are given",
         ),
         (DogeConfig(**tiny_models.SHAPE), "layer 0 has a mask of its own"),
+        (OpenAIGPTConfig(vocab_size=160, n_embd=64, n_layer=2, n_head=4), "attention functions of its own"),
+        (
+            XGLMConfig(vocab_size=160, d_model=64, ffn_dim=96, num_layers=2, attention_heads=4),
+            "attention functions of its own",
+        ),
+        (
+            Llama4TextConfig(**tiny_models.SHAPE, layer_types=["full_attention"] * 2, no_rope_layers=[1, 0]),
+            "count themselves",
+        ),
         (MistralConfig(**tiny_models.SHAPE, sliding_window=0), "layer 0 has a sliding window of 0 tokens"),
         (MistralConfig(**tiny_models.SHAPE, sliding_window=-1), "layer 0 has a sliding window of -1 tokens"),
         (LlamaConfig(**tiny_models.SHAPE, return_dict=False), "does not run on a flattened batch"),
@@ -153,6 +164,9 @@ SMALL = {key: tiny_models.SHAPE[key] for key in ("vocab_size", "hidden_size", "n
         "encoder",
         "positions of its own",
         "masks by tokens",
+        "no attention calls",
+        "masks of no shape of ours",
+        "queries scaled by index",
         "empty window",
         "negative window",
         "tuples for outputs",

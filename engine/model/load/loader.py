@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from baton_kernels.packed_linear import has_bfloat16
 from engine.checkpoint import why_no_weights
-from engine.model.attention import IMPLEMENTATION
+from engine.model.attention import IMPLEMENTATION, OWN_ATTENTION
 from engine.model.errors import UnsupportedModel
 from engine.model.linear_method import Quantization, Unquantized, create_weights, process_weights_after_loading
 from engine.model.load.checkpoint import Checkpoint
@@ -65,7 +65,7 @@ def load_model(
         raise
     except (ValueError, KeyError, OSError, ImportError) as error:
         bypassed = isinstance(error, KeyError) and error.args == (IMPLEMENTATION,)
-        reason = "its class has attention functions of its own" if bypassed else str(error)
+        reason = OWN_ATTENTION if bypassed else str(error)
         raise UnsupportedModel(f"{checkpoint.path} cannot be loaded: {reason}") from error
 
 
@@ -109,9 +109,10 @@ def _load(
             raise UnsupportedModel(f"{path} cannot be divided among ranks: {reason}") from reason
         if isinstance(quantization, STORED):
             raise UnsupportedModel(f"{path}: {reason}") from reason  # transformers reads other forms of these formats
-        log.info("weights go through transformers: %s", reason)
+        why_not_direct = str(reason)
+        log.info("weights go through transformers: %s", why_not_direct)
     with progress_logged(str(path)):
-        model = _load_through_transformers(checkpoint, dtype, device)
+        model = _load_through_transformers(checkpoint, dtype, device, why_not_direct)
         if quantization is not None and requested is not None:
             process_weights_after_loading(model, quantization, model.dtype)
         return model
@@ -209,7 +210,7 @@ def _load_dummy(
 
 
 def _load_through_transformers(
-    checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device
+    checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device, why_not_direct: str
 ) -> PreTrainedModel:
     auto_class: Any = AutoModelForCausalLM
     try:
@@ -226,7 +227,7 @@ def _load_through_transformers(
         raise
     except (RuntimeError, SafetensorError) as error:
         # Methods that this machine's device does not have, shapes that do not fit, files that are damaged.
-        raise UnsupportedModel(f"{checkpoint.path} cannot be loaded: {error}") from error
+        raise UnsupportedModel(f"{checkpoint.path} cannot be loaded: {why_not_direct}; {error}") from error
     if missing := sorted(info["missing_keys"]):
         raise UnsupportedModel(f"{checkpoint.path} lacks {len(missing)} of the model's weights, {missing[0]} for one")
     if leftover := sorted(filter(is_leftover, info["unexpected_keys"])):

@@ -14,6 +14,11 @@ def require_supported_config(config: Any) -> None:
     """config: that of the language model. Raises UnsupportedModel."""
     if unknown := set(getattr(config, "layer_types", None) or ()) - _LAYERS:
         raise UnsupportedModel(f"{config.model_type}: layers of type {', '.join(sorted(unknown))}")
+    if getattr(config, "attn_temperature_tuning", False) and not all(config.no_rope_layers):
+        raise UnsupportedModel(
+            f"{config.model_type}: attn_temperature_tuning: layers without RoPE (no_rope_layers) scale queries by "
+            "positions that they count themselves"
+        )
     nope, rope, value = (getattr(config, name, None) for name in _MLA)
     if nope is not None and rope is not None and value not in (None, nope + rope):
         raise UnsupportedModel(
