@@ -79,6 +79,15 @@ def test_bf16_is_packed_and_each_weight_is_there_once(exact: torch.Tensor) -> No
     assert left == {"model.embed_tokens.weight"}  # which also makes the logits, and is packed besides
 
 
+def test_layers_whose_joint_product_differs_are_packed_one_by_one(
+    exact: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.model.fast.mlp.close", lambda *_: False)
+    model, probed = load("bfloat16")
+    assert fast.apply(model, probed, 128).num_packed == NUM_PRODUCTS + len(probed.layers)
+    assert error(logits(model, probed), exact) < 0.03
+
+
 def test_a_layout_whose_product_differs_is_not_used(exact: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.model.linear_method.packed_linear", lambda x, packed, bias: x.new_zeros(1))
     model, probed = load("bfloat16")

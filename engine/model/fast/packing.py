@@ -31,9 +31,15 @@ def pack_products(target: Target) -> list[int]:
             packed.append(sum(weight.nbytes for weight in replaced))
         for weight in replaced:
             if _place(weight) not in others:
-                for parameter in layers.pop(_place(weight), ()):
+                for parameter in [each for each in layers.get(_place(weight), ()) if _is_within(each, weight)]:
                     parameter.data = parameter.new_empty(0)
     return packed
+
+
+def _is_within(parameter: Tensor, weight: Tensor) -> bool:
+    """Whether the weight, in the same memory, includes the parameter. A joint product that is not used leaves its
+    layers in one memory, each with the weight of a product of its own."""
+    return parameter.data_ptr() == weight.data_ptr() or weight.nbytes == weight.untyped_storage().nbytes()
 
 
 def _parameters(model: nn.Module) -> tuple[dict[int, list[nn.Parameter]], set[int]]:
