@@ -100,6 +100,22 @@ def test_a_rule_that_chooses_the_same_for_most_tokens(monkeypatch: pytest.Monkey
     check_same_as_own(model, probed, "minimax m2", mutate)
 
 
+def test_a_rule_whose_weights_do_not_show_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a single expert they may always be 1. Here tokens with small logits choose by the bias."""
+    router_class = type(mixture_layers(built("qwen3 moe"))[0].gate)
+
+    def forward(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = F.linear(x, self.weight)
+        ids = (logits + torch.linspace(0.1, 0, 8)).topk(1).indices
+        return logits, torch.ones_like(ids, dtype=x.dtype), ids
+
+    monkeypatch.setattr(router_class, "forward", forward)
+    model = built("qwen3 moe")
+    probed, report = fused(model)
+    assert [why for _, why in report.pieces["routing"].refused] == ["differs", "differs"]
+    check_same_as_own(model, probed, "qwen3 moe")
+
+
 def test_the_bias_of_a_choice_is_found_where_it_is_zero() -> None:
     """A fresh model's is; what a checkpoint has then counts."""
 
