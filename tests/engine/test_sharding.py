@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch._C._distributed_c10d import HashStore
-from transformers import LlamaConfig, PhiConfig, PreTrainedModel
+from transformers import Gemma3nTextConfig, LlamaConfig, PhiConfig, PreTrainedModel
 
 from baton.layout import KvSlice
 from baton.messages import AttemptId
@@ -302,6 +302,21 @@ def test_a_style_that_is_not_known_is_refused() -> None:
     model._tp_plan = {**model._tp_plan, "model.layers.*.mlp.up_proj": "packed_colwise"}
     with pytest.raises(UnsupportedModel, match=r"layers.0.mlp.up_proj has the tensor-parallel style packed_colwise"):
         shard(model, Place(0, 2))
+
+
+def test_an_mlp_whose_features_depend_on_one_another_is_refused(tmp_path: Path) -> None:
+    """Gemma 3n's keep those that are far above the mean of all."""
+    sizes = {**tiny_models.SHAPE, "intermediate_size": [96, 96], "vocab_size_per_layer_input": tiny_models.VOCAB_SIZE}
+    own = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8, "laurel_rank": 4, "sliding_window": 20}
+    config = Gemma3nTextConfig(**sizes, **own, activation_sparsity_pattern=[0.0, 0.9])
+    folder = tiny_models.save(config, tmp_path)
+
+    def run(group: RankGroup) -> None:
+        with pytest.raises(UnsupportedModel, match=r"model.layers.1.mlp: its features depend on one another"):
+            loader.load_model(Checkpoint.open(folder), part=RankPart(group))
+
+    with in_threads(2, run) as group:
+        run(group)
 
 
 # ---- which part ----

@@ -4,12 +4,14 @@ vocabulary."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from engine.model.errors import UnsupportedModel
 from engine.model.linear_method import LinearMethod, Product, attach, method_of
 from engine.model.missing_modules import MissingModule
 from engine.model.parallel.data_parallel import DataParallel
@@ -17,13 +19,15 @@ from engine.model.parallel.expert_slots import connect_slots
 from engine.model.parallel.experts import connect_experts, sum_block
 from engine.model.parallel.group import RankGroup
 from engine.model.parallel.sharding import Sharding, WideNorm
-from engine.model.tolerance import Tolerance
+from engine.model.tolerance import Tolerance, close
 
 
 @torch.no_grad()
 def connect(model: PreTrainedModel, sharding: Sharding, group: RankGroup, experts: DataParallel) -> None:
     """Connect a model's layers to the parts on the other ranks. Weights are loaded and linear methods attached before.
-    group: the ranks that divide the layers. experts: the ranks that divide blocks of experts."""
+    group: the ranks that divide the layers. experts: the ranks that divide blocks of experts. Raises
+    UnsupportedModel."""
+    _require_separable(model, sharding)
     within = sharding.modules_of_blocks
     summed: dict[str, list[nn.Module]] = {name: [] for name in sharding.blocks}
     for layer, (name, module) in enumerate(sharding.experts.items()):
@@ -51,6 +55,53 @@ def connect(model: PreTrainedModel, sharding: Sharding, group: RankGroup, expert
     embedding: Any = model.get_input_embeddings()
     if not isinstance(embedding, MissingModule):
         _connect_embedding(embedding, group)
+
+
+class _Reached(Exception):
+    """A layer was reached, whose results are not needed."""
+
+
+def _require_separable(model: PreTrainedModel, sharding: Sharding) -> None:
+    """Refuse an MLP in which a feature depends on others (Gemma 3n keeps those far above their mean), of which other
+    ranks hold some: half of its features must come out the same without the other half."""
+    columns = set(sharding.column_parallel)
+    for down in sharding.row_parallel:
+        name = next(name for name, module in model.named_modules() if module is down).rpartition(".")[0]
+        mlp = model.get_submodule(name)
+        before = [child for child in mlp.children() if child in columns]
+        if hasattr(mlp, "k_proj"):
+            continue  # attention, whose features are heads
+        whole, half = (_features(mlp, before, down, share, _few_tokens(model)) for share in (1, 2))
+        if not close(half, whole[..., : half.shape[-1]]):
+            raise UnsupportedModel(f"{name}: its features depend on one another, and cannot be divided among ranks")
+
+
+def _features(mlp: nn.Module, before: list[nn.Linear], down: nn.Linear, share: int, x: Tensor) -> Tensor:
+    """What `down` gets if each layer before it returns the first of `share` parts of its features, all random."""
+    found: list[Tensor] = []
+
+    def stop(_: nn.Module, inputs: tuple[Tensor]) -> None:
+        found.append(inputs[0])
+        raise _Reached
+
+    own = [layer.forward for layer in before]
+    hook = down.register_forward_pre_hook(stop)
+    for seed, layer in enumerate(before):
+        values = torch.randn(*x.shape[:-1], layer.out_features, generator=torch.Generator().manual_seed(seed)).to(x)
+        layer.forward = partial(_first, values, layer.out_features // share)  # type: ignore[method-assign]
+    try:
+        mlp(x)
+    except _Reached:
+        pass
+    finally:
+        hook.remove()
+        for layer, forward in zip(before, own, strict=True):
+            layer.forward = forward  # type: ignore[method-assign]
+    return found[0]
+
+
+def _first(values: Tensor, number: int, _: Tensor) -> Tensor:
+    return values[..., :number]
 
 
 class _Collective(LinearMethod):

@@ -64,8 +64,8 @@ class Sharding:
 
     place: the rank's, among those of its stage. block_place: its place among the ranks that divide blocks of experts,
     possibly of several nodes. whole_experts, num_redundant_experts: see `RankPart`. cuts: by the id of each parameter
-    that is a part of a stored tensor. row_parallel: modules whose results are partial sums. experts, blocks: modules of
-    experts, and the blocks that they are in, by name.
+    that is a part of a stored tensor. column_parallel: modules that have some of the outputs. row_parallel: modules
+    whose results are partial sums. experts, blocks: modules of experts, and the blocks that they are in, by name.
     """
 
     place: Place
@@ -74,6 +74,7 @@ class Sharding:
     whole_experts: bool = False
     num_redundant_experts: int | None = None
     cuts: dict[int, Cut] = field(default_factory=dict)
+    column_parallel: list[nn.Linear] = field(default_factory=list)
     row_parallel: list[nn.Linear] = field(default_factory=list)
     wide_norms: list[WideNorm] = field(default_factory=list)
     experts: dict[str, nn.Module] = field(default_factory=dict)
@@ -235,6 +236,7 @@ def _cut_linear(sharding: Sharding, config: Any, name: str, module: nn.Module, s
         _require_wide(name, getattr(parent, _NORMED[part]), module.out_features)
         sharding.wide_norms.append(WideNorm(parent, _NORMED[part], first, end))
     module.out_features = end - first
+    sharding.column_parallel.append(module)
 
 
 def _require_wide(name: str, norm: nn.Module, width: int) -> None:
