@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -134,7 +135,7 @@ def _watched(model: PreTrainedModel) -> _ProbeSite:
         with _handled_by(site, model):
             _forward_few_tokens(model)
     except UnsupportedModel:
-        if site.calls or model._supports_attention_backend:
+        if site.calls or hasattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS"):
             raise
     if not site.calls:
         raise UnsupportedModel(f"{type(model).__name__}: {OWN_ATTENTION}")

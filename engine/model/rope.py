@@ -81,7 +81,7 @@ def table_forward(rotary: nn.Module, config: Any, max_model_len: int, like: Tens
     assert not is_table(rotary)
     kinds: list[str | None] = [None]
     if "layer_type" in inspect.signature(rotary.forward).parameters:
-        kinds = sorted(set(config.layer_types))
+        kinds = sorted(kind for kind in set(config.layer_types) if config.rope_parameters[kind])  # some do not rotate
     tables = {kind: _table(rotary, kind, max_model_len, like) for kind in kinds}
 
     def forward(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:

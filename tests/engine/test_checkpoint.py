@@ -46,7 +46,7 @@ def test_what_the_files_say(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        (T5Config(), "transformers has no AutoModelForCausalLM of model_type t5"),
+        (T5Config(), "transformers makes no model of model_type t5 as AutoModelForCausalLM"),
         (MambaConfig(), "mamba: layers of type linear_attention"),
         (BloomConfig(), "states no max_position_embeddings"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,10 @@ from engine.model.fast.residual import _finished_in_norms
 from engine.model.fast.tally import Tally
 from engine.model.fast.target import Target
 from engine.model.linear_method import LinearMethod, Product, UnquantizedLinear
+from engine.model.load import loader
+from engine.model.load.checkpoint import Checkpoint
+from engine.model.probe import probe
+from tests.engine import tiny_models
 from tests.engine.fused_models import built, check_same_as_own, fused, logits
 
 torch.set_num_threads(1)
@@ -61,6 +66,17 @@ def test_weights_that_lie_together_already_stay_where_they_are() -> None:
     fused(model)
     assert mlp.gate_proj.weight.data_ptr() == whole.data_ptr()
     assert mlp.up_proj.weight.data_ptr() == whole[192:].data_ptr()
+
+
+def test_positions_on_several_axes_have_no_table(tmp_path: Path) -> None:
+    """Each token of Qwen2.5-VL has three positions. All else is fused; modules for images are not called."""
+    folder = tiny_models.save(tiny_models.WITH_IMAGES["qwen2_5_vl"], tmp_path)
+    model = loader.load_model(Checkpoint.open(folder))
+    own = logits(model, probe(model, MAX_MODEL_LEN))
+    probed, report = fused(model)
+    assert report.taken_back is None
+    assert [report.pieces[name].fused for name in ("rotary_table", "rope", "residual_norm")] == [0, 2, 2]
+    torch.testing.assert_close(logits(model, probed), own, atol=1e-4, rtol=1e-4)
 
 
 def test_another_model_of_the_class_is_left_alone() -> None:

@@ -70,7 +70,7 @@ def sequences(lengths: list[int]) -> list[Sequence]:
     return result
 
 
-FAMILIES = {**tiny_models.CONFIGS, **tiny_models.MIXTURES}
+FAMILIES = {**tiny_models.CONFIGS, **tiny_models.MIXTURES, **tiny_models.WITH_IMAGES}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

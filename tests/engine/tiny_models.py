@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from transformers import (
-    AutoModelForCausalLM,
+    AutoConfig,
     Gemma2Config,
     Gemma3Config,
     Glm4MoeConfig,
@@ -16,16 +16,19 @@ from transformers import (
     GraniteMoeConfig,
     LlamaConfig,
     MiniMaxM2Config,
+    Mistral3Config,
     MistralConfig,
     MixtralConfig,
     OlmoeConfig,
     PreTrainedModel,
+    Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
 )
 
 from engine.checkpoint import EMBEDDED
+from engine.model.load.supported import auto_class_of
 
 VOCAB_SIZE = 160
 EOS = 9
@@ -72,10 +75,25 @@ MIXTURES = {
 """Whose checkpoints have other tensors than the model: mostly one for each expert."""
 
 
+_VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+WITH_IMAGES = {
+    "mistral3": Mistral3Config(
+        text_config={**SHAPE, "model_type": "ministral3"},
+        vision_config={**_VISION, "model_type": "pixtral", "image_size": 28, "patch_size": 14},
+    ),
+    "qwen2_5_vl": Qwen2_5_VLConfig(
+        text_config={**SHAPE, "head_dim": 8, "rope_parameters": _MROPE},
+        vision_config={"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64},
+    ),
+}
+"""Which also see images: their text is served."""
+
+
 def save(config: Any, folder: Path, seed: int = 0) -> Path:
     """Write a random model of that configuration, in fp32, to the folder."""
     torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    auto_class_of(config).from_config(config, dtype=torch.float32).save_pretrained(folder)
     return folder
 
 
@@ -111,7 +129,6 @@ def _save_served(config: Any, folder: Path) -> Path:
 
 def reference(folder: Path) -> PreTrainedModel:
     """The same checkpoint as transformers runs it by itself."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
+    auto_class = auto_class_of(AutoConfig.from_pretrained(folder))
+    model: PreTrainedModel = auto_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     return model.eval()

@@ -115,7 +115,7 @@ def _check_whole(target: Target, probed: Probe, expected: torch.Tensor, report: 
         error = float((difference.norm(dim=-1) / expected.norm(dim=-1)).median())
         report.taken_back = None if error <= bound else f"logits differ by {error:.2g}"
     except Exception as failure:  # noqa: BLE001 - see _apply_one
-        report.taken_back = str(failure)
+        report.taken_back = str(failure) or repr(failure)
     if report.taken_back is not None:
         target.patches.back_to(0)
         log.warning("fast modules are off, the model's own are used: %s", report.taken_back)

@@ -8,7 +8,7 @@ returns query and key unchanged. So nothing changes for other models in the proc
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from baton_kernels.kv_write import HeadNorm, rope_kv_write
 from engine.model import rope
 from engine.model.attention import Angles, AttentionCall, FusedRotary, attend_within
-from engine.model.fast.forwards import BLOCK_SIZE, run_model
+from engine.model.fast.forwards import BLOCK_SIZE, UnpagedAttention, run_model
 from engine.model.fast.norm import RmsNorm
 from engine.model.fast.tally import Tally
 from engine.model.fast.target import Target
@@ -43,13 +43,63 @@ order."""
 
 
 def fuse_tables(target: Target, tally: Tally) -> None:
-    """Look cos and sin up in tables (see `engine.model.rope`). RoPE that depends on the batch has its tables
-    already."""
+    """Look cos and sin up in tables (see `engine.model.rope`), where a forward of a few tokens shows that they are what
+    the module returns. RoPE that depends on the batch has its tables already."""
     like = torch.empty(0, dtype=target.model.dtype, device=target.model.device)
-    for module in rope.rotary_modules(target.model):
-        if not rope.is_table(module):
-            target.patches.set_forward(module, rope.table_forward(module, target.config, target.max_model_len, like))
-        tally.add(type(module).__name__, None)
+    rotary = rope.rotary_modules(target.model)
+    calls = _calls(target, [module for module in rotary if not rope.is_table(module)])
+    for module in rotary:
+        refusal = None
+        if module in calls:
+            table = _table(target, module, calls[module], like)
+            if table is None:
+                refusal = "takes no positions of a row, or returns something else"
+            else:
+                target.patches.set_forward(module, table)
+        tally.add(type(module).__name__, refusal)
+
+
+def _table(target: Target, rotary: nn.Module, calls: list[_Call], like: Tensor) -> Callable[..., Any] | None:
+    """A table that agrees with the calls; None: there is none."""
+    if not calls or any(call.positions.shape[:-1] != (1,) for call in calls):
+        return None
+    table = rope.table_forward(rotary, target.config, target.max_model_len, like)
+    return table if all(call.agrees(table) for call in calls) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of a module that computes cos and sin, and what it returned."""
+
+    arguments: Mapping[str, Any]
+    returned: tuple[Tensor, Tensor]
+
+    @property
+    def positions(self) -> Tensor:
+        positions: Tensor = self.arguments["position_ids"]
+        return positions
+
+    def agrees(self, table: Callable[..., tuple[Tensor, Tensor]]) -> bool:
+        return all(close(*both) for both in zip(table(**self.arguments), self.returned, strict=True))
+
+
+def _calls(target: Target, rotary: list[nn.Module]) -> dict[nn.Module, list[_Call]]:
+    """The calls of these modules in a forward of a few tokens."""
+    calls: dict[nn.Module, list[_Call]] = {module: [] for module in rotary}
+    mark = target.patches.mark()
+    for module in rotary:
+
+        def watched(*values: Any, module: nn.Module = module, **named: Any) -> Any:
+            returned = type(module).forward(module, *values, **named)
+            names = inspect.signature(type(module).forward).parameters
+            calls[module].append(_Call({**dict(zip(list(names)[1:], values, strict=False)), **named}, returned))
+            return returned
+
+        target.patches.set_forward(module, watched)
+    if rotary:
+        run_model(target, UnpagedAttention())
+    target.patches.back_to(mark)
+    return calls
 
 
 def fuse_rotation(target: Target, tally: Tally) -> None:

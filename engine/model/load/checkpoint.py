@@ -11,13 +11,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+from transformers import AutoConfig
 
 from baton.node_info import GenerationDefaults
 from engine.checkpoint import local_folder, read_config, read_generation_defaults, why_no_checkpoint
 from engine.model import rope
 from engine.model.errors import ModelNotFound, UnsupportedModel
-from engine.model.load.supported import require_supported_config
+from engine.model.load.supported import auto_class_of, require_supported_config
 from engine.model.safetensors_index import StoredTensor, read_stored, weight_files
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -58,10 +58,7 @@ class Checkpoint:
         except Exception as error:  # of any kind, where transformers does not expect a value
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise UnsupportedModel(f"{path}: transformers cannot read its config.json: {reason}") from error
-        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise UnsupportedModel(
-                f"{path}: transformers has no AutoModelForCausalLM of model_type {config.model_type}"
-            )
+        auto_class_of(config)
         return cls(path, stated, generation, config)
 
     @property

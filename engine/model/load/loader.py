@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from baton_kernels.packed_linear import has_bfloat16
 from engine.checkpoint import why_no_weights
@@ -20,7 +20,7 @@ from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.placing import NotDirect, Placing, with_model_names
 from engine.model.load.progress import Loaded, progress_logged
 from engine.model.load.skeleton import build_skeleton, fill_with_dummies, in_parts, move_empty
-from engine.model.load.supported import require_supported_config
+from engine.model.load.supported import auto_class_of, require_supported_config
 from engine.model.load.weights import fill, match, stored_dtype, stored_weights
 from engine.model.memory import GIB
 from engine.model.parallel.layers import connect
@@ -212,9 +212,8 @@ def _load_dummy(
 def _load_through_transformers(
     checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device, why_not_direct: str
 ) -> PreTrainedModel:
-    auto_class: Any = AutoModelForCausalLM
     try:
-        model, info = auto_class.from_pretrained(
+        model, info = auto_class_of(checkpoint.config).from_pretrained(
             checkpoint.path,
             config=checkpoint.config,  # from_pretrained copies it
             dtype=dtype or "auto",

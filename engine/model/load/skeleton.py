@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from engine.model.experts import expert_modules
 from engine.model.linear_method import linear_layers
+from engine.model.load.supported import auto_class_of
 from engine.model.quantization.stored import fill_experts_with_dummies
 from engine.model.quantization.stored import fill_with_dummies as quantized_dummies
 
@@ -49,8 +50,9 @@ def build_skeleton(config: Any, dtype: torch.dtype, attention: str) -> PreTraine
 
 
 def _from_config(config: Any, dtype: torch.dtype, attention: str) -> Any:
-    auto_class: Any = AutoModelForCausalLM
-    return auto_class.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=False)
+    return auto_class_of(config).from_config(
+        config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+    )
 
 
 def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:

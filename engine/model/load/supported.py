@@ -4,10 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
+
 from engine.model.errors import UnsupportedModel
 
 _LAYERS = {"full_attention", "sliding_attention"}
 _MLA = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+def auto_class_of(config: Any) -> Any:
+    """transformers' auto class that makes a model of a checkpoint's configuration. Of a model that also sees images,
+    the part for text is served. Raises UnsupportedModel."""
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    raise UnsupportedModel(
+        f"transformers makes no model of model_type {config.model_type} as AutoModelForCausalLM or "
+        "AutoModelForImageTextToText"
+    )
 
 
 def require_supported_config(config: Any) -> None:
