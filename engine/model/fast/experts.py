@@ -120,16 +120,15 @@ def _fuse_router(target: Target, module: Any) -> str | None:
         return "its logits are no product"
     for routing in _forms(module, ids.shape[-1]):
         forward = _router_forward(module, routing, in_fp32, weights.dtype, own_bias, ids_first)
-        if _same_choice(route(logits, routing, bias, weights.dtype), (weights, ids), logits):
+        if _same_choice(route(logits, routing, bias, weights.dtype), (weights, ids)):
             break
     else:
         return "differs"
-    # Of a few tokens, products are compared, too, which rounding changes.
-    few, logits, weights, ids = (rows[:_FEW] for rows in (x, logits, weights, ids))
+    few, weights, ids = x[:_FEW], weights[:_FEW], ids[:_FEW]  # these compare products, too, which rounding changes
     for num_tokens in ROUTER_KERNEL_TOKENS:
         rows = few.repeat(-(-num_tokens // len(few)), 1)[:num_tokens]
         _, *chosen = forward(rows, bias)[:: -1 if ids_first else 1]
-        if not _same_choice((chosen[0][: len(few)], chosen[1][: len(few)]), (weights, ids), logits):
+        if not _same_choice((chosen[0][: len(few)], chosen[1][: len(few)]), (weights, ids)):
             return "differs"
     target.patches.set_forward(module, forward)
     return None
@@ -186,15 +185,16 @@ def _forms(module: Any, top_k: int) -> list[Routing]:
     return [*known, *sigmoid, *(replace(form, scale=scale) for form in known)]
 
 
-def _same_choice(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], logits: Tensor) -> bool:
-    """Whether the weights are equal, regardless of their order, and so are the logits of the chosen experts, which may
-    be others only if their logits are equal, as often in 16 bits. One token of 32 may differ, for which rounding
-    chooses otherwise. Weights alone do not tell: that of a single expert may always be 1."""
+def _same_choice(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
+    """Whether the weights are equal, regardless of their order, except for one token of 32, for which rounding may
+    choose otherwise; and the chosen experts, for half of the tokens at least: in 16 bits, two often have equal scores.
+    Where all weights are the same, as that of a single expert may be, only the experts show what was chosen."""
     if actual[0].dtype != expected[0].dtype or any(a.shape != e.shape for a, e in zip(actual, expected, strict=True)):
         return False
-    least = len(logits) - len(logits) // 32
-    weights, chosen = zip(actual, expected, strict=True)
-    for one, other in (weights, [logits.gather(-1, ids.long()) for ids in chosen]):
-        if int(close_rows(one.sort(-1).values, other.sort(-1).values).sum()) < least:
-            return False
-    return True
+    num_tokens = len(actual[1])
+    most = num_tokens - num_tokens // 32
+    same_weights = close_rows(actual[0].sort(-1).values, expected[0].sort(-1).values)
+    same_experts = (actual[1].sort(-1).values == expected[1].sort(-1).values).all(-1)
+    are_all_one = close(expected[0], expected[0][:1, :1].expand_as(expected[0]))
+    least = most if are_all_one else num_tokens / 2
+    return int(same_weights.sum()) >= most and int(same_experts.sum()) >= least
