@@ -136,7 +136,7 @@ def _agrees(target: Target, layer: nn.Module, attention: nn.Module, mlp: nn.Modu
     target.patches.set_forward(mlp, fakes.mlp)
     try:
         expected = layer(residual + x, attention_mask=None, position_ids=None, position_embeddings=None)
-    except (TypeError, ValueError, AttributeError):
+    except (TypeError, ValueError, AttributeError, RuntimeError):
         return False
     finally:
         target.patches.back_to(mark)
