@@ -134,7 +134,9 @@ def _watched(model: PreTrainedModel) -> _ProbeSite:
     try:
         with _handled_by(site, model):
             _forward_few_tokens(model)
-    except UnsupportedModel:
+    except UnsupportedModel as error:
+        if received_by(model) is not None:
+            raise UnsupportedModel(f"{type(model).__name__}: {_NEEDS_MORE}: {error}") from error
         if site.calls or hasattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS"):
             raise
     if not site.calls:

@@ -327,13 +327,15 @@ def test_a_plan_in_another_form_is_refused(plan: list[str]) -> None:
         keep_stage(model, Stage(0, 2))
 
 
-def test_a_stage_that_needs_more_than_hidden_states_is_refused(tmp_path: Path) -> None:
-    """Gemma 4, whose layers may get something of the embedding each."""
+@pytest.mark.parametrize(("width", "shared"), [(16, 0), (0, 1)])
+def test_a_stage_that_needs_more_than_hidden_states_is_refused(width: int, shared: int, tmp_path: Path) -> None:
+    """Gemma 4, whose layers may get something of the embedding each, or the KV of an earlier layer."""
     config = Gemma4TextConfig(
         **{**SHAPE, "num_hidden_layers": 2},
-        hidden_size_per_layer_input=16,
+        hidden_size_per_layer_input=width,
         vocab_size_per_layer_input=160,
-        num_kv_shared_layers=0,
+        num_kv_shared_layers=shared,
+        layer_types=["full_attention"] * 2,
         global_head_dim=16,
         num_global_key_value_heads=2,
     )
