@@ -97,14 +97,17 @@ def named(host: str) -> bool:
 def test_with_tls_all_show_one_certificate_and_are_reached_by_names_in_it(name: str, tmp_path: Path) -> None:
     router = settings_of(name, "router", tmp_path)
     assert isinstance(router, RouterSettings)
-    assert router.trust().tls is not None
+    shown = router.trust().tls
+    assert shown is not None
     looked_up = [*router.prefill_dns, *router.decode_dns]
     assert looked_up
     assert all(named(found.host) for found in looked_up)
     for component in workloads(name).keys() - NO_NODES:
         node = settings_of(name, component, tmp_path)
         assert isinstance(node, NodeSettings)
-        assert node.trust().tls == router.trust().tls
+        its = node.trust().tls
+        assert its is not None
+        assert its.current() == shown.current()
         assert node.advertise is not None
         assert node.advertise.host == f"baton-{component}-0.baton-{component}.serving.svc"
         assert named(node.advertise.host)
