@@ -153,7 +153,7 @@ FIELDS: Mapping[str, str] = {
     "CustomTool.strict": "as `Function.strict`",
     "thinking": "whether the model reasons before it answers; needs --reasoning-parser",
     "ThinkingConfig.type": "`adaptive` asks the template for the same as `enabled`",
-    "ThinkingConfig.budget_tokens": "must be below `max_tokens`; does not end the reasoning",
+    "ThinkingConfig.budget_tokens": "most tokens of reasoning, as `thinking_token_budget` of chats; below `max_tokens`",
     "output_config": "how hard the model is to think, and what its text must match",
     "OutputConfig.effort": "for the template, as `reasoning_effort`; not with `thinking` of type `disabled`",
     "OutputConfig.format": "what the text must match",

@@ -30,3 +30,13 @@ def with_thinking_budget(
     processor = LogitsProcessor.of(THINKING_BUDGET, [budget, single, opening, marks.begins_open], None)
     others = wanted.sampling.get("logits_processors", ())
     return dataclasses.replace(wanted, sampling={**wanted.sampling, "logits_processors": (*others, processor)})
+
+
+def with_thinking_target(
+    wanted: GenerationRequest, budget: int, reading: AnswerReading | None, tokenizer: Tokenizer
+) -> GenerationRequest:
+    """The same where the budget is a target, as at Anthropic: reasoning that cannot be bounded is not refused."""
+    try:
+        return with_thinking_budget(wanted, budget, reading, tokenizer)
+    except InvalidRequest:
+        return wanted

@@ -21,6 +21,7 @@ from router.text.answer_reader import Parsers
 from router.text.constraints import constrained, naming_constraint
 from router.text.generation_request import encode
 from router.text.models import ServedModel
+from router.text.thinking_budget import with_thinking_target
 
 
 class MessagesRoutes:
@@ -46,7 +47,10 @@ class MessagesRoutes:
             prompt = await self._prompt(model, body)
             reading = plan.reading(self._parsers, prompt, body.parallel_tool_calls, body.begun)
             wanted = body.wanted(state.request_id, prompt, plan.is_forced)
-            wanted = salted(constrained(wanted, plan, reading), state.tenant)
+            wanted = constrained(wanted, plan, reading)
+            if (budget := body.thinking_budget) is not None:
+                wanted = with_thinking_target(wanted, budget, reading, model.tokenizer)
+            wanted = salted(wanted, state.tenant)
             generation = await self._service.generate(model, wanted, state.received, admitted, state.client)
         shape = MessageShape(state.request_id, model, reading)
         if body.stream:

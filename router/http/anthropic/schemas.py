@@ -162,6 +162,11 @@ class MessagesRequest(CountTokensRequest):
             most = f"at most {MAX_STOP_CHARS} characters together"
             raise InvalidRequest(f"`stop_sequences` must have {most}, not {num_chars}.", "stop_sequences")
 
+    @property
+    def thinking_budget(self) -> int | None:
+        """Tokens of reasoning at most; None: without a bound."""
+        return self.thinking.budget_tokens if self.thinking and self.thinking.type == "enabled" else None
+
     def constraint(self) -> str | None:
         """The field that says what answers must match."""
         return "output_config" if self.output_config and self.output_config.format else None

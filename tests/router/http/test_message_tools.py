@@ -8,14 +8,16 @@ from typing import Any
 
 import httpx
 
+from baton.logits_processors import THINKING_BUDGET
 from router.http.anthropic.schemas import MessagesRequest
 from router.http.body import validate_fields
+from router.reasoning_parsers import REASONING_PARSERS
 from tests.router.conftest import Router, on_shared_loop, says, shared_fixtures
 from tests.router.fake_node import FakeCluster
 from tests.router.http.test_messages import MESSAGE, USER, error_of, events
 from tests.router.http.tool_chats import CALL, shared_with_tools
 from tests.router.matching import matches
-from tests.router.tiny_tokenizer import tiny_tokenizer
+from tests.router.tiny_tokenizer import EOT, tiny_tokenizer
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: dict[str, Any] = {"name": "get_weather", "description": "Says how it is.", "input_schema": SCHEMA}
@@ -221,6 +223,19 @@ async def test_thinking_is_told_to_the_template(client, nodes):
         ({}, text),
     ):
         assert (await ask(client, **fields))["content"] == blocks, fields
+
+
+async def test_a_budget_bounds_the_thinking(client, nodes, monkeypatch):
+    enabled = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
+    await ask(client, **enabled)
+    assert nodes.prefills[-1].sampling.logits_processors == (), "of a model whose closing tag is several tokens"
+    monkeypatch.setattr(REASONING_PARSERS["qwen3"], "closing", "<|endoftext|>")
+    for fields in ({"thinking": {"type": "adaptive"}}, {"thinking": {"type": "disabled", "budget_tokens": 1024}}, {}):
+        await ask(client, **fields)
+        assert nodes.prefills[-1].sampling.logits_processors == ()
+    await ask(client, **enabled)
+    (bound,) = nodes.prefills[-1].sampling.logits_processors
+    assert (bound.name, bound.parsed()[0][:2]) == (THINKING_BUDGET, [1024, [EOT]])
 
 
 async def test_the_effort_is_told_to_the_template() -> None:
