@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, SecretStr, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 
 from baton.settings import Settings
 from router.api_keys import check_key
@@ -25,6 +25,12 @@ def _secrets(value: object) -> object:
     return tuple(SecretStr(check_key(key)) for key in keys)
 
 
+def _root_path(value: str) -> str:
+    if value and not value.startswith("/"):
+        raise ValueError("must begin with /")
+    return value.rstrip("/")
+
+
 def _names(value: object) -> object:
     """Parse `a,b`, or `["a", "b"]` as in vLLM, or a list of such texts."""
     if isinstance(value, str) and value.startswith("["):
@@ -38,6 +44,7 @@ def _names(value: object) -> object:
 
 
 Secrets = Annotated[tuple[SecretStr, ...], BeforeValidator(_secrets)]
+RootPath = Annotated[str, AfterValidator(_root_path)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 
 
@@ -68,6 +75,9 @@ class EdgeSettings(Settings):
         0, ge=0, le=2, description="certificates of clients: 0 not asked for, 1 checked if there is one, 2 required"
     )
 
+    root_path: RootPath = Field(
+        "", description="prefix at which a proxy serves the HTTP API, as in /llm; it may strip the prefix or not"
+    )
     allowed_origins: Names = Field((), description="origins of web pages that may ask (CORS), * for any; unset: none")
     allowed_methods: Names = Field(("*",), description="methods that web pages of --allowed-origins may use")
     allowed_headers: Names = Field(("*",), description="headers that web pages of --allowed-origins may send")

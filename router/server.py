@@ -104,7 +104,8 @@ class RouterServer:
         self._siblings = status.siblings
         bodies = Bodies(settings.max_body_bytes, settings.max_buffered_body_bytes, request_metrics.refused)
         self.app = self._make_app(bodies, status)
-        self._websockets = WebSockets(frozenset((RESPONSES, *CHATS)), bodies)
+        paths = (RESPONSES, *CHATS)
+        self._websockets = WebSockets(frozenset((*paths, *[settings.root_path + path for path in paths])), bodies)
         self._told: Readiness | None = None
 
     def _make_cluster(self, epoch: int) -> Cluster:
@@ -158,6 +159,7 @@ class RouterServer:
             self._edge.access,
             self._spans is not None,
             settings.console,
+            settings.root_path,
         )
 
     async def start(self) -> None:

@@ -146,6 +146,7 @@ ALL_NAMES = frozenset(
         "request_timeout",
         "result_file",
         "revision",
+        "root_path",
         "seed",
         "seeds",
         "self_test",

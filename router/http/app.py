@@ -21,6 +21,7 @@ from router.http.console import page
 from router.http.direct import DirectRoutes
 from router.http.generate import GenerateRoutes
 from router.http.responses_api.routes import ResponsesRoutes
+from router.http.root_path import RootPath
 from router.http.scope import RequestScope
 from router.http.status import StatusRoutes
 from router.http.tokenizer_info import TokenizerInfoRoutes
@@ -65,6 +66,7 @@ def create_app(
     access: Access,
     traces: bool = False,
     console: bool = False,
+    root_path: str = "",
 ) -> ASGIApp:
     """FastAPI's documentation pages are off, because they fetch scripts from elsewhere and cannot see what the routes
     read; `docs_page` is instead of them. Redirects for missing slashes are off, because they would repeat the host that
@@ -78,7 +80,7 @@ def create_app(
     app.include_router(tokenizer_info.routes)
     app.include_router(status.routes)
     app.include_router(admin.routes)
-    app.include_router(openapi.routes())
+    app.include_router(openapi.routes(root_path))
     app.include_router(docs_page.routes())
     if console:
         app.include_router(page.routes())
@@ -87,4 +89,5 @@ def create_app(
     app.add_exception_handler(Exception, errors.on_exception)
     posts = {**generate.posts, **messages.posts, **responses.posts}
     direct = DirectRoutes(RefuseOrigins(app, access.origins), posts)  # none of these paths is a WebSocket's
-    return RequestScope(access.guard(direct), traces)
+    whole = RequestScope(access.guard(direct), traces)
+    return RootPath(whole, root_path) if root_path else whole

@@ -218,8 +218,10 @@ def _operation() -> dict[str, Any]:
     }
 
 
-def routes() -> APIRouter:
-    document, router = describe(), APIRouter()
+def routes(root_path: str) -> APIRouter:
+    """`root_path`: the prefix at which clients find the API, if they do."""
+    servers = {"servers": [{"url": root_path}]} if root_path else {}
+    document, router = {**describe(), **servers}, APIRouter()
 
     async def openapi() -> JSONResponse:
         return JSONResponse(document)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import httpx
+import pytest
+import websockets
 from pydantic import SecretStr
 
 from baton.messages import KvEvents
+from baton.settings import parse
 from router.nodes.report import report_prefix_index
+from router.settings import RouterSettings
 from tests.router.conftest import Router, says
 from tests.router.fake_node import FakeCluster
 from tests.router.http.test_access import bearer, running
@@ -20,6 +25,36 @@ async def test_ping_is_health_by_get_and_post(client: httpx.AsyncClient) -> None
     for method in ("GET", "POST"):
         response = await client.request(method, "/ping")
         assert (response.status_code, response.json()) == (200, {"status": "ok"})
+
+
+async def test_a_proxy_may_strip_its_prefix_or_not(nodes: FakeCluster) -> None:
+    keys = (SecretStr("sk-one"),)
+    async with running(nodes, root_path="/llm", api_key=keys) as (router, client):
+        for prefix in ("", "/llm"):
+            answer = await client.post(f"{prefix}/v1/chat/completions", json=CHAT, headers=bearer("sk-one"))
+            assert answer.status_code == 200
+            assert (await client.post(f"{prefix}/v1/chat/completions", json=CHAT)).status_code == 401
+            assert (await client.get(f"{prefix}/health")).status_code == 200
+            document = (await client.get(f"{prefix}/openapi.json", headers=bearer("sk-one"))).json()
+            assert document["servers"] == [{"url": "/llm"}]
+            async with websockets.connect(
+                f"ws://{router.server.http_address}{prefix}/ws/chat", additional_headers=bearer("sk-one")
+            ) as websocket:
+                await websocket.send(json.dumps(CHAT))
+                assert json.loads(await websocket.recv())["object"] == "chat.completion.chunk"
+        for path in ("/llm", "/llmx/health", "/other/health"):
+            assert (await client.get(path, headers=bearer("sk-one"))).status_code == 404
+
+
+@pytest.mark.parametrize(("given", "prefix"), [("/llm", "/llm"), ("/a/b/", "/a/b"), ("/", "")])
+def test_a_prefix_ends_without_a_slash(given: str, prefix: str) -> None:
+    assert parse(RouterSettings, ("--decode", "127.0.0.1:9002", "--root-path", given)).root_path == prefix
+
+
+def test_a_prefix_begins_with_a_slash(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(RouterSettings, ("--decode", "127.0.0.1:9002", "--root-path", "llm"))
+    assert "--root-path: must begin with /" in capsys.readouterr().err
 
 
 async def test_load_is_the_number_of_prompts_in_flight(
