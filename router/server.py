@@ -37,6 +37,7 @@ from router.http.responses_api.websocket import ResponsesWebSocket
 from router.http.server import HttpServer
 from router.http.status import StatusRoutes
 from router.http.tokenizer_info import TokenizerInfoRoutes
+from router.http.tokens.routes import TokensRoutes
 from router.nodes.cluster import Cluster, Readiness
 from router.nodes.dispatcher import Dispatcher
 from router.nodes.links import NodeLink
@@ -152,6 +153,7 @@ class RouterServer:
             generate,
             MessagesRoutes(self._service, limits, parsers),
             responses,
+            TokensRoutes(self._service, limits, generate),
             websockets,
             TokenizerInfoRoutes(self._service, settings.enable_tokenizer_info_endpoint),
             status,

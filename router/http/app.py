@@ -25,6 +25,7 @@ from router.http.root_path import RootPath
 from router.http.scope import RequestScope
 from router.http.status import StatusRoutes
 from router.http.tokenizer_info import TokenizerInfoRoutes
+from router.http.tokens.routes import TokensRoutes
 
 _READABLE_HEADERS = ("x-request-id", "request-id", "retry-after", "traceparent")
 """Headers of an answer that web pages may read, beside those that are always readable."""
@@ -59,6 +60,7 @@ def create_app(
     generate: GenerateRoutes,
     messages: MessagesRoutes,
     responses: ResponsesRoutes,
+    tokens: TokensRoutes,
     websockets: Sequence[APIRouter],
     tokenizer_info: TokenizerInfoRoutes,
     status: StatusRoutes,
@@ -75,6 +77,7 @@ def create_app(
     app.include_router(generate.routes)
     app.include_router(messages.routes)
     app.include_router(responses.routes)
+    app.include_router(tokens.routes)
     for routes in websockets:
         app.include_router(routes)
     app.include_router(tokenizer_info.routes)
@@ -87,7 +90,7 @@ def create_app(
     app.add_exception_handler(BatonError, errors.on_baton_error)
     app.add_exception_handler(HTTPException, errors.on_http_exception)
     app.add_exception_handler(Exception, errors.on_exception)
-    posts = {**generate.posts, **messages.posts, **responses.posts}
+    posts = {**generate.posts, **messages.posts, **responses.posts, **tokens.posts}
     direct = DirectRoutes(RefuseOrigins(app, access.origins), posts)  # none of these paths is a WebSocket's
     whole = RequestScope(access.guard(direct), traces)
     return RootPath(whole, root_path) if root_path else whole

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -34,6 +35,7 @@ from router.http.scope import request_id_of
 from router.http.shapes import ChatShape, CompletionShape, Shape, prompt_ids
 from router.http.tools import call_plan
 from router.limits import MAX_COUNTED_CHARS, MAX_ECHO_CHARS
+from router.requests.admission import Admitted
 from router.service import Service
 from router.text.answer_reader import AnswerReading, Parsers
 from router.text.call_plan import NO_CALLS
@@ -41,6 +43,8 @@ from router.text.constraints import constrained, naming_constraint
 from router.text.generation_request import GenerationRequest, check_answer, encode, num_kept_tokens, prompt_tokens
 from router.text.models import ServedModel
 from router.text.thinking_budget import with_thinking_budget
+
+T = TypeVar("T")
 
 _WITH_USAGE = StreamOptions(include_usage=True, continuous_usage_stats=True)
 
@@ -79,6 +83,22 @@ class GenerateRoutes:
     ) -> tuple[Generation, AnswerReading | None, str]:
         """Start a chat that was checked, with the state of its HTTP request. Also says how its answers are read; None:
         as they are; and what the template made of it. Raises BatonError."""
+
+        def start(wanted: GenerationRequest, admitted: Admitted) -> Awaitable[Generation]:
+            wanted = salted(wanted, state.tenant)
+            return self._service.generate(model, wanted, state.received, admitted, state.client)
+
+        return await self.with_chat(request_id, model, body, start)
+
+    async def with_chat(
+        self,
+        request_id: str,
+        model: ServedModel,
+        body: ChatRequest,
+        use: Callable[[GenerationRequest, Admitted], Awaitable[T]],
+    ) -> tuple[T, AnswerReading | None, str]:
+        """What `use` makes of the generation that a checked chat asks for, and the rest as `start_chat` says. Raises
+        BatonError."""
         if body.tools:
             body = body.with_allowed_tools()
         parallel = body.parallel_tool_calls is not False
@@ -97,9 +117,8 @@ class GenerateRoutes:
                     wanted = constrained(wanted, plan, reading)
                     if body.thinking_token_budget not in (None, -1):
                         wanted = with_thinking_budget(wanted, body.thinking_token_budget, reading, model.tokenizer)
-                    wanted = salted(wanted, state.tenant)
-                    generation = await self._service.generate(model, wanted, state.received, admitted, state.client)
-                return generation, reading, prompt
+                    used = await use(wanted, admitted)
+                return used, reading, prompt
         except InvalidRequest as error:
             rename_field(error, body.names)
             raise

@@ -28,6 +28,11 @@ from router.http.responses_api.routes import PATH as RESPONSES
 from router.http.responses_api.schemas import InputTokensRequest, ResponsesRequest
 from router.http.schema_parts import in_path, object_of
 from router.http.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from router.http.tokens.openapi import ALL_RENDERED, RENDERED
+from router.http.tokens.openapi import ANSWER as TOKENS_ANSWER
+from router.http.tokens.routes import PATH as TOKENS
+from router.http.tokens.routes import RENDERED_CHAT, RENDERED_COMPLETION
+from router.http.tokens.schemas import TokensRequest
 
 _REF = "#/components/schemas/{model}"
 _STRING = {"type": "string"}
@@ -126,7 +131,7 @@ _NOT_READY = {503: "Not now; the message says why"}
 
 _BODIES: tuple[type[BaseModel], ...] = (
     *(ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest),
-    *(MessagesRequest, CountTokensRequest, ResponsesRequest, InputTokensRequest, NodeRequest),
+    *(MessagesRequest, CountTokensRequest, ResponsesRequest, InputTokensRequest, TokensRequest, NodeRequest),
 )
 
 
@@ -148,6 +153,9 @@ def _answers() -> dict[str, Any]:
     return {
         "/v1/chat/completions": _post("chat", ChatRequest, _ANSWER, _GENERATE_ERRORS, streams=True),
         "/v1/completions": _post("completion", CompletionRequest, _ANSWER, _GENERATE_ERRORS, streams=True),
+        TOKENS: _post("tokens", TokensRequest, TOKENS_ANSWER, _GENERATE_ERRORS, streams=True),
+        RENDERED_CHAT: _post("render_chat", ChatRequest, RENDERED, _BODY_ERRORS),
+        RENDERED_COMPLETION: _post("render_completion", CompletionRequest, ALL_RENDERED, _BODY_ERRORS),
         MESSAGES: _post("messages", MessagesRequest, _MESSAGE, _GENERATE_ERRORS, streams=True, failure=_ANTHROPIC),
         f"{MESSAGES}/count_tokens": _post("count_tokens", CountTokensRequest, _COUNT, _BODY_ERRORS, failure=_ANTHROPIC),
         RESPONSES: _post("responses", ResponsesRequest, RESPONSE, _GENERATE_ERRORS, streams=True),

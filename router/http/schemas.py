@@ -9,30 +9,9 @@ from pydantic import BaseModel, Field
 
 from baton.errors import InvalidRequest
 from baton.priority import MAX_PRIORITY, MIN_PRIORITY
-from baton.sampling import (
-    MAX_ALLOWED_TOKEN_IDS,
-    MAX_BEAM_WIDTH,
-    MAX_CACHE_SALT_CHARS,
-    MAX_LOGPROBS,
-    MAX_STOP_TOKEN_IDS,
-    NAMES,
-    RANGES,
-)
-from router.http.fields import (
-    CONFIG,
-    Biases,
-    Name,
-    Prompts,
-    Role,
-    Strings,
-    Text,
-    TextOrObject,
-    Whole,
-    Words,
-    between,
-    sampling,
-)
-from router.http.logits_processors import ProcessorList, plain_processors
+from baton.sampling import MAX_BEAM_WIDTH, MAX_CACHE_SALT_CHARS, MAX_LOGPROBS, RANGES
+from router.http.fields import CONFIG, Name, Prompts, Role, Text, TextOrObject, Whole, between, sampling
+from router.http.sampling_fields import SamplingFields, check_num_logprobs
 from router.http.template_fields import TemplateFields
 from router.http.tools import ToolCalls, ToolChoice, ToolList, allowed_tools, check_tools
 from router.http.unsupported import refuse_unsupported
@@ -91,39 +70,14 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationFields(BaseModel):
-    """Fields that chats and completions share. `GenerationRequest` and `SamplingParams` check ranges, where the model
-    is known."""
+class GenerationFields(SamplingFields):
+    """Fields that chats and completions share."""
 
-    model_config = CONFIG
     model: Name | None = None
-    n: Whole | None = between(1, MAX_N)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: float | None = sampling("temperature")
-    top_p: float | None = sampling("top_p")
-    top_k: Whole | None = between(-1, RANGES["top_k"].most)  # -1: vLLM's older way to say off
-    min_p: float | None = sampling("min_p")
-    repetition_penalty: float | None = sampling("repetition_penalty")
-    presence_penalty: float | None = sampling("presence_penalty")
-    frequency_penalty: float | None = sampling("frequency_penalty")
-    logit_bias: Biases | None = None
-    seed: Whole | None = None  # also negative ones, modulo 2^64; -1: a drawn one
-    max_tokens: Whole | None = sampling("max_tokens")
-    min_tokens: Whole | None = sampling("min_tokens")
-    ignore_eos: bool | None = None
-    stop: Strings = ()
-    stop_token_ids: list[Whole] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
-    allowed_token_ids: list[Whole] | None = Field(None, min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)
-    bad_words: Words = ()
-    logits_processors: ProcessorList | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: Whole | None = between(-1)  # -1: what max_tokens leaves of the context
     truncation_side: TruncationSide | None = None
-    prompt_logprobs: Whole | None = between(0, MAX_LOGPROBS)
-    logprob_token_ids: list[Whole] | None = Field(None, min_length=1, max_length=MAX_LOGPROBS)
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     best_of: Whole | None = between(1, MAX_N)
@@ -134,7 +88,6 @@ class GenerationFields(BaseModel):
     priority: Whole | None = between(MIN_PRIORITY, MAX_PRIORITY)  # lower: served earlier
     timeout: float | None = Field(None, description="seconds until the request is given up")
     response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
     guided_json: TextOrObject | None = Field(None, description="as structured_outputs.json")
     guided_regex: str | None = Field(None, description="as structured_outputs.regex")
     guided_choice: list[str] | None = Field(None, description="as structured_outputs.choice")
@@ -143,7 +96,7 @@ class GenerationFields(BaseModel):
     def check(self) -> None:
         """Raises InvalidRequest for unsupported fields and for contradictions."""
         refuse_unsupported(self.model_extra or {})
-        _check_num_logprobs(self.prompt_logprobs, "prompt_logprobs")
+        check_num_logprobs(self.prompt_logprobs, "prompt_logprobs")
         if self.best_of is not None:
             self._check_best_of(self.best_of)
         if self.stream_options and not self.stream:
@@ -166,7 +119,9 @@ class GenerationFields(BaseModel):
     @property
     def num_drawn(self) -> int:
         """Samples of each prompt, of which the best are its answers."""
-        return self.num_kept if self.best_of is None or self.use_beam_search else self.best_of
+        if self.best_of is None or self.use_beam_search:
+            return 1 if self.n is None else self.n
+        return self.best_of
 
     @property
     def keeps_best(self) -> bool:
@@ -177,21 +132,19 @@ class GenerationFields(BaseModel):
         given = self.model_fields_set
         return next((name for name in _CONSTRAINTS if name in given and getattr(self, name)), None)
 
-    def sampling(self, **translated: int | None) -> dict[str, Any]:
-        """What is said of SamplingParams, by name. translated: those whose fields have other names here. Raises
-        InvalidRequest."""
-        given = self.model_fields_set
-        said: dict[str, Any] = {name: getattr(self, name) for name in given & _SAMPLING_FIELDS} | translated
-        if not given.isdisjoint(_CONSTRAINTS):
-            guided = {name: getattr(self, name) for name in given & GUIDED.keys()}
-            said["structured_outputs"] = structured_output_of(self.response_format, self.structured_outputs, guided)
+    def sampling(self, **translated: Any) -> dict[str, Any]:
+        if self.length_penalty is not None:
+            translated["length_penalty"] = self.length_penalty
         if self.use_beam_search:
-            said["beam_width"] = self._beam_width()
-        if self.keeps_best:
-            said["num_logprobs"] = said.get("num_logprobs") or 0
-        if "logits_processors" in given:
-            said["logits_processors"] = plain_processors(self.logits_processors) or None
-        return {name: value for name, value in said.items() if value is not None}
+            translated["beam_width"] = self._beam_width()
+        if self.best_of is not None and self.keeps_best:
+            translated["num_logprobs"] = translated.get("num_logprobs") or 0
+        guided = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+        if self.response_format is not None or guided != _NOT_GUIDED:
+            named = dict(zip(GUIDED, guided, strict=True))
+            wanted = structured_output_of(self.response_format, self.structured_outputs, named)
+            translated["structured_outputs"] = wanted
+        return super().sampling(**translated)
 
     def _beam_width(self) -> int:
         name, width = ("n", self.n or 1) if self.best_of is None else ("best_of", self.best_of)
@@ -219,7 +172,7 @@ class GenerationFields(BaseModel):
 
 _CHAT_NAMES = {"prompt": "messages"}
 _NEWER_CHAT_NAMES = {**_CHAT_NAMES, "max_tokens": "max_completion_tokens"}
-_SAMPLING_FIELDS = frozenset(NAMES) & GenerationFields.model_fields.keys()
+_NOT_GUIDED = (None,) * len(GUIDED)
 _CONSTRAINTS = ("structured_outputs", *GUIDED, "response_format")
 
 
@@ -249,7 +202,7 @@ class ChatRequest(GenerationFields, TemplateFields):
         if not self.logprobs and (self.top_logprobs or self.logprob_token_ids):
             name = "top_logprobs" if self.top_logprobs else "logprob_token_ids"
             raise InvalidRequest(f"`{name}` needs `logprobs` to be true.", name)
-        _check_num_logprobs(self.top_logprobs, "top_logprobs")
+        check_num_logprobs(self.top_logprobs, "top_logprobs")
 
     def _check_budget(self, budget: int) -> None:
         name = "thinking_token_budget"
@@ -318,7 +271,7 @@ class CompletionRequest(GenerationFields):
             raise InvalidRequest("`max_tokens` must be 1 or more, or 0 with `echo`, not 0.", "max_tokens")
         if self.max_tokens == 0 and self.min_tokens:
             raise InvalidRequest(f"`min_tokens` must be in [0, max_tokens], not {self.min_tokens}.", "min_tokens")
-        _check_num_logprobs(self.logprobs, "logprobs")
+        check_num_logprobs(self.logprobs, "logprobs")
         if self.logprob_token_ids and self.logprobs is None:
             raise InvalidRequest("`logprob_token_ids` needs `logprobs`.", "logprob_token_ids")
 
@@ -406,8 +359,3 @@ def size_of_prompt(body: ChatRequest | TokenizeRequest | Chat) -> int:
         return 0
     tools = sum([tool.size for tool in body.tools]) if body.tools else 0
     return sum([message.size for message in body.messages]) + body.template_size + tools
-
-
-def _check_num_logprobs(count: int | None, param: str) -> None:
-    if count is not None and not 0 <= count <= MAX_LOGPROBS:
-        raise InvalidRequest(f"`{param}` must be in [0, {MAX_LOGPROBS}], not {count}.", param)

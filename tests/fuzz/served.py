@@ -98,9 +98,28 @@ RESPONSE_BODY = {
     "stream": False,
     "metadata": {"a": "b"},
 }
+TOKENS_BODY = {
+    "model": "tiny",
+    "token_ids": [5, 6, 7],
+    "sampling_params": {
+        **{name: COMPLETION_BODY[name] for name in ("max_tokens", "n", "stop", "stop_token_ids", "bad_words")},
+        **{
+            name: COMPLETION_BODY[name] for name in ("allowed_token_ids", "logits_processors", "logprobs", "min_tokens")
+        },
+        "temperature": 0.5,
+        "logit_bias": {"7": 1.0},
+        "prompt_logprobs": 1,
+        "detokenize": False,
+    },
+    "request_id": "a",
+    **{name: COMPLETION_BODY[name] for name in ("cache_salt", "priority", "stream", "stream_options", "timeout")},
+}
 BODIES = {
     "/v1/chat/completions": CHAT_BODY,
     "/v1/completions": COMPLETION_BODY,
+    "/inference/v1/generate": TOKENS_BODY,
+    "/v1/chat/completions/render": CHAT_BODY,
+    "/v1/completions/render": COMPLETION_BODY,
     "/v1/messages": MESSAGE_BODY,
     "/v1/messages/count_tokens": {name: MESSAGE_BODY[name] for name in ("model", "messages", "system")},
     "/v1/responses": RESPONSE_BODY,

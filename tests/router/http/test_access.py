@@ -196,6 +196,9 @@ async def test_keys_share_no_cache_when_told_so(nodes):
         for key, salt in (("sk-one", ""), ("sk-one", ""), ("sk-two", ""), ("sk-one", "s"), ("sk-two", "s")):
             body = {**CHAT, "cache_salt": salt} if salt else CHAT
             assert (await client.post("/v1/chat/completions", json=body, headers=bearer(key))).status_code == 200
+        tokens = {"token_ids": [5]}
+        assert (await client.post("/inference/v1/generate", json=tokens, headers=bearer("sk-two"))).status_code == 200
+        assert nodes.prefills.pop().cache_salt == nodes.prefills[2].cache_salt
         messages = {**CHAT, "max_tokens": 5}
         assert (await client.post("/v1/messages", json=messages, headers={"x-api-key": "sk-two"})).status_code == 200
         salts = [prefill.cache_salt for prefill in nodes.prefills]

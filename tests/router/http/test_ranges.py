@@ -23,7 +23,14 @@ BODIES = {
 }
 """Those of clients: the admin API answers only with a key of its own, and has its cases in `test_admin`."""
 USER = {"role": "user", "content": "hi"}
-VALID: dict[str, Any] = {"messages": [USER], "prompt": "x", "tokens": [5], "max_tokens": 8, "input": "x"}
+VALID: dict[str, Any] = {
+    "messages": [USER],
+    "prompt": "x",
+    "tokens": [5],
+    "token_ids": [5],
+    "max_tokens": 8,
+    "input": "x",
+}
 """For fields that are required."""
 BESIDE: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True, "include": ["message.output_text.logprobs"]},
