@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
@@ -170,5 +171,7 @@ def _flags(settings: Settings, names: tuple[str, ...]) -> Iterator[str]:
             yield flag_name(name) if value else flag_name(f"no_{name}")
         elif isinstance(value, tuple):
             yield f"{flag_name(name)}={','.join(map(str, value))}"
+        elif isinstance(value, dict):
+            yield f"{flag_name(name)}={json.dumps(value)}"
         elif value is not None:
             yield f"{flag_name(name)}={value}"

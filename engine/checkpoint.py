@@ -3,6 +3,7 @@ transformers are imported."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping
@@ -67,7 +68,17 @@ def read_generation_defaults(folder: Path, stated: Mapping[str, Any]) -> Generat
     generation = read_json(file) if file.is_file() else {}
     eos = generation.get("eos_token_id")
     ends = _token_ids(stated.get("eos_token_id") if eos is None else eos)
-    return GenerationDefaults(ends, **{name: _default(name, generation.get(name)) for name in _DEFAULTS})
+    return changed_defaults(
+        GenerationDefaults(ends), {name: generation.get(name) for name in _DEFAULTS}, f"{_GENERATION}: "
+    )
+
+
+def changed_defaults(defaults: GenerationDefaults, given: Mapping[str, Any], where: str = "") -> GenerationDefaults:
+    """The defaults with these in place of their own, by name. Raises ValueError, which begins with `where`, for values
+    with which no request could be run, and for other names."""
+    if unknown := given.keys() - _DEFAULTS.keys():
+        raise ValueError(f"{where}there is no {min(unknown)!r}, only {', '.join(sorted(_DEFAULTS))}")
+    return dataclasses.replace(defaults, **{name: _default(name, value, where) for name, value in given.items()})
 
 
 def _token_ids(eos: object) -> tuple[int, ...]:
@@ -78,12 +89,12 @@ def _token_ids(eos: object) -> tuple[int, ...]:
     return tuple(token for token in ids if token in _TOKEN_IDS)
 
 
-def _default(name: str, value: Any) -> Any:
+def _default(name: str, value: Any, where: str) -> Any:
     if value is None or (name == "top_k" and value == -1):  # vLLM's older way to say off
         return None
     valid = _DEFAULTS[name]
     if type(value) not in (int, float) or value not in valid or (name in _COUNTS and value % 1):
-        raise ValueError(f"{_GENERATION}: {name} {valid.text}, not {value!r}")
+        raise ValueError(f"{where}{name} {valid.text}, not {value!r}")
     return int(value) if name in _COUNTS else value
 
 

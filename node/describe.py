@@ -90,9 +90,9 @@ def describe(
             TransportEndpoint(rank, settings.carried_by, address) for rank, address in enumerate(addresses)
         ),
         tokenizer_digest=tokenizer.digest,
-        chat_template=tokenizer.chat_template,
+        chat_template=settings.read_chat_template() or tokenizer.chat_template,
         special_tokens=tokenizer.special_tokens,
-        generation_defaults=built.generation_defaults,
+        generation_defaults=settings.generation_defaults(built.generation_defaults),
         vocab_size=config.vocab_size,
         version=baton.__version__,
         structured_outputs_backend=StructuredBackend(settings.structured_outputs_backend),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from baton.node_info import GenerationDefaults
 from baton.rpc.trust import ClusterSettings
+from baton.settings import JsonObject
+from engine.checkpoint import changed_defaults
 
 
 class ModelSettings(ClusterSettings):
@@ -18,6 +22,21 @@ class ModelSettings(ClusterSettings):
     )
     revision: str | None = Field(None, description="branch, tag or commit of a hub id")
     served_model_name: str | None = Field(None, description="model name that clients use; unset: as in --model")
+
+    chat_template: Path | None = Field(
+        None,
+        description="file with a Jinja template for chats; the same on all nodes of a model; unset: the checkpoint's",
+    )
+    generation_config: Literal["auto", "vllm"] = Field(
+        "auto",
+        description="where defaults of sampling parameters come from: auto: generation_config.json; vllm: only from "
+        "--override-generation-config",
+    )
+    override_generation_config: JsonObject = Field(
+        {},
+        description='JSON object of such defaults that come before those, as in {"temperature": 0.5}; '
+        "the same on all nodes of a model",
+    )
 
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="where to compute; auto: cuda where there is one"
@@ -64,6 +83,26 @@ class ModelSettings(ClusterSettings):
     seed: int = Field(
         0, ge=-(1 << 63), lt=1 << 64, description="of torch's generators; requests carry seeds of their own"
     )
+
+    def read_chat_template(self) -> str | None:
+        """That of --chat-template; None: it is not given. Raises ValueError."""
+        if (file := self.chat_template) is None:
+            return None
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            raise ValueError(f"--chat-template: {file} cannot be read: {error}") from error
+
+    def generation_defaults(self, stated: GenerationDefaults) -> GenerationDefaults:
+        """Those of requests, where `stated` are the model's own."""
+        own = stated if self.generation_config == "auto" else GenerationDefaults(stated.eos_token_ids)
+        return changed_defaults(own, self.override_generation_config)
+
+    @field_validator("override_generation_config")
+    @classmethod
+    def _check_defaults(cls, given: dict[str, Any]) -> dict[str, Any]:
+        changed_defaults(GenerationDefaults(), given)
+        return given
 
     @model_validator(mode="after")
     def _check_model(self) -> ModelSettings:

@@ -41,6 +41,7 @@ def check(settings: NodeSettings) -> None:
         require_free("--master-addr, --master-port", HostPort(settings.master_addr, settings.master_port))
     _check_admin_key(settings)
     _check_profile_dir(settings)
+    _check_chat_template(settings)
     if settings.engine == "simulated":
         _check_profile(settings)
         return
@@ -104,6 +105,13 @@ def _check_profile_dir(settings: NodeSettings) -> None:
     folder = settings.profile_dir
     if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
         raise StartupError(f"--profile-dir: {folder} is no folder that this process may write to")
+
+
+def _check_chat_template(settings: NodeSettings) -> None:
+    try:
+        settings.read_chat_template()
+    except ValueError as error:
+        raise StartupError(str(error)) from None
 
 
 def _check_model(settings: NodeSettings) -> None:

@@ -100,6 +100,7 @@ class RouterServer:
             settings.max_num_samples,
             settings.timings,
             settings.trust_request_chat_template,
+            settings.default_chat_template_kwargs,
         )
         status = self._make_status(metrics, registry, timelines)
         self._siblings = status.siblings

@@ -45,7 +45,8 @@ class Prompt(NamedTuple):
 
 class Service:
     """`request_timeout_s` bounds each request, counted from its receipt; `max_num_samples` bounds the answers to one
-    request. `tells_timings`: see Generation. `trusts_request_templates`: requests may bring chat templates."""
+    request. `tells_timings`: see Generation. `trusts_request_templates`: requests may bring chat templates.
+    `template_defaults`: variables of chat templates that requests may set otherwise."""
 
     def __init__(
         self,
@@ -56,6 +57,7 @@ class Service:
         max_num_samples: int,
         tells_timings: bool = True,
         trusts_request_templates: bool = False,
+        template_defaults: Mapping[str, Any] | None = None,
     ) -> None:
         self.models = models
         self.admission = admission
@@ -67,6 +69,7 @@ class Service:
         self._serial = itertools.count()
         self._deliveries = Deliveries()
         self._grammars = GrammarChecker(admission.on_refused)
+        self._template_defaults = template_defaults
         self._request_templates = RequestTemplates(trusts_request_templates, admission.on_refused)
 
     def close(self, wait: bool = False) -> None:
@@ -116,6 +119,8 @@ class Service:
             raise InvalidRequest(f"The model `{model.name}` has no chat template. Use completions.", "messages")
         if not size:
             raise InvalidRequest("messages must not be empty", "messages")
+        if self._template_defaults:
+            variables = {**self._template_defaults, **(variables or {})}
 
         def arguments() -> dict[str, Any]:
             return {

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from baton.address import HostPort
 from baton.rpc.trust import ClusterSettings
-from baton.settings import LONGEST_S, ConnectAddresses, ListenAddress
+from baton.settings import LONGEST_S, ConnectAddresses, JsonObject, ListenAddress
 from router.discovery_settings import DiscoverySettings
 from router.edge_settings import EdgeSettings
 from router.requests.request_state import FirstToken
@@ -59,6 +59,11 @@ class RouterSettings(EdgeSettings, DiscoverySettings, ClusterSettings):
     )
     enable_force_include_usage: bool = Field(
         False, description="add the usage to each chunk of all streams of chats and completions"
+    )
+    default_chat_template_kwargs: JsonObject = Field(
+        {},
+        description="JSON object of variables that chat templates get unless requests say otherwise, as in "
+        '{"enable_thinking": false}',
     )
     trust_request_chat_template: bool = Field(
         False, description="let requests bring a `chat_template` of their own, which is rendered in a sandbox"

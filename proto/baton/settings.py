@@ -13,6 +13,7 @@ command causes a warning, such a key in the file an error; both suggest the clos
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -76,6 +77,17 @@ def _large_number(value: object) -> object:
     return int(Decimal(number) * _UNITS[unit])
 
 
+def _json_object(value: object) -> object:
+    """Parse an object; one in a file may be there as it is."""
+    try:
+        parsed = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"must be JSON: {error}") from None
+    if not isinstance(parsed, dict):
+        raise ValueError("must be a JSON object")
+    return parsed
+
+
 def _log_levels(text: str) -> str:
     parse_log_levels(text)
     return text
@@ -88,6 +100,8 @@ ConnectAddresses = Annotated[tuple[HostPort, ...], BeforeValidator(_address_list
 Sizes = Annotated[tuple[PositiveInt, ...], BeforeValidator(_size_list)]
 LargeNumber = Annotated[int | None, BeforeValidator(_large_number)]
 """May be written as `16K` where vLLM takes that."""
+
+JsonObject = Annotated[dict[str, Any], BeforeValidator(_json_object)]
 
 LONGEST_S = 365 * 86_400.0
 """The longest time limit: threads cannot wait for an infinite one, nor can anything be filed by when it ends."""
@@ -223,7 +237,7 @@ def help_text(field: FieldInfo) -> str:
     text = str(field.description)
     if field.is_required():
         text += " (required)"
-    elif field.default not in (None, "", ()):
+    elif field.default not in (None, "", (), {}):
         default = {True: "on", False: "off"}[field.default] if field.annotation is bool else field.default
         default = ",".join(map(str, default)) if isinstance(default, tuple) else default
         text += f" (default: {default})"

@@ -11,6 +11,7 @@ from baton.address import HostPort
 from baton.settings import (
     ConnectAddress,
     ConnectAddresses,
+    JsonObject,
     LargeNumber,
     ListenAddress,
     Settings,
@@ -35,6 +36,7 @@ class Example(Settings):
     ahead: bool | None = Field(None, description="run ahead; unset: where it helps")
     sizes: Sizes = Field((), description="batch sizes")
     size: LargeNumber = Field(None, ge=2, description="bytes")
+    values: JsonObject = Field({}, description="values by name")
     low: int = Field(0, description="lower end")
     high: int = Field(9, description="upper end")
 
@@ -127,6 +129,17 @@ def test_size_lists(config, monkeypatch):
     assert parse(Example, ["--config", config("sizes: [1, 2]")]).sizes == (1, 2)
     monkeypatch.setenv("BATON_SIZES", "4,16")
     assert parse(Example, []).sizes == (4, 16)
+
+
+def test_objects(config, capsys):
+    assert parse(Example, []).values == {}
+    assert parse(Example, ["--values", '{"a": [1]}']).values == {"a": [1]}
+    assert parse(Example, ["--config", config("values: {a: [1]}")]).values == {"a": [1]}
+    assert parse(Example, ["--config", config("values: '{\"a\": [1]}'")]).values == {"a": [1]}
+    for text, why in (("{", "must be JSON"), ("3", "must be a JSON object")):
+        with pytest.raises(SystemExit):
+            parse(Example, ["--values", text])
+        assert f"--values: {why}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -237,11 +237,16 @@ def test_settings_are_handed_on_however_they_came(tmp_path: Path, monkeypatch: p
     file.write_text("max-num-seqs: 7\nprefill: 2\n")
     monkeypatch.setenv("BATON_BLOCK_SIZE", "32")
     flags = ("--request-timeout=9", "--max-num-requests=5", "--log-level=debug", "--first-token=decode")
-    lists_and_switches = ("--cudagraph-capture-sizes=1,2", "--no-async-scheduling")
+    lists_and_switches = (
+        "--cudagraph-capture-sizes=1,2",
+        "--no-async-scheduling",
+        '--override-generation-config={"top_p": 0.5}',
+    )
     children = planned(Machine(2, ()), f"--config={file}", *flags, *lists_and_switches)
     assert "prefill-1" in children
     node = parse(NodeSettings, children["prefill-1"].arguments)
     assert (node.cudagraph_capture_sizes, node.async_scheduling) == ((1, 2), False)
+    assert node.override_generation_config == {"top_p": 0.5}
     assert (node.max_num_seqs, node.block_size, node.request_timeout, node.log_level) == (7, 32, 9.0, "debug")
     router = parse(RouterSettings, children["router"].arguments)
     assert (router.max_num_requests, router.request_timeout, router.log_level) == (5, 9.0, "debug")

@@ -57,6 +57,12 @@ def test_names_that_all_take_pass() -> None:
     preflight.check_names(NodeSettings(model="x" * 256))
 
 
+def test_a_chat_template_that_cannot_be_read(folder: Path) -> None:
+    (folder / "latin").write_bytes(b"\xff")
+    for name in ("none", "latin"):
+        assert told(folder, chat_template=folder / name).startswith(f"--chat-template: {folder / name} cannot be read")
+
+
 def test_what_can_work_passes(folder: Path) -> None:
     for model in (folder, "baton-tiny", "org/model", "gpt2"):
         preflight.check(NodeSettings(model=str(model), device="cpu"))

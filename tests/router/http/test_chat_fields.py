@@ -133,6 +133,24 @@ async def test_documents_and_effort_are_known_to_the_models_template() -> None:
     assert text_of(nodes.prefills[0].prompt_tokens) == "none|fox|hi||<|bos|>"
 
 
+async def test_variables_that_requests_leave_out_have_the_operators_values() -> None:
+    nodes = FakeCluster(says("hello"))
+    for role in NodeRole:
+        await nodes.add(role, chat_template="{{ color }}|{{ reasoning_effort }}|{{ messages[0].content }}")
+    async with running(nodes, default_chat_template_kwargs={"color": "red", "reasoning_effort": "low"}) as (_, client):
+        for fields, prompt in (
+            ({}, "red|low|hi"),
+            ({"chat_template_kwargs": {"color": "blue"}, "reasoning_effort": "high"}, "blue|high|hi"),
+        ):
+            assert (await client.post(CHATS, json={**CHAT, **fields})).status_code == 200
+            assert text_of(nodes.prefills[-1].prompt_tokens) == prompt
+            tokens = (await client.post("/tokenize", json={**CHAT, **fields})).json()["tokens"]
+            assert text_of(tokens) == prompt
+        assert (await client.post("/v1/messages", json={**CHAT, "max_tokens": 5})).status_code == 200
+        assert text_of(nodes.prefills[-1].prompt_tokens) == "red|low|hi"
+    await nodes.close()
+
+
 def test_an_effort_says_whether_the_model_is_to_reason_unless_the_variables_do() -> None:
     def variables(**given: Any) -> Mapping[str, Any]:
         return ChatRequest.model_validate({**CHAT, **given}).variables
