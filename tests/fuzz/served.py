@@ -95,6 +95,7 @@ RESPONSE_BODY = {
     "top_logprobs": 1,
     "reasoning": {"effort": "low"},
     "store": True,
+    "background": False,
     "stream": False,
     "metadata": {"a": "b"},
 }

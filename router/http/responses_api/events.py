@@ -37,23 +37,26 @@ class ResponseEvents:
 
     def error(self, body: dict[str, Any]) -> bytes:
         """A failure ends the response, which is not kept."""
-        error = body["error"]
         self._saver = None
-        return self._last(
-            self._shape.failed({"code": _CODES.get(error["type"], "server_error"), "message": error["message"]})
-        )
+        return self._last(self._shape.failed(failure_of(body)))
 
     def _last(self, response: dict[str, Any]) -> bytes:
         if self._saver is not None:
-            self._saver.keep(_dump(response))
+            self._saver.keep(dump_response(response))
         return self._write({"type": f"response.{response['status']}", "response": response})
 
     def _write(self, event: Event) -> bytes:
         """An event, whose name is its type."""
         numbered = {"type": event["type"], "sequence_number": self._num_events, **event}
         self._num_events += 1
-        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _dump(numbered))
+        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), dump_response(numbered))
 
 
-def _dump(content: Any) -> bytes:
+def failure_of(body: dict[str, Any]) -> dict[str, Any]:
+    """What a response says of the failure that would otherwise have had this body."""
+    error = body["error"]
+    return {"code": _CODES.get(error["type"], "server_error"), "message": error["message"]}
+
+
+def dump_response(content: Any) -> bytes:
     return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()

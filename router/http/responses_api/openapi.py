@@ -15,7 +15,7 @@ RESPONSE = object_of(
         "id": _STRING,
         "object": {"const": "response"},
         "created_at": {"type": "integer"},
-        "status": {"enum": ["completed", "incomplete"]},
+        "status": {"enum": ["completed", "incomplete", "in_progress", "failed", "cancelled"]},
         "model": _STRING,
         "output": _ITEMS,
         "incomplete_details": _OBJECT_OR_NULL,

@@ -17,6 +17,7 @@ from router.http.errors.names import rename_field
 from router.http.generate import GenerateRoutes
 from router.http.limits import HttpLimits
 from router.http.responses import EventResponse, WholeResponse
+from router.http.responses_api.background import BackgroundResponses
 from router.http.responses_api.conversation import AnyItem
 from router.http.responses_api.events import ResponseEvents
 from router.http.responses_api.pages import page_of
@@ -33,7 +34,9 @@ PATH = "/v1/responses"
 _NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text"}
 """Of fields of chats: what they are here."""
 _NOT_KEPT = "`store` is true, but this router keeps no responses (--max-stored-responses)."
-_NOT_IN_BACKGROUND = "Only responses with `background` can be cancelled, and that is not supported here."
+_NOTHING_IN_BACKGROUND = "`background` needs a router that keeps responses (--max-stored-responses)."
+_NOT_IN_BACKGROUND = "Only responses with `background` can be cancelled."
+_HAS_ENDED = "Cannot cancel a response that has ended."
 _NOT_STREAMED_AGAIN = "A response that is kept is not streamed again: `stream` is not supported here."
 
 
@@ -58,6 +61,7 @@ class ResponsesRoutes:
         self._bodies = BodyReader(limits.bodies, service.offload)
         self._generate = generate
         self._store = store
+        self._background = BackgroundResponses()
         self.routes = APIRouter()
         self.posts = {PATH: self.create}
         self.routes.add_api_route(PATH, self.create, methods=["POST"])
@@ -73,7 +77,12 @@ class ResponsesRoutes:
         started = await self.start(request.state, request_id_of(request, body.request_id), body)
         if body.stream:
             return EventResponse(started.generation, started.events(), self._keep_alive_s)
-        return _WholeResponse(started, self._service.offload)
+        whole = _WholeResponse(started, self._service.offload)
+        if not body.background:
+            return whole
+        assert started.saver is not None  # `start` has checked it
+        self._background.start(started.generation, started.shape, started.saver, whole.keep)
+        return JSONResponse(started.shape.begun())
 
     async def start(
         self, state: State, request_id: str, body: ResponsesRequest, own: ResponseStore | None = None
@@ -84,6 +93,8 @@ class ResponsesRoutes:
         model = self._service.model(body.model)
         if body.store and not self._store.is_on:
             raise InvalidRequest(_NOT_KEPT, "store")
+        if body.background and not self._store.is_on:
+            raise InvalidRequest(_NOTHING_IN_BACKGROUND, "background")
         stored = body.store is not False and self._store.is_on
         store = self._store if stored else own
         earlier = await self._earlier(state.owner, body.previous_response_id, own)
@@ -117,12 +128,21 @@ class ResponsesRoutes:
 
     async def delete(self, request: Request, response_id: str) -> JSONResponse:
         self._store.delete(request.state.owner, response_id)
+        self._background.drop(request.state.owner, response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request, response_id: str) -> Response:
-        """Refuses: every response that is kept has ended."""
-        self._store.get(request.state.owner, response_id)
-        raise InvalidRequest(_NOT_IN_BACKGROUND, "response_id")
+        """The response, which has ended then."""
+        owner = request.state.owner
+        stored = self._store.get(owner, response_id)
+        if await self._background.cancel(owner, response_id):
+            return raw_json_response(self._store.get(owner, response_id).body)
+        response = await self._service.offload.run(stored.response, len(stored.body))
+        if not response["background"]:
+            raise InvalidRequest(_NOT_IN_BACKGROUND, "response_id")
+        if response["status"] != "cancelled":
+            raise InvalidRequest(_HAS_ENDED, "response_id")
+        return raw_json_response(stored.body)
 
     async def input_items(self, request: Request, response_id: str) -> JSONResponse:
         """The whole conversation before the response."""
@@ -149,6 +169,10 @@ class _WholeResponse(WholeResponse):
     def __init__(self, started: Started, offload: Offload) -> None:
         super().__init__(started.generation, started.shape, offload)
         self._started = started
+
+    async def keep(self) -> None:
+        """Wait for the response and keep it. Raises BatonError."""
+        await self._answer(await self._collect())
 
     async def _answer(self, deltas: dict[int, list[Delta]]) -> Response:
         response = await super()._answer(deltas)

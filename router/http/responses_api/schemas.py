@@ -94,6 +94,7 @@ class ResponsesRequest(GenerationFields):
     tool_choice: TextOrObject | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
+    background: bool | None = None
     store: bool | None = Field(None, description="keep the response; unset: yes, if the router keeps any")
     previous_response_id: Name | None = None
     stream_options: StreamChoices | None = None  # type: ignore[assignment]  # other options than chats have
@@ -114,6 +115,8 @@ class ResponsesRequest(GenerationFields):
         limit, valid = self.max_output_tokens, RANGES["max_tokens"]
         if limit is not None and limit not in valid:
             raise InvalidRequest(f"`max_output_tokens` {valid.text}, not {limit}.", "max_output_tokens")
+        if self.background:
+            self._check_background()
         self._check_parts()
         self._check_include()
         self._check_metadata()
@@ -191,6 +194,12 @@ class ResponsesRequest(GenerationFields):
             unknown = {n: v for n, v in ((part.model_extra if part else None) or {}).items() if v}
             if unknown and unknown != {"allowed_callers": ["direct"]}:
                 raise InvalidRequest(f"`{next(iter(unknown))[:64]}` in `{name}` is not supported here.", name)
+
+    def _check_background(self) -> None:
+        if self.stream:
+            raise InvalidRequest("`background` and `stream` exclude each other here.", "background")
+        if self.store is False:
+            raise InvalidRequest("`background` needs `store`: the response is asked for later.", "background")
 
     def _check_include(self) -> None:
         other = next((name for name in self.include or () if name not in (LOGPROBS, _ENCRYPTED)), None)

@@ -97,6 +97,10 @@ class ResponseShape:
             **timings_of(self._generation.timings),
         }
 
+    def cancelled(self) -> dict[str, Any]:
+        """The response of a client that wants no more of it."""
+        return {**self.begun(), "status": "cancelled"}
+
     def failed(self, error: dict[str, Any]) -> dict[str, Any]:
         """The response of a generation that failed. `error`: with its code and message."""
         return {**self.begun(), "status": "failed", "error": error, "output": self._output.items}
@@ -121,7 +125,7 @@ def _echo(body: ResponsesRequest) -> dict[str, Any]:
     """Fields that nobody knows are not repeated: they may be anything, also what JSON cannot say."""
     return {
         **{name: getattr(body, name) for name in _ECHOED},
-        "background": False,
+        "background": bool(body.background),
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},

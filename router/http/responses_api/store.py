@@ -11,6 +11,7 @@ from typing import Any
 
 import pydantic_core
 
+from baton.errors import InvalidRequest
 from router.http.errors.responses_api import PreviousResponseNotFound, ResponseNotFound
 from router.http.responses_api.conversation import AnyItem
 from router.http.responses_api.items import ITEMS
@@ -33,12 +34,19 @@ class StoredResponse:
     def size(self) -> int:
         return len(self.body) + len(self.input) + _OVERHEAD_BYTES
 
+    def response(self) -> dict[str, Any]:
+        return dict(_read(self.body))
+
     def input_items(self) -> list[dict[str, Any]]:
         return list(_read(self.input))
 
     def conversation(self) -> list[AnyItem]:
-        """All items, the output included."""
-        return list(ITEMS.validate_python([*_read(self.input), *_read(self.body)["output"]]))
+        """All items, the output included. Raises InvalidRequest for a response without an end to go on from."""
+        response = self.response()
+        if response["status"] not in ("completed", "incomplete"):
+            text = f"Previous response with id '{response['id']}' has the status {response['status']}."
+            raise InvalidRequest(text, "previous_response_id")
+        return list(ITEMS.validate_python([*_read(self.input), *response["output"]]))
 
 
 class ResponseStore:
@@ -56,6 +64,9 @@ class ResponseStore:
         return self._max_responses > 0
 
     def put(self, owner: bytes, response_id: str, response: StoredResponse) -> None:
+        """In place of what there was of it before."""
+        if (earlier := self._kept.pop((owner, response_id), None)) is not None:
+            self.num_bytes -= earlier.size
         if response.size > self._max_bytes or not self.is_on:
             log.warning("not stored response=%s bytes=%d", response_id, response.size)
             return

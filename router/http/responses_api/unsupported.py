@@ -13,7 +13,6 @@ IN_RESPONSES: Mapping[str, Harmless] = {
         ("messages", "prompt_logprobs", "logprobs", "echo", "max_completion_tokens", "add_generation_prompt"), never
     ),
     "access_programs": is_empty,
-    "background": is_empty,
     "context_management": is_empty,
     "conversation": is_empty,
     "enable_response_messages": is_empty,  # vLLM's

@@ -28,7 +28,8 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     (item(role="user", content=[{"type": "input_file"}]), "input", "type 'input_file'"),
     (item(role="tool", content="x"), "input", "role"),
     (item(type="function_call", call_id="c", name="f", arguments="["), "messages", "JSON object"),
-    ({"background": True}, "background", "`background` is not supported"),
+    ({"background": True, "stream": True}, "background", "`background` and `stream` exclude each other"),
+    ({"background": True, "store": False}, "background", "`background` needs `store`"),
     ({"conversation": "conv_1"}, "conversation", "`conversation`"),
     ({"previous_input_messages": [{"role": "user"}]}, "previous_input_messages", "`previous_input_messages`"),
     ({"enable_response_messages": True}, "enable_response_messages", "`enable_response_messages`"),
@@ -95,6 +96,11 @@ def test_the_store_drops_what_was_used_least_recently():
     assert [name for name in "acde" if _has(store, name)] == ["d", "e"]
     store.put(b"", "f", kept(10_001))
     assert not _has(store, "f")
+    store.put(b"", "d", kept(2_500))
+    assert store.num_bytes == 6_000 + 2_500
+    store.put(b"", "e", kept(10_001))
+    assert not _has(store, "e")
+    store.put(b"", "e", kept(1_500))
     store.delete(b"", "d")
     store.delete(b"", "e")
     assert store.num_bytes == 0

@@ -122,5 +122,6 @@ async def test_a_router_may_keep_nothing(nodes):
         body = (await client.post(PATH, json=HI)).json()
         assert body["store"] is False
         assert (await client.get(f"{PATH}/{body['id']}")).status_code == 404
-        refused = await client.post(PATH, json={**HI, "store": True})
-        assert (refused.status_code, error_of(refused)["param"]) == (400, "store")
+        for name in ("store", "background"):
+            refused = await client.post(PATH, json={**HI, name: True})
+            assert (refused.status_code, error_of(refused)["param"]) == (400, name)
