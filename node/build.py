@@ -225,7 +225,7 @@ def _build(
         pools=pools,
         layout=layout,
         device=device,
-        served_model_name=settings.served_model_name or settings.model,
+        served_model_name=settings.model_name,
         tokenizer=tokenizer,
         checkpoint=checkpoint,
         expert_counts=expert_counts,

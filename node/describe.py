@@ -95,6 +95,7 @@ def describe(
         generation_defaults=settings.generation_defaults(built.generation_defaults),
         vocab_size=config.vocab_size,
         version=baton.__version__,
+        model_aliases=settings.served_model_name[1:],
         structured_outputs_backend=StructuredBackend(settings.structured_outputs_backend),
     )
 

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from baton.node_info import GenerationDefaults
 from baton.rpc.trust import ClusterSettings
-from baton.settings import JsonObject
+from baton.settings import JsonObject, Names
 from engine.checkpoint import changed_defaults
 
 
@@ -21,7 +21,11 @@ class ModelSettings(ClusterSettings):
         "which come with baton"
     )
     revision: str | None = Field(None, description="branch, tag or commit of a hub id")
-    served_model_name: str | None = Field(None, description="model name that clients use; unset: as in --model")
+    served_model_name: Names = Field(
+        (),
+        description="names by which clients ask for the model, of which the first is in logs and metrics; unset: as in "
+        "--model",
+    )
 
     chat_template: Path | None = Field(
         None,
@@ -83,6 +87,11 @@ class ModelSettings(ClusterSettings):
     seed: int = Field(
         0, ge=-(1 << 63), lt=1 << 64, description="of torch's generators; requests carry seeds of their own"
     )
+
+    @property
+    def model_name(self) -> str:
+        """The first of the names by which clients ask for the model."""
+        return self.served_model_name[0] if self.served_model_name else self.model
 
     def read_chat_template(self) -> str | None:
         """That of --chat-template; None: it is not given. Raises ValueError."""

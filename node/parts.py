@@ -104,7 +104,7 @@ def _follow_blocks(settings: NodeSettings, core: RoleCore, block_size: int) -> C
         return None
     from node.kv_events.publisher import KvEventPublisher, KvEvents
 
-    model = settings.served_model_name or settings.model
+    model = settings.model_name
     publisher = KvEventPublisher(config, f"kv@{settings.name(core.role)}@{model}")
     core.block_changes.follow(KvEvents(publisher, block_size))
     return publisher

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from baton.address import HostPort
-from baton.node_info import MAX_MODEL_CHARS
+from baton.node_info import MAX_MODEL_ALIASES, MAX_MODEL_CHARS
 from baton.process.listening import listen_socket
 from baton.process.open_files import max_open_files, why_too_few
 from baton.process.resources import memory_bytes
@@ -56,12 +56,14 @@ def check(settings: NodeSettings) -> None:
 def check_names(settings: NodeSettings) -> None:
     """Check the names of this node and its model now; otherwise routers would refuse the node again and again. Raises
     StartupError."""
-    model, unset = settings.served_model_name, ""
-    if not model:
-        model, unset = settings.model, ", and is --model if unset"
+    models, unset = settings.served_model_name, ""
+    if not models:
+        models, unset = (settings.model,), ", and is --model if unset"
+    if len(models) > 1 + MAX_MODEL_ALIASES:
+        raise StartupError(f"--served-model-name: at most {1 + MAX_MODEL_ALIASES} names, not {len(models)}")
     for flag, name, most, more in (
         ("--node-id", settings.node_id or "", MAX_NAME_CHARS, ""),
-        ("--served-model-name", model, MAX_MODEL_CHARS, unset),
+        *[("--served-model-name", model, MAX_MODEL_CHARS, unset) for model in models],
     ):
         if len(name) > most or not name.isprintable():
             raise StartupError(f"{flag}: must be a printable text of at most {most} characters{more}, not {name!r}")

@@ -115,7 +115,7 @@ def simulate(
         engine=Engine(config, runner, clock=clock),
         layer_groups=layer_groups,
         layout=profile.layout(settings.block_size, fingerprint),
-        served_model_name=settings.served_model_name or settings.model,
+        served_model_name=settings.model_name,
         tokenizer=files.tokenizer,
         generation_defaults=files.generation_defaults,
     )

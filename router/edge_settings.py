@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 
-from baton.settings import Settings
+from baton.settings import Names, Settings
 from router.api_keys import check_key
 from router.http.limits import ConnectionLimits
 
@@ -31,21 +30,8 @@ def _root_path(value: str) -> str:
     return value.rstrip("/")
 
 
-def _names(value: object) -> object:
-    """Parse `a,b`, or `["a", "b"]` as in vLLM, or a list of such texts."""
-    if isinstance(value, str) and value.startswith("["):
-        value = json.loads(value)
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list | tuple):
-        return value
-    if len(texts) == 1 and str(texts[0]).startswith("["):
-        return _names(str(texts[0]))
-    return tuple(part.strip() for text in texts for part in str(text).split(",") if part.strip())
-
-
 Secrets = Annotated[tuple[SecretStr, ...], BeforeValidator(_secrets)]
 RootPath = Annotated[str, AfterValidator(_root_path)]
-Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 
 
 class EdgeSettings(Settings):

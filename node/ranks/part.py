@@ -173,7 +173,7 @@ def _load(
     fast.apply(model, probed, max_model_len)
     if settings.kv_cache_dtype != "auto":
         probed = dataclasses.replace(probed, kv=tuple(map(as_quantized, probed.kv)))
-    name = settings.served_model_name or settings.model
+    name = settings.model_name
     log.info(
         "model loaded model=%s device=%s dtype=%s threads=%d weights_gib=%.2f seconds=%.2f",
         name,

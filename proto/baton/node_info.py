@@ -10,6 +10,7 @@ from baton import PROTOCOL_VERSION
 from baton.layout import KvLayout
 from baton.structured_output.constraint import StructuredBackend
 
+MAX_MODEL_ALIASES = 64
 MAX_MODEL_CHARS = 256
 """Of a model's name: requests may have no longer one."""
 
@@ -72,3 +73,4 @@ class NodeInfo:
     version: str = ""
     structured_outputs_backend: StructuredBackend = StructuredBackend.GUIDANCE
     metrics_address: str = ""
+    model_aliases: tuple[str, ...] = ()

@@ -63,6 +63,18 @@ def _size_list(value: object) -> object:
     return tuple(size for sizes in split for size in sizes if size != "")
 
 
+def _names(value: object) -> object:
+    """Parse `a,b`, or `["a", "b"]` as in vLLM, or a list of such texts."""
+    if isinstance(value, str) and value.startswith("["):
+        value = json.loads(value)
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple):
+        return () if value is None else value
+    if len(texts) == 1 and str(texts[0]).startswith("["):
+        return _names(str(texts[0]))
+    return tuple(part.strip() for text in texts for part in str(text).split(",") if part.strip())
+
+
 _UNITS = {name: base**power for base, names in ((1000, "kmgt"), (1024, "KMGT")) for power, name in enumerate(names, 1)}
 
 
@@ -98,6 +110,7 @@ ListenAddress = Annotated[HostPort, BeforeValidator(_listen_address)]
 """Port 0 selects any free port."""
 ConnectAddresses = Annotated[tuple[HostPort, ...], BeforeValidator(_address_list)]
 Sizes = Annotated[tuple[PositiveInt, ...], BeforeValidator(_size_list)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 LargeNumber = Annotated[int | None, BeforeValidator(_large_number)]
 """May be written as `16K` where vLLM takes that."""
 

@@ -28,7 +28,8 @@ class UnknownModel(InvalidRequest):
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """One version of a model. `max_model_len` is the shortest context of its nodes in use, in tokens. `chat` is
-    `chat_template`, compiled. `block_size`: tokens in a KV block of the node that came last; 0: not known."""
+    `chat_template`, compiled. `block_size`: tokens in a KV block of the node that came last; 0: not known.
+    `aliases`: further names by which clients ask for it; to one who did, the alias is its `name`."""
 
     name: str
     max_model_len: int
@@ -41,6 +42,7 @@ class ServedModel:
     structured_outputs_backend: StructuredBackend = StructuredBackend.GUIDANCE
     block_size: int = 0
     version: ModelVersion | None = None
+    aliases: tuple[str, ...] = ()
 
 
 class Models:
@@ -74,15 +76,18 @@ class Models:
         found = versions if not name and len(versions) == 1 else self._of(name or self._only_name())
         if not found:
             raise UnknownModel(f"The model `{name}` does not exist. This router serves {self._listed()}.", "model")
-        return found[0] if len(found) == 1 else self._drawn(found)
+        model = found[0] if len(found) == 1 else self._drawn(found)
+        return dataclasses.replace(model, name=name) if name and name != model.name else model
 
     def served(self) -> list[ServedModel]:
-        """One of each name, with the shortest context of its versions. Raises NodeUnavailable before any is known."""
+        """One of each name, aliases last, with the shortest context of its versions. Raises NodeUnavailable before any
+        is known."""
         if not self._versions:
             raise NodeUnavailable("no node has been reached yet, so the model is not known")
+        of_names = {name: self._of(name) for name in self._all_names()}
         return [
-            dataclasses.replace(found[0], max_model_len=min(model.max_model_len for model in found))
-            for found in map(self._of, self._names())
+            dataclasses.replace(found[0], name=name, max_model_len=min(model.max_model_len for model in found))
+            for name, found in of_names.items()
         ]
 
     async def tokenizer(self, info: NodeInfo, fetch: Callable[[], Awaitable[bytes]]) -> Tokenizer:
@@ -138,11 +143,22 @@ class Models:
     def _names(self) -> list[str]:
         return list(dict.fromkeys(model.name for model in self._versions.values()))
 
+    def _all_names(self) -> list[str]:
+        """With aliases, last."""
+        aliases = [alias for model in self._versions.values() for alias in model.aliases]
+        return list(dict.fromkeys([*self._names(), *aliases]))
+
     def _listed(self) -> str:
-        return ", ".join(f"`{name}`" for name in self._names())
+        return ", ".join(f"`{name}`" for name in self._all_names())
 
     def _of(self, name: str) -> list[ServedModel]:
-        return [model for model in self._versions.values() if model.name == name]
+        """Those of that name, else those with such an alias, of one name."""
+        versions = list(self._versions.values())
+        found = [model for model in versions if model.name == name]
+        if found:
+            return found
+        aliased = [model for model in versions if name in model.aliases]
+        return [model for model in aliased if model.name == aliased[0].name]
 
     def _only_name(self) -> str:
         """Of several names, that of which nodes are in use counts, if there is only one."""
@@ -191,7 +207,13 @@ def _described(known: ServedModel | None, version: ModelVersion, info: NodeInfo,
     """The version as this node describes it; `known`: as others did."""
     if known is not None and (known.chat_template, known.special_tokens) == (info.chat_template, info.special_tokens):
         block_size = info.layout.block_size
-        return dataclasses.replace(known, version=version, defaults=info.generation_defaults, block_size=block_size)
+        return dataclasses.replace(
+            known,
+            version=version,
+            defaults=info.generation_defaults,
+            block_size=block_size,
+            aliases=info.model_aliases,
+        )
     return ServedModel(
         name=info.served_model_name,
         max_model_len=info.max_model_len,
@@ -204,4 +226,5 @@ def _described(known: ServedModel | None, version: ModelVersion, info: NodeInfo,
         structured_outputs_backend=info.structured_outputs_backend,
         block_size=info.layout.block_size,
         version=version,
+        aliases=info.model_aliases,
     )

@@ -243,4 +243,5 @@ node_info = st.builds(
     version=text,
     structured_outputs_backend=st.sampled_from(StructuredBackend),
     metrics_address=text,
+    model_aliases=st.lists(name, max_size=2).map(tuple),
 )

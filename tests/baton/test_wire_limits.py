@@ -272,6 +272,8 @@ def node_info(**changes: object) -> common_pb2.NodeInfo:
         ("special_tokens", {str(i): "x" for i in range(300)}),
         ("endpoints", [{"address": b"x" * 70_000}]),
         ("endpoints", [{}] * 65),
+        ("model_aliases", [""]),
+        ("model_aliases", ["x"] * 65),
         ("generation_defaults", {"temperature": NAN}),
         ("layout", {"layers": [LAYER] * 2}),
         ("layout", {"block_size": 4}),

@@ -47,6 +47,13 @@ def test_the_checkpoints_defaults_may_be_left_out_but_for_the_ends() -> None:
     assert parse(NodeSettings, COMMAND).generation_defaults(stated) == stated
 
 
+@pytest.mark.parametrize("given", [("a", "b", "c"), ("a,b", "c"), ("a, b,c",)])
+def test_a_model_may_have_several_names(given: tuple[str, ...]) -> None:
+    info = described("--served-model-name", *given)
+    assert (info.served_model_name, info.model_aliases) == ("a", ("b", "c"))
+    assert (described().served_model_name, described().model_aliases) == ("baton-tiny", ())
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [

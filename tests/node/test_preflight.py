@@ -40,6 +40,8 @@ def told(model: object, **fields: Any) -> str:
     [
         ({"served_model_name": "x" * 257}, "--served-model-name: must be a printable text of at most 256 char"),
         ({"served_model_name": "a\nb"}, "--served-model-name: must be a printable text"),
+        ({"served_model_name": ("a", "x" * 257)}, "--served-model-name: must be a printable text of at most 256 char"),
+        ({"served_model_name": tuple(map(str, range(66)))}, "--served-model-name: at most 65 names, not 66"),
         ({"model": "x" * 257}, "256 characters, and is --model if unset, not"),
         ({"node_id": "x" * 513}, "--node-id: must be a printable text of at most 512 characters, not"),
         ({"node_id": "a\x1b"}, "--node-id: must be a printable text"),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
 from baton.audit import KvAudit, KvBlock, KvHolder, KvSlot
 from baton.errors import InvalidRequest
-from baton.node_info import GenerationDefaults, NodeInfo, NodeRole
+from baton.node_info import MAX_MODEL_ALIASES, GenerationDefaults, NodeInfo, NodeRole
 from baton.structured_output.constraint import StructuredBackend
 from baton.v1 import common_pb2, node_pb2
 from baton.wire import values
@@ -43,6 +43,7 @@ def write_node_info(info: NodeInfo) -> common_pb2.NodeInfo:
         version=info.version,
         structured_outputs_backend=info.structured_outputs_backend.value,
         metrics_address=info.metrics_address,
+        model_aliases=info.model_aliases,
     )
 
 
@@ -74,6 +75,7 @@ def read_node_info(wire: common_pb2.NodeInfo) -> NodeInfo:
         version=values.read_text(wire.version, "version"),
         structured_outputs_backend=_read_backend(wire.structured_outputs_backend),
         metrics_address=wire.metrics_address,
+        model_aliases=_read_aliases(wire.model_aliases),
     )
 
 
@@ -85,6 +87,12 @@ def _read_backend(name: str) -> StructuredBackend:
         raise InvalidRequest(
             f"structured outputs backend {shown} is not known here", "structured_outputs_backend"
         ) from None
+
+
+def _read_aliases(names: Sequence[str]) -> tuple[str, ...]:
+    if len(names) > MAX_MODEL_ALIASES:
+        raise InvalidRequest(f"model_aliases: {len(names)} names", "model_aliases")
+    return tuple(values.read_name(name, "model_aliases") for name in names)
 
 
 def _read_template(text: str) -> str:

@@ -7,9 +7,10 @@ from codecs import BOM_UTF8
 import httpx
 import pytest
 
+from baton.node_info import NodeRole
 from router.http.parse import parse_json
 from tests.router.conftest import Router, on_shared_loop, running_router, says, shared_fixtures
-from tests.router.fake_node import Answer
+from tests.router.fake_node import Answer, FakeCluster
 from tests.router.http.test_access import running
 from tests.router.http_shapes import CHAT, error_of, events
 from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer
@@ -308,6 +309,21 @@ async def test_models(client):
     assert (await client.get("/v1/models/")).json() == body
     assert (await client.get("/v1/models/tiny")).json()["id"] == "tiny"
     assert (await client.get("/v1/models/other")).status_code == 404
+
+
+async def test_a_model_answers_to_all_of_its_names():
+    nodes = FakeCluster(says("hello world"))
+    for role in NodeRole:
+        await nodes.add(role, model_aliases=("gpt-4",))
+    async with running_router(nodes) as router, httpx.AsyncClient(base_url=router.http) as client:
+        for name in ("tiny", "gpt-4"):
+            answer = await client.post("/v1/chat/completions", json={**CHAT, "model": name})
+            assert (answer.status_code, answer.json()["model"]) == (200, name)
+            assert (await client.get(f"/v1/models/{name}")).json()["id"] == name
+        assert [model["id"] for model in (await client.get("/v1/models")).json()["data"]] == ["tiny", "gpt-4"]
+        text = (await client.get("/metrics")).text
+    await nodes.close()
+    assert 'baton:request_ends_total{model_name="tiny",outcome="finished",reason="stop",role="router"} 2.0' in text
 
 
 async def test_metrics(nodes):

@@ -68,6 +68,22 @@ def test_a_model_is_found_by_name_and_an_unknown_one_is_a_404_that_lists_them() 
         models.get("two")
 
 
+def test_a_model_may_have_several_names() -> None:
+    models = Models()
+    models.join(dataclasses.replace(node("a", "one"), model_aliases=("gpt-4", "two")), TOKENIZER)
+    models.join(node("b", "two"), TOKENIZER)
+    named, aliased = models.get("one"), models.get("gpt-4")
+    assert (named.name, aliased.name) == ("one", "gpt-4")
+    assert dataclasses.replace(aliased, name="one") == named
+    assert models.get("two").version != named.version, "a name comes before an alias"
+    assert [model.name for model in models.served()] == ["one", "two", "gpt-4"]
+    with pytest.raises(UnknownModel, match="serves `one`, `two`, `gpt-4`"):
+        models.get("three")
+    models.join(node("c", "one"), TOKENIZER)
+    with pytest.raises(UnknownModel):
+        models.get("gpt-4")
+
+
 def test_versions_are_drawn_by_their_shares() -> None:
     shares: dict[str, float] = {}
     models = Models(lambda name: shares, Random(0))
