@@ -213,6 +213,30 @@ MISTAKES: list[tuple[dict[str, Any], int, str]] = [
 ]
 
 
+async def test_edits_of_the_context_that_clear_nothing_are_taken(client):
+    """Claude Code sends one with each request that may think."""
+    keep, every = {"type": "clear_thinking_20251015", "keep": "all"}, {"type": "all"}
+    turns = {"type": "thinking_turns", "value": 1}
+    for edits, status in (
+        ([keep], 200),
+        ([{**keep, "keep": every}, keep], 200),
+        ([], 200),
+        ([{**keep, "keep": turns}], 400),
+        ([{"type": "clear_thinking_20251015"}], 400),
+        ([keep, {"type": "clear_tool_uses_20250919"}], 400),
+        (keep, 400),
+        ("x", 400),
+    ):
+        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+            body = {**MESSAGE, "context_management": {"edits": edits}}
+            response = await client.post(path, json=body)
+            assert response.status_code == status, (edits, response.text)
+            if status == 400:
+                assert "`context_management` is not supported" in error_of(response)["message"]
+    other = {**MESSAGE, "context_management": {"edits": [keep], "other": True}}
+    assert (await client.post("/v1/messages", json=other)).status_code == 400
+
+
 async def test_mistakes_are_named(client):
     for fields, status, text in MISTAKES:
         response = await client.post("/v1/messages", json={**MESSAGE, **fields})
