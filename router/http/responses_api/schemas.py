@@ -45,11 +45,11 @@ class TextConfig(BaseModel):
 
 
 class Reasoning(BaseModel):
-    """`effort`: as the `reasoning_effort` of chats. There are no summaries: answers have the text."""
+    """`effort`: as the `reasoning_effort` of chats. There is no `summary` of any kind: answers have the text itself."""
 
     model_config = CONFIG
     effort: Name | None = None
-    summary: Literal["auto"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class FunctionTool(BaseModel):

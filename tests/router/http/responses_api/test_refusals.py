@@ -56,7 +56,7 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({"text": {"format": {"type": "xml"}}}, "text", "text.format.type"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text", "`schema`"),
     ({"text": {"format": FORMAT}, "guided_regex": "a"}, "text", "exclude each other"),
-    ({"reasoning": {"summary": "detailed"}}, "reasoning", "auto"),
+    ({"reasoning": {"summary": "long"}}, "reasoning", "auto"),
     ({"reasoning": {"mode": "pro"}}, "reasoning", "`mode` in `reasoning`"),
     ({"stream_options": {"include_obfuscation": True}}, "stream_options", "include_obfuscation"),
     ({"metadata": {"a": "x" * 513}}, "metadata", "512"),

@@ -322,6 +322,8 @@ async def test_harmless_fields_are_taken(client):
         "reasoning": {"summary": "auto"},
         "stream_options": {"include_obfuscation": False},
     }
+    for summary in ("concise", "detailed"):
+        assert (await post(client, reasoning={"summary": summary}))["reasoning"]["summary"] is None
     body = await post(client, **harmless)
     assert (body["service_tier"], body["prompt_cache_key"], body["tool_choice"]) == ("default", "k", "none")
 
