@@ -38,6 +38,17 @@ def test_a_conversation_goes_on(client: openai.OpenAI) -> None:
         client.responses.retrieve(first.id)
 
 
+def test_a_response_runs_in_the_background(client: openai.OpenAI) -> None:
+    begun = client.responses.create(**ASKED, background=True)
+    while (response := client.responses.retrieve(begun.id)).status in ("queued", "in_progress"):
+        pass  # each look takes the router a moment
+    assert response.output_text == client.responses.create(**ASKED).output_text
+    long = client.responses.create(
+        **{**ASKED, "max_output_tokens": 400, "extra_body": {"ignore_eos": True}}, background=True
+    )
+    assert client.responses.cancel(long.id).status == "cancelled"
+
+
 def test_streams_and_sockets_say_the_same(client: openai.OpenAI) -> None:
     whole = client.responses.create(**ASKED).output_text
     with client.responses.stream(**ASKED) as stream:
