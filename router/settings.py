@@ -54,6 +54,9 @@ class RouterSettings(EdgeSettings, DiscoverySettings, ClusterSettings):
     enable_auto_tool_choice: bool = Field(
         False, description="let the model decide whether it calls tools; needs --tool-call-parser"
     )
+    exclude_tools_when_tool_choice_none: bool = Field(
+        False, description="do not show the tools to the model where a request's `tool_choice` is none"
+    )
     reasoning_parser: str | None = Field(
         None, description="form in which the model writes its reasoning: qwen3, deepseek_r1, ...; unset: as content"
     )

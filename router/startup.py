@@ -93,7 +93,7 @@ def make_parsers(settings: RouterSettings) -> Parsers:
             reasoning = find_reasoning_parser(settings.reasoning_parser)
     except UnknownPlugin as error:
         raise StartError(f"{flag}: {error}") from None
-    return Parsers(tool, reasoning, settings.enable_auto_tool_choice)
+    return Parsers(tool, reasoning, settings.enable_auto_tool_choice, settings.exclude_tools_when_tool_choice_none)
 
 
 def make_policy(settings: RouterSettings) -> Policy:

@@ -70,6 +70,7 @@ ALL_NAMES = frozenset(
         "goodput_steps",
         "goodput_ttft",
         "generation_config",
+        "exclude_tools_when_tool_choice_none",
         "gpu_memory_utilization",
         "grpc",
         "header_timeout",

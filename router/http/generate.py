@@ -100,7 +100,7 @@ class GenerateRoutes:
         """What `use` makes of the generation that a checked chat asks for, and the rest as `start_chat` says. Raises
         BatonError."""
         if body.tools:
-            body = body.with_allowed_tools()
+            body = body.with_allowed_tools(self._parsers)
         parallel = body.parallel_tool_calls is not False
         plan = call_plan(self._parsers, body.tools, body.tool_choice, parallel)
         if body.response_format and plan.is_forced:
@@ -126,7 +126,7 @@ class GenerateRoutes:
     async def count_tokens(self, model: ServedModel, body: ChatRequest) -> int:
         """Those of the prompt of a chat that was checked, which may be longer than the context. Raises BatonError."""
         if body.tools:
-            body = body.with_allowed_tools()
+            body = body.with_allowed_tools(self._parsers)
         size = size_of_prompt(body)
         with self._service.admit(model, (size,)):
             prompt = await chat_prompt(self._service, model, body, size)

@@ -18,6 +18,7 @@ from router.http.unsupported import refuse_unsupported
 from router.limits import MAX_MESSAGES, MAX_N, MAX_PROMPT_LOGPROBS, MAX_STREAMED_PROMPT_LOGPROBS
 from router.scope import REQUEST_ID
 from router.service import MESSAGE_SIZE
+from router.text.answer_reader import Parsers
 from router.text.generation_request import GenerationRequest
 from router.text.structured_output import GUIDED, structured_output_of
 from router.text.tokenizer import TruncationSide
@@ -225,8 +226,10 @@ class ChatRequest(GenerationFields, TemplateFields):
         final = self.messages[-1]
         return final.content if self.continue_final_message or final.role == "assistant" else ""
 
-    def with_allowed_tools(self) -> ChatRequest:
-        """The checked request without tools that its `tool_choice` leaves out."""
+    def with_allowed_tools(self, parsers: Parsers) -> ChatRequest:
+        """The checked request without tools that the model is not to see, as its `tool_choice` leaves them out."""
+        if not parsers.shows_tools(self.tool_choice):
+            return self.model_copy(update={"tools": None, "tool_choice": None})
         if self.tools is None or not isinstance(self.tool_choice, dict):
             return self
         tools, choice = allowed_tools(self.tools, self.tool_choice)

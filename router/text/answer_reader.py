@@ -15,11 +15,16 @@ from router.tool_parsers import CallListParser, CallStart, Content, Part, Piece,
 @dataclass(frozen=True, slots=True)
 class Parsers:
     """Of all requests. `auto_tool_choice`: models may decide to call tools; otherwise requests with tools are refused,
-    unless they forbid calls."""
+    unless they forbid calls. `hides_forbidden_tools`: models are not shown the tools of requests that forbid calls."""
 
     tool: type[ToolParser] | None = None
     reasoning: type[ReasoningParser] | None = None
     auto_tool_choice: bool = False
+    hides_forbidden_tools: bool = False
+
+    def shows_tools(self, choice: object) -> bool:
+        """choice: a request's `tool_choice`."""
+        return not (self.hides_forbidden_tools and choice == "none")
 
     @property
     def may_call_tools(self) -> bool:

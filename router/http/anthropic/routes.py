@@ -77,5 +77,5 @@ class MessagesRoutes:
             body.size,
             variables=body.variables(self._parsers.reasoning is not None),
             continue_final_message=body.continues,
-            tools=lambda: plain_tools(body.chat_tools),
+            tools=lambda: plain_tools(body.chat_tools) if self._parsers.shows_tools(body.chat_choice) else None,
         )

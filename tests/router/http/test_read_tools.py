@@ -76,7 +76,7 @@ def test_mistakes_are_named(fields, param, says):
 
 def test_a_tool_and_its_choice_are_functions_unless_they_say_otherwise():
     plain = {"function": {"name": "f"}}
-    body = read(tools=[plain, tool("g")], tool_choice=plain).with_allowed_tools()
+    body = read(tools=[plain, tool("g")], tool_choice=plain).with_allowed_tools(Parsers())
     assert [shown["type"] for shown in plain_tools(body.tools) or []] == ["function", "function"]
     plan = call_plan(Parsers(), body.tools, body.tool_choice, parallel_tool_calls=True)
     assert (plan.mode, list(plan.tools or [])) == (CallMode.ONE, ["f"])

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import pytest_asyncio
@@ -17,6 +18,7 @@ from tests.router.http.tool_chats import (
     ARGUMENTS,
     CALL,
     CHATS,
+    PARSERS,
     TOOLS,
     WEATHER,
     choice_of,
@@ -322,6 +324,30 @@ async def test_tokenize_counts_the_tools(client, nodes):
 
 
 # ---- flags ----
+
+
+@pytest.mark.parametrize("hides", [True, False])
+async def test_tools_that_must_not_be_called_may_be_hidden(nodes, hides):
+    forbidden = {**TOOLS, "tool_choice": "none"}
+    tools = [{"name": "f", "input_schema": {"type": "object"}}]
+    message = {"messages": CHAT["messages"], "tools": tools, "tool_choice": {"type": "none"}}
+    responses = {"input": "hi", "tools": [{"type": "function", **WEATHER["function"]}], "tool_choice": "none"}
+    async with (
+        running_router(nodes, **PARSERS, exclude_tools_when_tool_choice_none=hides) as router,
+        httpx.AsyncClient(base_url=router.http, timeout=20) as client,
+    ):
+        for path, body, count in (
+            (CHATS, forbidden, None),
+            ("/v1/messages", {**message, "max_tokens": 9}, "/v1/messages/count_tokens"),
+            ("/v1/responses", responses, "/v1/responses/input_tokens"),
+        ):
+            assert (await client.post(path, json=body)).status_code == 200
+            assert prompt_of(nodes).startswith("no tools") is hides, path
+            if count is not None:
+                counted = (await client.post(count, json=body)).json()["input_tokens"]
+                assert counted == len(nodes.prefills[-1].prompt_tokens)
+        assert (await client.post(CHATS, json=TOOLS)).status_code == 200
+        assert not prompt_of(nodes).startswith("no tools")
 
 
 async def test_parsers_that_are_not_there_are_named():
