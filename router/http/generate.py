@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
@@ -156,7 +157,10 @@ class GenerateRoutes:
             return self._response(generation, body, shape)
 
     async def models(self) -> JSONResponse:
-        return JSONResponse({"object": "list", "data": list(map(self._described, self._service.models.served()))})
+        """In OpenAI's form and in Anthropic's: they have no name in common but `data` and `id`."""
+        models = [self._described(model) for model in self._service.models.served()]
+        whole = {"has_more": False, "first_id": models[0]["id"], "last_id": models[-1]["id"]}
+        return JSONResponse({"object": "list", "data": models, **whole})
 
     async def model(self, name: str) -> JSONResponse:
         known = self._service.models.get(name).name
@@ -224,6 +228,9 @@ class GenerateRoutes:
             "root": model.name,
             "parent": None,
             "max_model_len": model.max_model_len,
+            "type": "model",
+            "display_name": model.name,
+            "created_at": datetime.fromtimestamp(self._started, UTC).isoformat(),
         }
 
 

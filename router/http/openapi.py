@@ -60,9 +60,20 @@ _MODEL = object_of(
         "created": _INTEGER,
         "owned_by": _STRING,
         "max_model_len": _INTEGER,
+        "type": {"const": "model"},
+        "display_name": _STRING,
+        "created_at": _STRING,
     }
 )
-_MODELS = object_of({"object": {"const": "list"}, "data": {"type": "array", "items": _MODEL}})
+_MODELS = object_of(
+    {
+        "object": {"const": "list"},
+        "data": {"type": "array", "items": _MODEL},
+        "has_more": {"const": False},
+        "first_id": _STRING,
+        "last_id": _STRING,
+    }
+)
 _ANSWER = object_of(
     {
         "id": _STRING,

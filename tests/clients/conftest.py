@@ -19,6 +19,7 @@ FLAGS = (
     "--device=cpu",
     "--enable-auto-tool-choice",
     "--tool-call-parser=hermes",
+    "--reasoning-parser=qwen3",
 )
 STOP_S = 60.0
 

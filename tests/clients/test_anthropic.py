@@ -55,6 +55,21 @@ def test_a_tool_is_called_and_its_result_used(client: anthropic.Anthropic, strea
     assert [block.text for block in second.content if block.type == "text"] == [WEATHER_ANSWER]
 
 
+def test_models_are_listed(client: anthropic.Anthropic) -> None:
+    (model,) = client.models.list()
+    assert (model.id, model.display_name, client.models.retrieve(MODEL)) == (MODEL, MODEL, model)
+
+
+def test_thinking_is_asked_for_as_claude_code_does(client: anthropic.Anthropic) -> None:
+    message = client.beta.messages.create(
+        **{**GREEDY, "max_tokens": 2000},
+        messages=[{"role": "user", "content": SUM_QUESTION}],
+        thinking={"type": "enabled", "budget_tokens": 1024},
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    )
+    assert [block.text for block in message.content if block.type == "text"] == [SUM_ANSWER]
+
+
 def test_mistakes_are_its_errors(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
         client.messages.create(model=MODEL, max_tokens=0, messages=[{"role": "user", "content": "Hi"}])

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from codecs import BOM_UTF8
+from datetime import datetime
 
 import httpx
 import pytest
@@ -307,8 +308,12 @@ async def test_models(client):
     body = (await client.get("/v1/models")).json()
     assert [(m["id"], m["max_model_len"]) for m in body["data"]] == [("tiny", 128)]
     assert (await client.get("/v1/models/")).json() == body
-    assert (await client.get("/v1/models/tiny")).json()["id"] == "tiny"
+    assert (await client.get("/v1/models/tiny")).json() == body["data"][0]
     assert (await client.get("/v1/models/other")).status_code == 404
+    (model,) = body["data"]  # Anthropic's clients want these
+    assert (model["type"], model["display_name"]) == ("model", "tiny")
+    assert datetime.fromisoformat(model["created_at"]).timestamp() == model["created"]
+    assert (body["has_more"], body["first_id"], body["last_id"]) == (False, "tiny", "tiny")
 
 
 async def test_a_model_answers_to_all_of_its_names():
