@@ -20,11 +20,16 @@ from router.text.structured_output import structured_output_of
 from tests.e2e.cluster import PATIENCE_S
 from tests.e2e.parameters import Choice, Fields
 
-RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+RESPONSES, MESSAGES, TOKENS = "/v1/responses", "/v1/messages", "/inference/v1/generate"
 _TEMPLATE_FIELDS = ("messages", "chat_template", "chat_template_kwargs", "documents", "reasoning_effort")
 
 
 # ---- requests; None: the API cannot say that ----
+
+
+def as_tokens(chat: Fields) -> Fields | None:
+    """A router renders it; what cannot be is known beforehand."""
+    return None if {"use_beam_search", "best_of"} & chat.keys() else chat
 
 
 def as_response(chat: Fields) -> Fields | None:
@@ -115,6 +120,20 @@ def said_in_chat(body: Fields) -> Fields:
         "usage": [usage["prompt_tokens"], usage["completion_tokens"]],
         "token_ids": said["token_ids"],
         "entries": [] if calls else said.get("logprobs.content", []),
+        "logprobs": [entry["logprob"] for entry in said.get("logprobs.content", [])],
+    }
+
+
+def said_in_tokens(pieces: Sequence[Fields]) -> Fields:
+    """`pieces`: the whole, or the chunks."""
+    choice = Choice()
+    for piece in pieces:
+        for one in piece["choices"]:
+            choice.add(one)
+    said = choice.said
+    return {
+        "token_ids": said["token_ids"],
+        "is_cut_off": said["finish_reason"] == "length",
         "logprobs": [entry["logprob"] for entry in said.get("logprobs.content", [])],
     }
 

@@ -1,4 +1,4 @@
-"""A chat means the same as a response, as a message and over gRPC, on every way; drawn at random, as in
+"""A chat means the same as a response, as a message, as tokens and over gRPC, on every way; drawn at random, as in
 `test_parameter_combinations.py`."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from baton.v1 import generation_pb2_grpc
 from tests.e2e import other_apis, parameters
 from tests.e2e.cluster import Router
 from tests.e2e.conftest import House
-from tests.e2e.other_apis import MESSAGES, RESPONSES
+from tests.e2e.other_apis import MESSAGES, RESPONSES, TOKENS
 from tests.e2e.parameters import CHAT, PARAMETERS, Fields, difference
 from tests.e2e.test_parameter_combinations import own_fields
 
@@ -94,6 +94,26 @@ async def test_a_chat_means_the_same_in_another_form(
             body = translate(chat)
             streamed = translate(chat | {"stream": True})
             others = [outcome(handed_off, body), *(outcome(http, streamed) for http in (alone, handed_off, late))]
+            asked.append((chat, chat_outcome(alone, chat), others))
+        await check(asked)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_a_chat_gets_the_same_tokens_once_it_is_rendered(house: House, seed: int) -> None:
+    random = Random(seed)
+
+    async def outcome(http: httpx.AsyncClient, chat: Fields) -> Outcome:
+        rendered = await parameters.pieces(http, f"{CHAT}/render", chat)
+        if isinstance(rendered, str):
+            return rendered
+        pieces = await parameters.pieces(http, TOKENS, rendered[0])
+        return pieces if isinstance(pieces, str) else other_apis.said_in_tokens(pieces)
+
+    async with parameters.clients_of(house.alone, house.chunk_64, house.chunk_2048) as (alone, handed_off, late):
+        asked = []
+        for chat in [chat_of(random, other_apis.as_tokens) for _ in range(NUM_AT_ONCE)]:
+            streamed = chat | {"stream": True}
+            others = [outcome(handed_off, chat), *(outcome(http, streamed) for http in (alone, handed_off, late))]
             asked.append((chat, chat_outcome(alone, chat), others))
         await check(asked)
 
