@@ -89,7 +89,14 @@ RESPONSE_BODY = {
     "instructions": "x",
     "max_output_tokens": 8,
     "text": {"format": {"type": "text"}},
-    "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+    "tools": [
+        {"type": "function", "name": "f", "parameters": {"type": "object"}},
+        {
+            "type": "namespace",
+            "name": "n",
+            "tools": [{"type": "function", "name": "f"}, {"type": "custom", "name": "c"}],
+        },
+    ],
     "tool_choice": "none",
     "include": ["message.output_text.logprobs"],
     "top_logprobs": 1,

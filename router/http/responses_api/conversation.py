@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from router.http.responses_api.items import FunctionCall, FunctionCallOutput, InputMessage, ReasoningInput
+from router.http.responses_api.tools import chat_name
 from router.http.schemas import ChatMessage
 from router.http.tools import CalledFunction, ToolCall
 
@@ -45,12 +46,12 @@ class _Chat:
             case InputMessage():
                 self.add(item.role, item.content)
             case FunctionCall():
-                self._names[item.call_id] = item.name
-                function = CalledFunction.model_construct(name=item.name, arguments=item.arguments)
+                name = self._names[item.call_id] = chat_name(item.name, item.namespace)
+                function = CalledFunction.model_construct(name=name, arguments=item.arguments)
                 self._calls.append(ToolCall.model_construct(id=item.call_id, function=function))
             case FunctionCallOutput():
-                name = self._names.get(item.call_id)
-                self.add("tool", item.output, tool_call_id=item.call_id, **({"name": name} if name else {}))
+                called = self._names.get(item.call_id)
+                self.add("tool", item.output, tool_call_id=item.call_id, **({"name": called} if called else {}))
 
     def add(self, role: str, content: str, **more: Any) -> None:
         self.end_turn()

@@ -64,6 +64,7 @@ class FunctionCall(BaseModel):
     name: Name
     arguments: str
     id: Name | None = None
+    namespace: Name | None = None
 
     @property
     def size(self) -> int:
@@ -71,7 +72,8 @@ class FunctionCall(BaseModel):
 
     def kept(self) -> dict[str, Any]:
         call = {"call_id": self.call_id, "name": self.name, "arguments": self.arguments}
-        return {"type": self.type, **call, "status": "completed"}
+        named = {} if self.namespace is None else {"namespace": self.namespace}
+        return {"type": self.type, **call, **named, "status": "completed"}
 
 
 class FunctionCallOutput(BaseModel):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from router.tool_parsers import CallArguments, CallStart, Content, Part, Thought
@@ -87,8 +87,8 @@ class _MessageItem(_TextItem):
 
 
 class _CallItem(_Item):
-    def __init__(self, index: int, call: CallStart) -> None:
-        super().__init__("fc", index, type="function_call", call_id=call.id, name=call.name, arguments="")
+    def __init__(self, index: int, call: CallStart, named: Mapping[str, str]) -> None:
+        super().__init__("fc", index, type="function_call", call_id=call.id, **named, arguments="")
         self._texts: list[str] = []
 
     def write(self, text: str) -> Iterator[Event]:
@@ -103,9 +103,11 @@ class _CallItem(_Item):
 
 
 class Output:
-    """`read` what comes, then `end`; each gives events. At most one item is open, the last one."""
+    """`read` what comes, then `end`; each gives events. At most one item is open, the last one. `namespaces`: for each
+    function in one its `name` and `namespace`, by its name in chats."""
 
-    def __init__(self) -> None:
+    def __init__(self, namespaces: Mapping[str, Mapping[str, str]]) -> None:
+        self._namespaces = namespaces
         self._items: list[_Item] = []
         self._open: _Item | None = None
         self._logprobs: list[dict[str, Any]] = []  # of tokens that have shown nothing yet
@@ -145,7 +147,8 @@ class Output:
                 assert isinstance(self._open, _MessageItem)
                 yield from self._open.write(text, logprobs=self._take_logprobs())
             case CallStart():
-                yield from self._begin(_CallItem(len(self._items), part))
+                named = self._namespaces.get(part.name) or {"name": part.name}
+                yield from self._begin(_CallItem(len(self._items), part, named))
                 self._take_logprobs()
             case CallArguments(_, text):
                 assert isinstance(self._open, _CallItem)  # a call's arguments follow its start

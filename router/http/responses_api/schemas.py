@@ -12,12 +12,12 @@ from baton.sampling import MAX_LOGPROBS, RANGES
 from router.http.fields import CONFIG, Name, TemplateValues, TextOrObject, Whole, between
 from router.http.responses_api.conversation import AnyItem, messages_of
 from router.http.responses_api.items import InputMessage, Items
+from router.http.responses_api.tools import MAX_NAME_CHARS, FunctionTools
 from router.http.responses_api.unsupported import IN_RESPONSES, SHARED
 from router.http.schemas import ChatRequest, GenerationFields
 from router.http.template_fields import effort_variables
-from router.http.tools import Function, FunctionName, Schema, Tool
 from router.http.unsupported import refuse_unsupported
-from router.limits import MAX_MESSAGES, MAX_TOOL_CHARS, MAX_TOOLS
+from router.limits import MAX_MESSAGES
 from router.text.structured_output import GUIDED
 
 LOGPROBS = "message.output_text.logprobs"
@@ -52,21 +52,6 @@ class Reasoning(BaseModel):
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class FunctionTool(BaseModel):
-    """A function, in the flat form of this API."""
-
-    model_config = CONFIG
-    type: Literal["function"]
-    name: FunctionName
-    description: str | None = Field(None, max_length=MAX_TOOL_CHARS)
-    parameters: Schema | None = None
-    strict: bool | None = None
-
-    def of_chat(self) -> Tool:
-        fields = {name: getattr(self, name) for name in ("name", "description", "parameters", "strict")}
-        return Tool.model_construct(type="function", function=Function.model_construct(**fields))
-
-
 class StreamChoices(BaseModel):
     model_config = CONFIG
     include_obfuscation: Literal[False] | None = None
@@ -90,7 +75,7 @@ class ResponsesRequest(GenerationFields):
     top_logprobs: Whole | None = between(0, MAX_LOGPROBS)
     include: list[str] | None = Field(None, description=f"{LOGPROBS}; {_ENCRYPTED} changes nothing")
     text: TextConfig | None = None
-    tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS)
+    tools: FunctionTools | None = None
     tool_choice: TextOrObject | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
@@ -190,6 +175,9 @@ class ResponsesRequest(GenerationFields):
         others = {"structured_outputs", *GUIDED}
         if wanted and wanted.type != "text" and (other := next((n for n in others if getattr(self, n)), None)):
             raise InvalidRequest(f"`text.format` and `{other}` exclude each other.", "text")
+        if long := next((tool for tool in self.tools or () if len(tool.chat_name) > MAX_NAME_CHARS), None):
+            text = f"`{long.name}` in `tools` has more than {MAX_NAME_CHARS} characters with its namespace."
+            raise InvalidRequest(text, "tools")
         for name, part in (("reasoning", self.reasoning), *(("tools", tool) for tool in self.tools or ())):
             unknown = {n: v for n, v in ((part.model_extra if part else None) or {}).items() if v}
             if unknown and unknown != {"allowed_callers": ["direct"]}:

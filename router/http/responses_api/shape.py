@@ -41,7 +41,13 @@ class ResponseShape:
         as_ids = bool(body.return_tokens_as_token_ids)
         self._logprobs = ChatLogprobs(model.tokenizer, as_ids) if body.wants_logprobs else None
         self._reader = reading.reader() if reading else None
-        self._output = Output()
+        self._output = Output(
+            {
+                tool.chat_name: {"name": tool.name, "namespace": tool.namespace}
+                for tool in body.tools or ()
+                if tool.namespace is not None
+            }
+        )
         self._reason: FinishReason | None = None
         self._head = {
             "id": self.id,

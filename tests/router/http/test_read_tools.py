@@ -8,7 +8,7 @@ import pytest
 from baton.errors import InvalidRequest
 from router.http.anthropic.tools import CustomTool
 from router.http.body import validate
-from router.http.responses_api.schemas import FunctionTool
+from router.http.responses_api.tools import FunctionTool
 from router.http.schemas import ChatRequest, size_of_prompt
 from router.http.tools import call_plan, plain_tools
 from router.text.answer_reader import Parsers

@@ -79,6 +79,39 @@ async def test_reasoning_text_and_calls_are_items(client, nodes):
     assert len(output_of(await post(client, tools=[TOOL], parallel_tool_calls=False))) == 3
 
 
+async def test_functions_may_be_in_namespaces(official, client, nodes):
+    other = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}, "defer_loading": True}
+    namespace = {"type": "namespace", "name": "mcp", "description": "Of a server.", "tools": [other]}
+    nodes.script = says(CALL.replace("get_weather", "mcp__get_weather"))
+    body = await post(client, tools=[TOOL, namespace])
+    call = {"type": "function_call", "status": "completed", "name": "get_weather", "arguments": ARGUMENTS}
+    assert output_of(body) == [{**call, "namespace": "mcp"}]
+    prompt = tiny_tokenizer().decode(nodes.prefills[-1].prompt_tokens)
+    assert [tool["function"]["name"] for tool in json.loads(prompt.partition("|")[0])] == [
+        "get_weather",
+        "mcp__get_weather",
+    ]
+    async with official.responses.stream(model="tiny", input="hi", tools=[TOOL, namespace]) as stream:
+        names = [(event.item.name, event.item.namespace) async for event in stream if "item.done" in event.type]
+    assert names == [("get_weather", "mcp")]
+    nodes.script = says("Rain.")
+    result = {"type": "function_call_output", "call_id": body["output"][0]["call_id"], "output": "Rain"}
+    await post(client, input=[result], previous_response_id=body["id"], tools=[TOOL, namespace])
+    _, assistant, tool = messages_of(nodes)
+    assert (assistant["tool_calls"][0]["function"]["name"], tool["name"]) == ("mcp__get_weather",) * 2
+
+
+async def test_tools_that_agents_list_beside_functions_are_not_shown_to_the_model(client, nodes):
+    """As Codex does with every request."""
+    custom = {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark"}}
+    hosted = [{"type": "web_search"}, {"type": "image_generation"}, {"type": "tool_search", "execution": "client"}]
+    namespace = {"type": "namespace", "name": "n", "tools": [custom, {**TOOL, "name": "f"}]}
+    body = await post(client, tools=[*hosted, TOOL, custom, namespace])
+    assert [tool["name"] for tool in body["tools"]] == ["get_weather", "f"]
+    prompt = tiny_tokenizer().decode(nodes.prefills[-1].prompt_tokens)
+    assert [tool["function"]["name"] for tool in json.loads(prompt.partition("|")[0])] == ["get_weather", "n__f"]
+
+
 async def test_an_answer_that_is_cut_off_is_incomplete(client, nodes):
     nodes.script = says("the lazy dog")
     body = await post(client, max_output_tokens=1)
