@@ -60,17 +60,17 @@ def _blocks(value: Any) -> tuple[Block, ...]:
     return tuple(_block(block, _READERS) for block in _list(value))
 
 
-def _text(value: Any) -> str:
+def _text(value: Any, readers: Mapping[str, Callable[[dict[str, Any]], Text]]) -> str:
     """Blocks become lines."""
     if isinstance(value, str):
         return value
-    return "\n".join(_block(block, _TEXT_ONLY).text for block in _list(value))
+    return "\n".join(_block(block, readers).text for block in _list(value))
 
 
 def _system_text(value: Any) -> str:
     """Leave out the line that Claude Code begins it with, for Anthropic's accounts. It differs in each request, so no
     prompt would have a prefix of an earlier one, and nothing would be found in prefix caches."""
-    text = _text(value)
+    text = _text(value, _TEXT_ONLY)
     return text.partition("\n")[2] if text.startswith(_BILLING) else text
 
 
@@ -92,6 +92,12 @@ def _read_text(block: dict[str, Any]) -> Text:
     return Text(_string(block, "text"))
 
 
+def _read_tool_reference(block: dict[str, Any]) -> Text:
+    """Of a tool that a client's search has found. The model sees all tools from the beginning on, so its name says
+    which."""
+    return Text(_name(block, "tool_name"))
+
+
 def _read_thinking(block: dict[str, Any]) -> Thinking:
     return Thinking(_string(block, "thinking"))
 
@@ -108,7 +114,7 @@ def _read_tool_use(block: dict[str, Any]) -> ToolUse:
 
 
 def _read_tool_result(block: dict[str, Any]) -> ToolResult:
-    return ToolResult(_name(block, "tool_use_id"), _text(block.get("content") or ""))
+    return ToolResult(_name(block, "tool_use_id"), _text(block.get("content") or "", _IN_RESULTS))
 
 
 def _string(block: dict[str, Any], field: str) -> str:
@@ -125,6 +131,7 @@ def _name(block: dict[str, Any], field: str) -> str:
 
 
 _TEXT_ONLY: Mapping[str, Callable[[dict[str, Any]], Text]] = {"text": _read_text}
+_IN_RESULTS: Mapping[str, Callable[[dict[str, Any]], Text]] = {**_TEXT_ONLY, "tool_reference": _read_tool_reference}
 _READERS: Mapping[str, Callable[[dict[str, Any]], Block]] = {
     "text": _read_text,
     "thinking": _read_thinking,
@@ -143,13 +150,15 @@ def _described(kind: str, required: tuple[str, ...] = (), **fields: Any) -> dict
 
 
 _TEXT_CONTENT = {"anyOf": [_STRING, {"type": "array", "items": _described("text", text=_STRING)}]}
+_RESULT_BLOCK = {"anyOf": [_described("text", text=_STRING), _described("tool_reference", tool_name=_STRING)]}
+_RESULT_CONTENT = {"anyOf": [_STRING, {"type": "array", "items": _RESULT_BLOCK}]}
 _BLOCK = {
     "anyOf": [
         _described("text", text=_STRING),
         _described("thinking", thinking=_STRING),
         _described("redacted_thinking", data=_STRING),
         _described("tool_use", id=_STRING, name=_STRING, input={"type": "object"}),
-        _described("tool_result", ("tool_use_id",), tool_use_id=_STRING, content=_TEXT_CONTENT),
+        _described("tool_result", ("tool_use_id",), tool_use_id=_STRING, content=_RESULT_CONTENT),
     ]
 }
 

@@ -164,6 +164,7 @@ CONVERSATION: list[dict[str, Any]] = [
             {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "Rain"}]},
             {"type": "tool_result", "tool_use_id": "t2", "is_error": True},
             {"type": "tool_result", "tool_use_id": "t3", "content": "?"},
+            {"type": "tool_result", "tool_use_id": "t4", "content": [{"type": "tool_reference", "tool_name": "other"}]},
             {"type": "text", "text": "And now?"},
         ],
     },
@@ -197,6 +198,7 @@ async def test_the_template_gets_tools_calls_results_and_thinking(client, nodes)
         {"role": "tool", "content": "Rain", "tool_call_id": "t1", "name": "get_weather"},
         {"role": "tool", "content": "", "tool_call_id": "t2", "name": "other"},
         {"role": "tool", "content": "?", "tool_call_id": "t3"},
+        {"role": "tool", "content": "other", "tool_call_id": "t4"},
         {"role": "user", "content": "And now?\nWell?"},
     ]
 
@@ -302,6 +304,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     (turn("assistant", **{**USE, "input": "{}"}), "needs an object in `input`"),
     (turn("assistant", **{**USE, "name": ""}), "`name` of a tool_use block must have 1 to"),
     (turn("user", type="tool_result", tool_use_id="t", content=[{"type": "image"}]), "type 'image'"),
+    (turn("user", type="tool_result", tool_use_id="t", content=[{"type": "tool_reference"}]), "string in `tool_name`"),
+    (turn("user", type="tool_reference", tool_name="other"), "type 'tool_reference'"),
     (turn("user", type="redacted_thinking", data=""), "must be in a message of the assistant"),
 ]
 
