@@ -19,13 +19,13 @@ _ID_CHARS = 12
 class ModelVersion:
     """Equal for nodes between which a request may go on: same name, weights, tokenizer and grammars.
 
-    `id`: for people and for logs. `dialect`: equal for versions to which the same tokens are the same prompt, and which
-    end an answer alike, so that a request of which nothing is told yet may go from one to the other.
+    `id`: for people and for logs. `prompt_format`: equal for versions to which the same tokens are the same prompt, and
+    which end an answer alike, so that a request of which nothing is told yet may go from one to the other.
     """
 
     id: str
     name: str
-    dialect: str = field(default="", compare=False)
+    prompt_format: str = field(default="", compare=False)
 
 
 class VersionGone(NodeUnavailable):
@@ -37,8 +37,8 @@ def version_of(info: NodeInfo) -> ModelVersion:
     own = _digest(name, info.layout.fingerprint, info.tokenizer_digest, backend)
     special = sorted(info.special_tokens.items())
     ends = info.generation_defaults.eos_token_ids
-    dialect = _digest(info.tokenizer_digest, backend, info.chat_template, special, ends, info.vocab_size)
-    return ModelVersion(f"{name}@{own}", name, dialect)
+    prompt_format = _digest(info.tokenizer_digest, backend, info.chat_template, special, ends, info.vocab_size)
+    return ModelVersion(f"{name}@{own}", name, prompt_format)
 
 
 def difference(one: NodeInfo, other: NodeInfo) -> str | None:

@@ -276,7 +276,7 @@ def _successor(state: RequestState, gone: ModelVersion, successors: list[ModelVe
     why = f"no node that serves {gone.id} is left"
     if state.has_begun:
         raise VersionGone(f"{why}, and {successors[0].id} is another model than the answer began with")
-    successor = next((successor for successor in successors if successor.dialect == gone.dialect), None)
+    successor = next((successor for successor in successors if successor.prompt_format == gone.prompt_format), None)
     if successor is None:
         raise VersionGone(f"{why}, and to {successors[0].id} the prompt would be another one: send it again")
     return successor

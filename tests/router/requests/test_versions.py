@@ -266,5 +266,5 @@ def test_what_makes_a_version() -> None:
     assert difference(plain, node("d2", "new")) == "fingerprint old of d1 != new of d2"
     alike = node("d2", chat_template="{{ messages }}", max_model_len=9)
     assert version_of(alike) == version_of(plain)
-    assert version_of(alike).dialect != version_of(plain).dialect
+    assert version_of(alike).prompt_format != version_of(plain).prompt_format
     assert difference(plain, alike) is None
