@@ -26,9 +26,9 @@ from router.grpc.requests import parse_request
 from router.http.chat_prompt import chat_prompt, read_chat
 from router.http.schemas import Chat, size_of_prompt
 from router.limits import MAX_COUNTED_CHARS, MAX_NAME_CHARS, MAX_ROLE_CHARS
+from router.request_ids import usable_request_id
 from router.requests.admission import retry_after_s
 from router.requests.request_state import RequestTimings
-from router.scope import usable_request_id
 from router.service import MESSAGE_SIZE, Service
 from router.text.answer import Delta
 from router.text.generation_request import GenerationRequest, check_answer, check_num_tokens, encode

@@ -24,7 +24,7 @@ from router.http.body_writer import BodyWriter
 from router.http.bounded_writes import BoundedWrites
 from router.http.errors import error_body
 from router.http.limits import ConnectionLimits, LimitLog, WebSockets
-from router.scope import RETRY_AFTER_S
+from router.requests.admission import RETRY_AFTER_S
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from router.http.template_fields import TemplateFields
 from router.http.tools import ToolCalls, ToolChoice, ToolList, allowed_tools, check_tools
 from router.http.unsupported import refuse_unsupported
 from router.limits import MAX_MESSAGES, MAX_N, MAX_PROMPT_LOGPROBS, MAX_STREAMED_PROMPT_LOGPROBS
-from router.scope import REQUEST_ID
+from router.request_ids import REQUEST_ID
 from router.service import MESSAGE_SIZE
 from router.text.answer_reader import Parsers
 from router.text.generation_request import GenerationRequest

@@ -12,7 +12,7 @@ from baton.telemetry import rename_request, request_scope
 from baton.telemetry.trace_context import HEADER as TRACE_HEADER
 from baton.telemetry.trace_context import begin, trace_scope
 from router.http.errors.anthropic import in_messages_api
-from router.scope import draw_request_id, is_usable_request_id
+from router.request_ids import draw_request_id, is_usable_request_id
 
 log = logging.getLogger(__name__)
 

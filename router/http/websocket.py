@@ -21,7 +21,7 @@ from router.generation import Generation
 from router.http.errors import body_of
 from router.http.event_stream import EventShape
 from router.http.limits import Bodies, HttpLimits
-from router.scope import draw_request_id
+from router.request_ids import draw_request_id
 from router.text.answer import Delta
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,9 @@ from types import TracebackType
 from baton.errors import BatonError, InvalidRequest, Overloaded
 from router.placement.rates import Mean
 from router.refusals import OnRefused, counted, uncounted
-from router.scope import RETRY_AFTER_S
 
+RETRY_AFTER_S = 1
+"""How long a client should wait before it retries, when there was no room or no node."""
 LONGEST_RETRY_AFTER_S = 60
 
 

@@ -13,7 +13,7 @@ from router.http.schemas import StreamOptions
 from router.http.tokens.unsupported import IN_SAMPLING, IN_TOKENS
 from router.http.unsupported import refuse_unsupported
 from router.limits import MAX_PROMPT_LOGPROBS, MAX_STREAMED_PROMPT_LOGPROBS
-from router.scope import REQUEST_ID
+from router.request_ids import REQUEST_ID
 from router.text.generation_request import GenerationRequest
 
 

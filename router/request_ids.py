@@ -1,12 +1,9 @@
-"""A request's id, made in the same way for both front ends."""
+"""Ids of requests: those that clients give and those that are drawn, the same for both front ends."""
 
 from __future__ import annotations
 
 import os
 import re
-
-RETRY_AFTER_S = 1
-"""How long a client should wait before it retries, when there was no room or no node."""
 
 REQUEST_ID = "[!-~]{1,128}"
 _USABLE = re.compile(REQUEST_ID)
