@@ -132,7 +132,6 @@ class RouterServer:
             registry,
             self.admission,
             siblings,
-            self._settings.policy,
             DebugRequests(timelines, self.core.requests, siblings),
             Snapshot(self.cluster, self.core, metrics, self.models, self._settings.has_admin_keys, siblings),
         )

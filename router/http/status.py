@@ -23,8 +23,8 @@ from router.workers.siblings import Siblings
 
 
 class StatusRoutes:
-    """As one of several workers, /load and /metrics speak for all, with the help of `siblings`. `policy`: the name of
-    the one in use. `requests`: the pages of their timelines. `snapshot`: what the console reads."""
+    """As one of several workers, /load and /metrics speak for all, with the help of `siblings`. `requests`: the pages
+    of their timelines. `snapshot`: what the console reads."""
 
     def __init__(
         self,
@@ -34,7 +34,6 @@ class StatusRoutes:
         registry: CollectorRegistry,
         admission: Admission,
         siblings: Siblings,
-        policy: str,
         requests: DebugRequests,
         snapshot: Snapshot,
     ) -> None:
@@ -42,7 +41,6 @@ class StatusRoutes:
         self._core = core
         self._metrics = metrics
         self._registry = registry
-        self._policy = policy
         self.siblings = siblings
         siblings.answers["load"] = lambda: admission.num_requests
         siblings.answers["metrics"] = lambda: plain_metrics(self._current())
@@ -94,7 +92,7 @@ class StatusRoutes:
         self._metrics.set_requests(self._core.num_requests_by_state())
         for (role, state), count in num_nodes_by_state(self._cluster).items():
             self._metrics.nodes.labels(role, state).set(count)
-        self._metrics.set_placements(self._policy, self._core.num_placements())
+        self._metrics.set_placements(self._core.pool.policy_name, self._core.num_placements())
         self._metrics.pools.set(self._core.pool_states())
         self._metrics.set_migrations(self._core.num_migrations())
         indexed = report_prefix_index(self._core).nodes
