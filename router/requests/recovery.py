@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 
 from baton.errors import BatonError, InternalError, InvalidRequest, NodeUnavailable, Overloaded, PeerLost
+from baton.incarnation import failure_domain
 from baton.rpc.streams import HEARTBEAT_S
 from router.placement.placement import Placement
 from router.placement.routed_node import Node
@@ -74,11 +75,11 @@ class Recovery:
             self._requests.end_if_done(state, now)
             return
         state.avoid |= suspects or set()
-        is_suspect = state.is_poisonous(MAX_LOST_NODES)
+        is_suspect = _is_suspect(state)
         if not (retry or error.retryable) or attempt.id.attempt + 1 >= MAX_ATTEMPTS:
             self._requests.end(state, _given_up(state) if is_suspect else error, now)
             return
-        tasks = [_next_task(state, attempt, group, error) for group in state.groups(unfinished)]
+        tasks = [_next_task(state, attempt, group, error) for group in _groups(unfinished)]
         is_refusal = isinstance(error, NodeUnavailable) and self._attempts.is_on_leaving(attempt)
         is_free = is_refusal or isinstance(error, NodeLost | PeerLost)
         if not (is_free or self._retries.take(now, len(tasks))):
@@ -98,7 +99,7 @@ class Recovery:
         for state in self._requests:
             state.clear_blame(incarnation)
             tasks = self._waiting.held(state)
-            if tasks and not state.is_poisonous(MAX_LOST_NODES):
+            if tasks and not _is_suspect(state):
                 for task in tasks:
                     self._waiting.remove(task)
                 self._requests.end_by(state, state.deadline)
@@ -123,8 +124,21 @@ class Recovery:
             self._requests.end(state, error if refused is error else tasks[0].refused(refused), now)
 
 
+def _is_suspect(state: RequestState) -> bool:
+    """Whether so many nodes were lost while they ran it that it may be the cause. A node that only its peer reports as
+    lost counts as well, in addition to one that is known to be lost: the peer often notices first, and by the time the
+    router does, the next node would have the request."""
+    gone = {failure_domain(node) for node in state.lost.keys() | state.blamed}
+    return bool(state.lost) and len(gone) >= MAX_LOST_NODES
+
+
 def _given_up(state: RequestState) -> InternalError:
-    return InternalError(f"given up, since nodes were lost that ran it: {state.losses}")
+    return InternalError(f"given up, since nodes were lost that ran it: {'; '.join(state.lost.values())}")
+
+
+def _groups(samples: list[SampleState]) -> list[list[SampleState]]:
+    """Samples that one Prefill can carry: all together while none has output, else one each."""
+    return [[sample] for sample in samples] if any(sample.tokens for sample in samples) else [samples]
 
 
 def _next_task(state: RequestState, lost: Attempt, group: list[SampleState], error: BatonError) -> Unplaced:

@@ -18,7 +18,6 @@ from baton.errors import (
     PeerLost,
     TransferError,
 )
-from baton.incarnation import failure_domain
 from baton.messages import (
     Adopted,
     AttemptId,
@@ -298,27 +297,10 @@ class RequestState:
         """Whether a part of its answer is there, so that another model must not go on with it."""
         return self.num_scored > 0 or any(sample.tokens or sample.ended for sample in self.samples)
 
-    def is_poisonous(self, max_lost: int) -> bool:
-        """Whether at least `max_lost` nodes were lost while they ran it. A node that only its peer reports as lost
-        counts as well, in addition to one that is known to be lost: the peer often notices first, and by the time the
-        router does, the next node would have the request."""
-        return bool(self.lost) and len({failure_domain(node) for node in self.lost.keys() | self.blamed}) >= max_lost
-
     def clear_blame(self, incarnation: str) -> None:
         """The node lives: the request has not ended it."""
         self.lost.pop(incarnation, None)
         self.blamed.discard(incarnation)
-
-    @property
-    def losses(self) -> str:
-        """The lost nodes and how they were lost, as a text for people."""
-        return "; ".join(self.lost.values())
-
-    def groups(self, samples: list[SampleState]) -> list[list[SampleState]]:
-        """Samples that one Prefill can carry: all together while none has output, else one each."""
-        if not any(s.tokens for s in samples):
-            return [samples]
-        return [[s] for s in samples]
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
