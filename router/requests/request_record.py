@@ -8,7 +8,7 @@ from typing import NamedTuple
 from baton.telemetry.timeline import AttemptTimeline, Estimate
 from baton.telemetry.trace_context import TraceContext
 
-MAX_ATTEMPTS = 16
+MAX_RECORDED_ATTEMPTS = 16
 """Of one request that are remembered: the first ones. Requests with many samples can have more."""
 
 
@@ -46,6 +46,6 @@ class RequestRecord:
         """`nodes`: those that compute the prompt and generate; the same one if it does both."""
         timeline = AttemptTimeline(attempt, samples, *nodes, estimate, at_s)
         self.num_attempts += 1
-        if len(self.attempts) < MAX_ATTEMPTS:
+        if len(self.attempts) < MAX_RECORDED_ATTEMPTS:
             self.attempts.append(timeline)
         return timeline

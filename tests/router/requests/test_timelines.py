@@ -7,7 +7,7 @@ from baton.node_info import NodeRole
 from baton.node_times import DecodeTimes, PromptTimes
 from baton.sampling import FinishReason, SamplingParams
 from baton.telemetry.timeline import Estimate, Timeline, first_token_stages
-from router.requests.request_record import MAX_ATTEMPTS, Preparation, RequestRecord
+from router.requests.request_record import MAX_RECORDED_ATTEMPTS, Preparation, RequestRecord
 from router.requests.request_state import RoutedRequest
 from tests.router.rig import RouterRig, info
 
@@ -115,6 +115,6 @@ def test_a_request_that_never_ran_has_a_timeline_too():
 
 def test_the_record_of_a_request_is_bounded():
     record = RequestRecord()
-    for number in range(MAX_ATTEMPTS + 5):
+    for number in range(MAX_RECORDED_ATTEMPTS + 5):
         record.placed(number, (0,), ("p", "d"), Estimate("cost", "pair", 0.0, 0.0, 0.0, 0, 0.0), 1.0)
-    assert (len(record.attempts), record.num_attempts) == (MAX_ATTEMPTS, MAX_ATTEMPTS + 5)
+    assert (len(record.attempts), record.num_attempts) == (MAX_RECORDED_ATTEMPTS, MAX_RECORDED_ATTEMPTS + 5)
