@@ -53,10 +53,11 @@ class Streams:
         for _ in range(len(queue) // 2):
             queue.pop()
 
-    def kill(self, process: str) -> None:
-        """All of its streams break, and nobody reads those to it."""
+    def kill(self, process: str, in_order: bool = False) -> None:
+        """All of its streams break, and nobody reads those to it. in_order: all that it has said arrives."""
         for source, target in [stream for stream in self.queues if process in stream]:
-            self.cut(source, target)
+            if not in_order:
+                self.cut(source, target)
             if target == process:
                 del self.queues[source, target]
 
@@ -98,6 +99,12 @@ class Sessions:
                 self.open(node)
 
         self._streams.send(node.incarnation, ROUTER, lost)
+
+    def tell_of_stop(self, node: Node) -> None:
+        """Its load says that it takes no new work."""
+        stops = Load(draining=True)
+        told = partial(self._router.node_load, node.incarnation, stops)
+        self._streams.send(node.incarnation, ROUTER, lambda: told(self._clock()))
 
     def kill(self, node: Node) -> None:
         """The router hears of its death."""
@@ -164,18 +171,19 @@ class Links:
 
         self._streams.send(me, peer, delivery, message=True)
 
-    def break_off(self, me: str, peer: str, reason: str) -> None:
-        """All streams between the two break: each end hears of it in its own time."""
+    def break_off(self, me: str, peer: str, reason: str, in_order: bool = False) -> None:
+        """All streams between the two break: each end hears of it in its own time. in_order: and of all before."""
         for this, other in ((me, peer), (peer, me)):
-            self._streams.cut(other, this)
+            if not in_order:
+                self._streams.cut(other, this)
             for link in {self.up.get((me, peer)), self.up.get((peer, me))} - {None}:
                 self._streams.send(other, this, partial(self._close, this, other, link, reason))
 
-    def kill(self, incarnation: str) -> None:
-        """All of a node's links break with its death."""
+    def kill(self, incarnation: str, in_order: bool = False) -> None:
+        """All of a node's links break with its death, or end with it in order."""
         for end in (incarnation, outward(incarnation)):
             for peer in sorted({p for link in self.up if end in link for p in link} - {end}):
-                self.break_off(end, peer, "died")
+                self.break_off(end, peer, "died", in_order)
             for link in [link for link in self.up if link[0] == end]:
                 del self.up[link]
 

@@ -135,6 +135,32 @@ def test_with_faults_nothing_is_lost(seed: int) -> None:
     race(seed, faults=0.08, num_blocks=26)
 
 
+@pytest.mark.parametrize("seed", [22, 24, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(25, 60))])
+def test_nodes_that_stop_one_after_the_other_lose_nothing_that_they_have_taken(seed: int) -> None:
+    """An upgrade: one node at a time is told to stop, and leaves after its work, and another takes its place. Only what
+    waits for it, or is on its way to it, is tried again elsewhere."""
+    world, draw = World(num_blocks=60), random.Random(seed)
+    world.run_dry()  # until the router knows its nodes
+    to_upgrade = [*world.nodes]
+    for number in range(400):
+        if number < 200 and draw.random() < 0.06:
+            prompt = tuple(draw.randrange(2, VOCAB_SIZE) for _ in range(draw.randint(1, 30)))
+            world.submit(prompt, draw.choice([1, 1, 2]), SamplingParams(seed=number, max_tokens=draw.randint(2, 24)))
+        all_there = not world.stopping and all(node.subscribed for node in world.nodes.values())
+        if number > 60 and to_upgrade and all_there and draw.random() < 0.1:
+            world.act(("tell_to_stop", to_upgrade.pop(draw.randrange(len(to_upgrade)))))
+        if acts := world.enabled():
+            world.act(draw.choice(acts))
+    world.run_dry()
+    world.check_whole()
+    for client in world.clients.values():
+        assert client.end
+        assert client.end.error is None
+        assert client.got == client.want
+        failed = [attempt for attempt in client.state.record.attempts if attempt.error]
+        assert {attempt.state for attempt in failed} <= {"queued", "prefilling"}
+
+
 BY_HEADS = (KvSlice(0, 2, 0, 1), KvSlice(0, 2, 1, 2))
 BY_LAYERS = (KvSlice(0, 1, 0, 2), KvSlice(1, 2, 0, 2))
 BY_BOTH = tuple(KvSlice(layer, layer + 1, head, head + 1) for layer in range(2) for head in range(2))

@@ -20,7 +20,17 @@ from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
 from kv_transfer.parts import PartHeader
 from kv_transfer.transports.memory import MemoryHub, Transfer
-from node.events import BlocksChanged, BlocksHeld, BlocksWanted, ClosePeer, Output, ToDecode, ToPrefill, ToRouter
+from node.events import (
+    BlocksChanged,
+    BlocksHeld,
+    BlocksWanted,
+    ClosePeer,
+    Draining,
+    Output,
+    ToDecode,
+    ToPrefill,
+    ToRouter,
+)
 from router.requests.actions import Emit, ToNode
 from router.requests.core import RouterCore
 from router.requests.request_state import FirstToken, RoutedRequest
@@ -46,6 +56,7 @@ class World:
         self.router = RouterCore(EPOCH, first_token=first_token)
         self.nodes: dict[str, Node] = {}  # those alive, by incarnation
         self.clients: dict[str, Client] = {}
+        self.stopping: set[str] = set()  # nodes that were told to stop
         self._recounted: dict[str, int] = {}  # `num_touches`, by incarnation
         self._audited: dict[str, int] = {}
         self._serials = itertools.count(1)
@@ -72,14 +83,23 @@ class World:
         self.nodes[incarnation] = node = Node(name, role, incarnation, *parts)
         self._sessions.open(node)
 
-    def _crash(self, incarnation: str) -> None:
+    def _crash(self, incarnation: str, in_order: bool = False) -> None:
+        """It dies, or leaves after its work and its last words, and another one takes its place."""
+        if in_order:
+            self._collect(incarnation)
         node = self.nodes.pop(incarnation)
+        self.stopping.discard(incarnation)
         node.kill()
-        self._streams.kill(incarnation)
-        self._streams.kill(outward(incarnation))
+        self._streams.kill(incarnation, in_order)
+        self._streams.kill(outward(incarnation), in_order)
         self._sessions.kill(node)
-        self._links.kill(incarnation)
+        self._links.kill(incarnation, in_order)
         self._start_node(node.name, node.role)
+
+    def _leavers(self) -> list[str]:
+        """Nodes that were told to stop and have no work any more."""
+        nodes = [self.nodes[i] for i in sorted(self.stopping)]
+        return [node.incarnation for node in nodes if node.idle and not node.has_turn()]
 
     def submit(self, prompt: tuple[int, ...], n: int, sampling: SamplingParams, deadline_s: float = 1e6) -> str:
         request_id = f"r{next(self._serials)}"
@@ -107,6 +127,7 @@ class World:
         acts += [("wait", i) for i, node in self.nodes.items() if node.goes_on_at is not None]
         acts += [("advance", i) for i, node in self.nodes.items() if node.model.is_busy]
         acts += [("transfer", i) for i in range(len(self.hub.pending))]
+        acts += [("leave", i) for i in self._leavers()]
         return acts
 
     def faults(self) -> list[tuple[str, object]]:
@@ -139,6 +160,12 @@ class World:
                 self.hub.deliver(index)
             case ("crash", str() as incarnation):
                 self._crash(incarnation)
+            case ("tell_to_stop", str() as incarnation):
+                self.stopping.add(incarnation)
+                self.nodes[incarnation].hear(Draining())
+                self._sessions.tell_of_stop(self.nodes[incarnation])
+            case ("leave", str() as incarnation):
+                self._crash(incarnation, in_order=True)
             case ("break_session", str() as incarnation):
                 self._sessions.break_off(self.nodes[incarnation])
             case ("break_link", (str() as me, str() as peer)):
@@ -179,6 +206,8 @@ class World:
                     self._turn(incarnation)
                 if node.model.is_busy:
                     node.advance_device()
+            for incarnation in self._leavers():
+                self._crash(incarnation, in_order=True)
             self._pass(0.01)
             if number % 4 == 0:
                 self._audit()
