@@ -7,6 +7,7 @@ is told to end could not (`baton.process.signals`).
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import select
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import baton
-from baton.process.signals import end_at_signals
+from baton.process.signals import end_at_signals, interrupted_by_signals
 from baton.process.standard_files import open_standard_files
 from baton.setting_names import closest
 
@@ -29,19 +30,28 @@ EXIT_READER_LEFT = 141
 @dataclass(frozen=True, slots=True)
 class Subcommand:
     """One line of `baton --help`. `entry`: MODULE:FUNCTION, called with the arguments after the name. `settings`:
-    MODULE:CLASS of its flags, for completion; empty without flags."""
+    MODULE:CLASS of its flags, for completion; empty without flags. `serves`: it handles signals itself."""
 
     summary: str
     entry: str
     settings: str = ""
     words: tuple[str, ...] = ()
+    serves: bool = False
 
 
 SUBCOMMANDS = {
-    "up": Subcommand("start a whole cluster on this machine", "deploy.up:main", "deploy.settings:UpSettings"),
-    "router": Subcommand("serve the HTTP and gRPC APIs", "router.main:main", "router.settings:RouterSettings"),
-    "prefill": Subcommand("serve as a prefill node", "prefill_node.main:main", "prefill_node.settings:PrefillSettings"),
-    "decode": Subcommand("serve as a decode node", "decode_node.main:main", "decode_node.settings:DecodeSettings"),
+    "up": Subcommand(
+        "start a whole cluster on this machine", "deploy.up:main", "deploy.settings:UpSettings", serves=True
+    ),
+    "router": Subcommand(
+        "serve the HTTP and gRPC APIs", "router.main:main", "router.settings:RouterSettings", serves=True
+    ),
+    "prefill": Subcommand(
+        "serve as a prefill node", "prefill_node.main:main", "prefill_node.settings:PrefillSettings", serves=True
+    ),
+    "decode": Subcommand(
+        "serve as a decode node", "decode_node.main:main", "decode_node.settings:DecodeSettings", serves=True
+    ),
     "bench": Subcommand(
         "measure a server with OpenAI's API under load",
         "deploy.bench.main:main",
@@ -71,7 +81,8 @@ SUBCOMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a subcommand. Exits with 2, naming the nearest one, if there is no such subcommand, with 130 on a Ctrl-C
-    that the subcommand leaves to us, and with 141 if it cannot print because its reader has left, as `head` does."""
+    or another stop signal that the subcommand leaves to us, and with 141 if it cannot print because its reader has
+    left, as `head` does."""
     end_at_signals()
     open_standard_files()
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -115,7 +126,9 @@ def _run(name: str, rest: Sequence[str]) -> None:
     elif name == "--version":
         print_version(rest)
     elif name in SUBCOMMANDS:
-        load(SUBCOMMANDS[name].entry)(rest)
+        subcommand = SUBCOMMANDS[name]
+        with contextlib.nullcontext() if subcommand.serves else interrupted_by_signals():
+            load(subcommand.entry)(rest)
     else:
         meant = closest(name, SUBCOMMANDS)
         hint = f", did you mean {meant!r}?" if meant else "; `baton --help` lists them"

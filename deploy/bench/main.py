@@ -32,8 +32,8 @@ EXIT_FAILED = 1
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print a report, and exit: 1 if a request failed, unless --allow-failures, and 130 on Ctrl-C, with a
-    report of the runs that are over."""
+    """Measure, print a report, and exit: 1 if a request failed, unless --allow-failures, and 130 on Ctrl-C or
+    another stop signal, with a report of the runs that are over."""
     settings = parse(BenchSettings, argv)
     try:
         planner = Planner(settings)

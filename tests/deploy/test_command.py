@@ -47,6 +47,16 @@ def test_ctrl_c_ends_a_subcommand_without_a_traceback(capsys):
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("name", SUBCOMMANDS)
+def test_stop_signals_are_a_ctrl_c_to_what_does_not_serve(name):
+    handler = []
+    run = lambda _: handler.append(signal.getsignal(signal.SIGTERM))  # noqa: E731
+    with patch("deploy.command.load", return_value=run):
+        command.main([name])
+    serves = name in ("up", "router", "prefill", "decode")
+    assert (handler[0] is signal.default_int_handler) is not serves
+
+
 def test_commands_with_names_of_their_own_are_subcommands():
     """So that signals and readers that leave find them as prepared."""
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
@@ -69,7 +79,7 @@ FIRST = """
 import os
 os.environ["SELF"], os.getpid = str(os.getpid()), lambda: 1
 from deploy.command import SUBCOMMANDS, Subcommand, main
-SUBCOMMANDS["slow"] = Subcommand("", "slow:main")
+SUBCOMMANDS["slow"] = Subcommand("", "slow:main", serves=True)
 main(["slow"])
 """
 

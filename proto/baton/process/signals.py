@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+from collections.abc import Iterator
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
     """SIGTERM, SIGINT, and SIGHUP unless the process was started with it ignored, as by nohup."""
     wanted = (signal.SIGTERM, signal.SIGINT)
     return wanted if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (*wanted, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def interrupted_by_signals() -> Iterator[None]:
+    """Inside, each stop signal that is not ignored raises KeyboardInterrupt, as Ctrl-C does: for a command that then
+    tells what it has, or leaves a terminal as it found it. For the main thread."""
+    before = {number: signal.getsignal(number) for number in stop_signals()}
+    heeded = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in heeded:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in heeded.items():
+            signal.signal(number, handler)
 
 
 def end_at_signals() -> None:
