@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import logging
 import socket
+import threading
 from collections.abc import Awaitable, Callable, Iterable
 
 from baton.address import HostPort
@@ -20,9 +23,37 @@ Resolve = Callable[[str], Awaitable[Iterable[str]]]
 
 
 async def resolve(name: str) -> set[str]:
-    """With the system's resolver, on a thread. A name without addresses is an OSError."""
-    found = await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    return {str(address[0]) for *_, address in found}
+    """With the system's resolver. A name without addresses is an OSError.
+
+    Each lookup has a thread that nobody waits for at the end: without an answer from a name server it takes minutes,
+    and so would the end of the process, as event loops wait for their own threads.
+    """
+    loop = asyncio.get_running_loop()
+    found: asyncio.Future[set[str]] = loop.create_future()
+
+    def tell(addresses: set[str], error: OSError | None) -> None:
+        if found.done():
+            return  # too late
+        if error is None:
+            found.set_result(addresses)
+        else:
+            found.set_exception(error)
+
+    def look_up() -> None:
+        addresses, error = set[str](), None
+        try:
+            answer = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+            addresses = {str(address[0]) for *_, address in answer}
+        except OSError as failed:
+            error = failed
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(tell, addresses, error)
+
+    try:
+        threading.Thread(target=look_up, name="dns", daemon=True).start()
+    except RuntimeError:
+        raise OSError(errno.EAGAIN, "no thread can be started") from None
+    return await found
 
 
 class DnsName:

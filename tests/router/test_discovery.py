@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -75,6 +76,24 @@ async def test_a_resolver_that_hangs_is_a_failed_lookup(monkeypatch: pytest.Monk
 async def test_the_systems_resolver_knows_this_machine() -> None:
     assert await dns.resolve("127.0.0.1") == {"127.0.0.1"}
     assert await dns.resolve("::1") == {"::1"}
+    with pytest.raises(OSError, match="service"):
+        await dns.resolve("::1::1")  # no address, so it is a name, which cannot be one
+
+
+def test_the_end_waits_for_no_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [] if answer.wait() else None)
+    monkeypatch.setattr(dns, "LOOKUP_TIMEOUT_S", 0.01)
+    source = DnsName(D, NAME, 1.0)
+    process = threading.Thread(target=lambda: asyncio.run(source.look()))
+    process.start()
+    process.join(5.0)
+    try:
+        assert not process.is_alive()
+        assert source.problem == "--decode-dns decode.svc:9000: no answer within 0.01 s"
+    finally:
+        answer.set()
+        process.join()
 
 
 # ---- the file ----
