@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch._C._distributed_c10d import HashStore
-from transformers import Gemma3nTextConfig, LlamaConfig, PhiConfig, PreTrainedModel
+from transformers import CohereConfig, Gemma3nTextConfig, LlamaConfig, PhiConfig, PreTrainedModel
 
 from baton.layout import KvSlice
 from baton.messages import AttemptId
@@ -126,6 +126,13 @@ def test_a_head_with_a_bias(ties: bool, tmp_path: Path) -> None:
     folder = tiny_models.save(config, tmp_path)
     fill_biases(folder)
     check_same(folder, 4, fused=False)
+
+
+def test_a_norm_with_weights_for_each_head(tmp_path: Path) -> None:
+    """Of Command R+; four ranks hold each KV head twice."""
+    folder = tiny_models.save(CohereConfig(**{**tiny_models.SHAPE, "head_dim": 8}, use_qk_norm=True), tmp_path)
+    fill_biases(folder)
+    check_same(folder, 4, fused=True)
 
 
 def test_a_rank_without_a_token_has_zeros(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from engine.model.errors import UnsupportedModel
 
 REPLICATED = ("replicated_with_grad_allreduce",)
-HEADS = "heads"
-"""Our own style, for a parameter with an entry for each attention head."""
+HEADS, KV_HEADS = "heads", "kv_heads"
+"""Our own styles, for a parameter with an entry for each attention head, or for each KV head."""
 _ATTENTION = {
     **{f"model.layers.*.self_attn.{part}_proj": "colwise" for part in "qkv"},
     "model.layers.*.self_attn.o_proj": "rowwise",
@@ -30,6 +30,10 @@ def _mlp(name: str) -> Mapping[str, str]:
 _SHARED_EXPERTS = _mlp("mlp.shared_experts")
 _OWN: Mapping[str, Mapping[str, str]] = {
     "gpt_oss": {**_ATTENTION, "model.layers.*.self_attn.sinks": HEADS},
+    "cohere": {
+        "model.layers.*.self_attn.q_norm.weight": HEADS,
+        "model.layers.*.self_attn.k_norm.weight": KV_HEADS,
+    },
     "granitemoe": _ATTENTION,
     "phimoe": _ATTENTION,
     "qwen2_moe": _mlp("mlp.shared_expert"),

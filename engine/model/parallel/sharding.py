@@ -28,7 +28,7 @@ from engine.model.missing_modules import MissingModule, num_held_layers
 from engine.model.parallel.cut import Cut
 from engine.model.parallel.experts import expert_cuts
 from engine.model.parallel.group import RankGroup
-from engine.model.parallel.plan import HEADS, REPLICATED, styles
+from engine.model.parallel.plan import HEADS, KV_HEADS, REPLICATED, styles
 from engine.model.parallel.stages import WHOLE, Stage
 
 Shape = tuple[int, ...]
@@ -166,8 +166,9 @@ def shard(
             _cut_linear(sharding, config, name, module, style, model.get_submodule(name.rpartition(".")[0]))
             num_attentions += name.endswith(_KV[0])
         for own, parameter in module.named_parameters(prefix=name, recurse=False):
-            if style_of(own) == HEADS:
-                first, end = _exactly(len(parameter), place, own)
+            if (by := style_of(own)) in (HEADS, KV_HEADS):
+                heads = kv.head_start, kv.head_end
+                first, end = heads if by == KV_HEADS else _exactly(len(parameter), place, own)
                 _shrink(sharding, module, own.rpartition(".")[2], Cut(0, first, end, tuple(parameter.shape)))
     if num_attentions != num_held_layers(model):
         raise UnsupportedModel(f"{config.model_type} has no tensor-parallel plan for its attention")
