@@ -85,6 +85,8 @@ def table_forward(rotary: nn.Module, config: Any, max_model_len: int, like: Tens
     tables = {kind: _table(rotary, kind, max_model_len, like) for kind in kinds}
 
     def forward(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+        if position_ids.ndim != 2:
+            raise ValueError("its RoPE has several positions for each token, and no tables")
         cos, sin = torch.embedding(tables[layer_type], position_ids).chunk(2, dim=-1)
         return cos, sin
 

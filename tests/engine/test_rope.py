@@ -48,6 +48,14 @@ def test_a_table_has_what_transformers_computes_for_the_longest_sequence(family:
             torch.testing.assert_close(table, own[:, positions[0]], atol=1e-6, rtol=0)
 
 
+def test_several_positions_for_a_token_have_no_table() -> None:
+    """Those of Qwen2.5-VL; with a table they would be looked up one by one."""
+    rotary, config = rotary_of("llama dynamic ntk")
+    look_up = rope.table_forward(rotary, config, SHORT, X)
+    with pytest.raises(ValueError, match="several positions for each token"):
+        look_up(X, torch.zeros(3, 1, 2, dtype=torch.int64))
+
+
 @pytest.mark.parametrize("max_model_len", [SHORT, LONG])
 @pytest.mark.parametrize("family", ["phi3 longrope", "llama dynamic ntk"])
 def test_neighbours_change_nothing(family: str, max_model_len: int) -> None:

@@ -64,9 +64,9 @@ class _Reached(Exception):
 def _require_separable(model: PreTrainedModel, sharding: Sharding) -> None:
     """Refuse an MLP in which a feature depends on others (Gemma 3n keeps those far above their mean), of which other
     ranks hold some: half of its features must come out the same without the other half."""
-    columns = set(sharding.column_parallel)
+    columns, names = set(sharding.column_parallel), {module: name for name, module in model.named_modules()}
     for down in sharding.row_parallel:
-        name = next(name for name, module in model.named_modules() if module is down).rpartition(".")[0]
+        name = names[down].rpartition(".")[0]
         mlp = model.get_submodule(name)
         before = [child for child in mlp.children() if child in columns]
         if hasattr(mlp, "k_proj"):
