@@ -76,6 +76,9 @@ def test_positions_on_several_axes_have_no_table(tmp_path: Path) -> None:
     probed, report = fused(model)
     assert report.taken_back is None
     assert [report.pieces[name].fused for name in ("rotary_table", "rope", "residual_norm")] == [0, 2, 2]
+    assert [name for name, _ in report.pieces["rotary_table"].refused if "Vision" not in name] == [
+        "Qwen2_5_VLRotaryEmbedding"
+    ]
     torch.testing.assert_close(logits(model, probed), own, atol=1e-4, rtol=1e-4)
 
 
