@@ -190,10 +190,10 @@ class Attempts:
             attempt.depends_on(incarnation) or attempt.target == incarnation for _, attempt in self._live.values()
         )
 
-    def is_on_leaving(self, attempt: Attempt) -> bool:
-        """Whether one of its nodes takes no new work."""
+    def leaving(self, attempt: Attempt) -> set[str]:
+        """Those of its nodes that take no new work."""
         nodes = [self._pool.get(incarnation) for incarnation in attempt.placed_on]
-        return any(node is not None and not node.takes_work for node in nodes)
+        return {node.info.incarnation for node in nodes if node is not None and not node.takes_work}
 
     # ---- moving ----
 

@@ -80,7 +80,7 @@ class Recovery:
             self._requests.end(state, _given_up(state) if is_suspect else error, now)
             return
         tasks = [_next_task(state, attempt, group, error) for group in _groups(unfinished)]
-        is_refusal = isinstance(error, NodeUnavailable) and self._attempts.is_on_leaving(attempt)
+        is_refusal = isinstance(error, NodeUnavailable) and self._attempts.leaving(attempt)
         is_free = is_refusal or isinstance(error, NodeLost | PeerLost)
         if not (is_free or self._retries.take(now, len(tasks))):
             self._requests.end(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from baton.errors import BatonError, InternalError, PeerLost, TransferError
+from baton.errors import BatonError, InternalError, NodeUnavailable, PeerLost, TransferError
 from baton.messages import Adopted, End, HandedOff, SampleEnd, Started, Stayed, Tokens, Update, UpdateKind
 from baton.prompt_logprobs import PromptLogprobs
 from router.placement.pool import Pool
@@ -249,6 +249,8 @@ class Updates:
     ) -> None:
         if error is not None:
             suspects = attempt.suspects(error, incarnation)
+            if isinstance(error, NodeUnavailable):  # what a node refuses that stops, the other one may go on with
+                suspects = suspects & self._attempts.leaving(attempt) or suspects
             if isinstance(error, PeerLost):
                 state.blamed |= suspects
             if isinstance(error, TransferError) and attempt.decode and not attempt.fails_to_move(error):

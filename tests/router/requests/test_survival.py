@@ -239,6 +239,20 @@ def test_what_a_node_refuses_that_stops_all_goes_on() -> None:
     assert len(rig.prefills) == len(prefills) + len(refused)
 
 
+@pytest.mark.parametrize("stops", ["p1", "d1"])
+def test_what_a_node_refuses_that_stops_may_go_on_at_the_other_one(stops: str) -> None:
+    """It has blocks of the prompt."""
+    rig = RouterRig("p1", "d1")
+    prefill = rig.submit()
+    rig.core.node_up(info("p2", NodeRole.PREFILL), 1.0)
+    rig.core.node_up(info("d2", NodeRole.DECODE), 1.0)
+    rig.core.node_load(stops, Load(draining=True), 1.0)
+    rig.say("p1", prefill, End(NodeUnavailable("it is stopping")))
+    where, again = rig.prefills[-1]
+    assert again.decode
+    assert (where, again.decode.incarnation) == {"p1": ("p2", "d1"), "d1": ("p1", "d2")}[stops]
+
+
 def test_streams_of_a_lost_node_all_go_on() -> None:
     rig = RouterRig("p1", "d1", "d2")
     prefills = [ask(rig, str(i))[1] for i in range(4 * FLOOR)]
