@@ -111,10 +111,8 @@ class ApiKeys:
             raise UnusableKeys(f"{path}: {error}") from None
 
 
-def salted(wanted: GenerationRequest, tenant: bytes | None) -> GenerationRequest:
+def salted(wanted: GenerationRequest, tenant: bytes) -> GenerationRequest:
     """Give `wanted` a cache salt that nobody can derive without the key; the client's own salt goes into it."""
-    if tenant is None:
-        return wanted
     return dataclasses.replace(wanted, cache_salt=hmac.new(tenant, wanted.cache_salt.encode(), sha256).hexdigest())
 
 

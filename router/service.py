@@ -12,6 +12,7 @@ from baton.block_hash import BlockHash, chain
 from baton.errors import InvalidRequest, NodeUnavailable
 from baton.sampling import SamplingParams
 from baton.telemetry.trace_context import current_trace
+from router.api_keys import salted
 from router.deliveries import Deliveries
 from router.generation import Generation, Part
 from router.nodes.dispatcher import Dispatcher
@@ -160,14 +161,17 @@ class Service:
         wanted: GenerationRequest,
         received: float,
         admitted: Admitted,
-        client: Hashable = None,
+        client: Hashable,
+        tenant: bytes | None,
     ) -> Generation:
-        """Start a generation. `received` is when the request came (`time.monotonic`), `client` from whom. Raises
-        BatonError.
+        """Start a generation. `received` is when the request came (`time.monotonic`), `client` from whom, `tenant` with
+        whom alone it may share cached blocks (see ApiKeys; None: with all). Raises BatonError.
 
         The caller closes the generation, however it ends, and the generation returns what was admitted.
         """
         read = time.monotonic()
+        if tenant is not None:
+            wanted = salted(wanted, tenant)
         if (structured := wanted.sampling.get("structured_outputs")) is not None:
             await self._grammars.check(structured, model, client)
         prompts = await self._prompts(model, wanted)

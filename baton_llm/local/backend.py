@@ -98,7 +98,7 @@ class LocalBackend:
             raise self._failed_error()
         received = time.monotonic()
         with self._service.admit(self._model, [len(prompt) for prompt in request.prompts], request.n) as admitted:
-            generation = await self._service.generate(self._model, request, received, admitted)
+            generation = await self._service.generate(self._model, request, received, admitted, None, None)
         try:
             while not generation.done:
                 take(await generation.next())

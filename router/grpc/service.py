@@ -20,7 +20,7 @@ from baton.telemetry import request_scope
 from baton.telemetry.trace_context import HEADER as TRACE_HEADER
 from baton.telemetry.trace_context import begin, trace_scope
 from baton.v1 import generation_pb2 as pb
-from router.api_keys import ApiKeys, salted
+from router.api_keys import ApiKeys
 from router.generation import Generation
 from router.grpc.requests import parse_request
 from router.http.chat_prompt import chat_prompt, read_chat
@@ -96,10 +96,11 @@ class GenerationService:
                     request, request_id, await prompt.read(self._service), context.time_remaining()
                 )
                 client: Hashable = context.peer().rpartition(":")[0]
+                tenant = None
                 if self._keys is not None:
                     client = owner = self._keys.owner(authorization_of(context.invocation_metadata()))
-                    wanted = salted(wanted, self._keys.tenant(owner))
-                generation = await self._service.generate(model, wanted, received, admitted, client)
+                    tenant = self._keys.tenant(owner)
+                generation = await self._service.generate(model, wanted, received, admitted, client, tenant)
             try:
                 await self._send(generation, model, context)
             finally:

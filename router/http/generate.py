@@ -12,7 +12,6 @@ from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import State
 
 from baton.errors import InvalidRequest
-from router.api_keys import salted
 from router.generation import Generation
 from router.http.answers import dump_json, raw_json_response
 from router.http.best_of import BestOfShape
@@ -86,8 +85,7 @@ class GenerateRoutes:
         as they are; and what the template made of it. Raises BatonError."""
 
         def start(wanted: GenerationRequest, admitted: Admitted) -> Awaitable[Generation]:
-            wanted = salted(wanted, state.tenant)
-            return self._service.generate(model, wanted, state.received, admitted, state.client)
+            return self._service.generate(model, wanted, state.received, admitted, state.client, state.tenant)
 
         return await self.with_chat(request_id, model, body, start)
 
@@ -150,8 +148,9 @@ class GenerateRoutes:
             prompts = prompt_shape(model.tokenizer, body.prompt_logprobs)
             state = request.state
             with naming_constraint(NO_CALLS, body.constraint):
-                wanted = salted(wanted, state.tenant)
-                generation = await self._service.generate(model, wanted, state.received, admitted, state.client)
+                generation = await self._service.generate(
+                    model, wanted, state.received, admitted, state.client, state.tenant
+                )
             ids = prompt_ids(generation, body.num_kept) if body.return_token_ids else None
             shape = CompletionShape(wanted.request_id, model, shown, ids, echoes, prompts)
             return self._response(generation, body, shape)

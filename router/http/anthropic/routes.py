@@ -5,7 +5,6 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from router.api_keys import salted
 from router.http.answers import dump_json, raw_json_response
 from router.http.anthropic.events import MessageEvents
 from router.http.anthropic.schemas import CountTokensRequest, MessagesRequest
@@ -50,8 +49,9 @@ class MessagesRoutes:
             wanted = constrained(wanted, plan, reading)
             if (budget := body.thinking_budget) is not None:
                 wanted = with_thinking_target(wanted, budget, reading, model.tokenizer)
-            wanted = salted(wanted, state.tenant)
-            generation = await self._service.generate(model, wanted, state.received, admitted, state.client)
+            generation = await self._service.generate(
+                model, wanted, state.received, admitted, state.client, state.tenant
+            )
         shape = MessageShape(state.request_id, model, reading)
         if body.stream:
             return EventResponse(generation, MessageEvents(generation, shape), self._keep_alive_s)

@@ -6,7 +6,6 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from baton.errors import InvalidRequest
-from router.api_keys import salted
 from router.http.answers import dump_json, raw_json_response
 from router.http.body import BodyReader
 from router.http.chunks import ChunkEvents
@@ -57,8 +56,9 @@ class TokensRoutes:
                 self._service.admit(model, [len(body.token_ids)], wanted.n) as admitted,
                 naming_constraint(NO_CALLS, body.constraint),
             ):
-                wanted = salted(wanted, state.tenant)
-                generation = await self._service.generate(model, wanted, state.received, admitted, state.client)
+                generation = await self._service.generate(
+                    model, wanted, state.received, admitted, state.client, state.tenant
+                )
         except InvalidRequest as error:
             rename_field(error, _NAMES)
             raise
