@@ -39,6 +39,7 @@ class DecodeLinks:
 
     Messages queue in order while a stream is being opened. Each stream's end is reported to the role once, as
     PeerClosed; messages that the role sent before it handled that are dropped, and only a Reserve opens a new stream.
+    But if a stream is used again while it is being closed for want of use, the next one takes its place.
     """
 
     def __init__(self, ours: HandoffEnd, *, idle_s: float = IDLE_S) -> None:
@@ -88,7 +89,10 @@ class DecodeLinks:
         finally:
             self._ours.transport.disconnect(link.peer)
             del self._links[link.peer]
-            self._closed[link.peer] = self._ours.post(PeerClosed(link.peer, reason))
+            for message in link.take_unsent() if link.was_idle else ():
+                self._send(target, message)
+            if link.peer not in self._links:
+                self._closed[link.peer] = self._ours.post(PeerClosed(link.peer, reason))
             log.info("handoff over peer=%s address=%s reason=%s", link.peer, target.address, reason)
 
     async def _talk(self, link: HandoffStream, target: DecodeTarget) -> str:

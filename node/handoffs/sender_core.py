@@ -158,7 +158,12 @@ class KvSenderCore(ABC, Generic[S]):
             self._refused(sending, TransferError(text))
 
     def peer_opened(self, incarnation: str, layout: KvLayout, part_blocks: int) -> None:
+        """A stream to the decode node is up. An earlier one may have ended without a word, since it was idle: the
+        decode node expects no parts of its leases any more."""
         self._parts.open(incarnation, layout, part_blocks)
+        if peer := self._peers.get(incarnation):
+            peer.drains.clear()
+            peer.drained.clear()
 
     def peer_closed(self, incarnation: str, reason: str) -> None:
         """The decode node's stream is down. Another one may follow, with new leases."""

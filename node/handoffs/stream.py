@@ -99,6 +99,7 @@ class HandoffStream(Stream[Any]):
         self.open_attempts: set[AttemptId] = set()
         self._codec = codec
         self.limits = limits
+        self.was_idle = False  # it has ended since it was not used
         self._last_used = time.monotonic()
 
     def send(self, message: Any) -> None:
@@ -146,7 +147,13 @@ class HandoffStream(Stream[Any]):
         while self.open_attempts or time.monotonic() - self._last_used < idle_s:
             for message in await self.take(HEARTBEAT_S) or [Heartbeat()]:
                 await write(self._codec.write(message))
+        self.was_idle = True
         return f"idle for {idle_s:g} s"
+
+    def take_unsent(self) -> list[Any]:
+        """The messages that wait, once nothing more is written."""
+        unsent, self._waiting = self._waiting, []
+        return unsent
 
     def _note(self, message: Any) -> None:
         self._last_used = time.monotonic()

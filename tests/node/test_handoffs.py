@@ -25,7 +25,7 @@ from decode_node.handoffs import HandoffServer
 from decode_node.server import DECODE_SIDE, DecodeNode
 from node.events import ClosePeer, FromPeer, PeerClosed, PeerOpened, TargetEvent, ToDecode, ToPrefill
 from node.handoffs.decode_links import IDLE_S, DecodeLinks
-from node.handoffs.stream import HandoffEnd, connect
+from node.handoffs.stream import HandoffEnd, HandoffStream, connect
 from node.loop import Turn
 from node.shell import RoleSide, make_hello
 from prefill_node.server import PREFILL_SIDE
@@ -258,6 +258,28 @@ async def test_an_idle_stream_is_closed_but_not_while_a_handoff_is_under_way():
         d.say(ToPrefill("p1", Refuse(WORK, RequestCancelled("over"))))
         assert (await closed(p)).reason == "idle for 0 s"
         await closed(d)
+
+
+async def test_a_stream_that_is_used_while_it_is_closed_for_want_of_use_is_opened_again(monkeypatch):
+    """The request would be lost with the old one, and its decode node blamed for that."""
+    write_all, late = HandoffStream._write_all, [reserve(AttemptId(1, "late", 0))]
+
+    async def write_until_idle(stream, write, idle_s):
+        reason = await write_all(stream, write, idle_s)
+        while late:
+            stream.send(late.pop())
+        return reason
+
+    monkeypatch.setattr(HandoffStream, "_write_all", write_until_idle)
+    async with pair(prefill=with_links(idle_s=0.0)) as (p, d):
+        p.say(ToDecode(target(d), reserve()))
+        await d.role.saw(FromPeer)
+        d.say(ToPrefill("p1", Refuse(WORK, RequestCancelled("over"))))
+        _, second = await d.role.saw(FromPeer, 2)
+        assert second.message == reserve(AttemptId(1, "late", 0))
+        assert [type(event) for event in d.role.events] == [PeerOpened, FromPeer, PeerClosed, PeerOpened, FromPeer]
+        assert not [event for event in p.role.events if isinstance(event, PeerClosed)]
+        assert [note for note, _ in p.transport.notes] == ["connect", "disconnect", "connect"]
 
 
 async def test_a_second_stream_of_a_prefill_node_takes_the_place_of_the_first():

@@ -156,6 +156,18 @@ def test_routers_may_know_a_decode_node_by_different_addresses(prefilling: Prefi
     assert prefilling.node.core.idle
 
 
+def test_a_stream_that_follows_an_idle_one_owes_no_parts_of_its_leases(prefilling: Prefilling) -> None:
+    core, unknown = prefilling.node.core, AttemptId(EPOCH, "unknown", 1)
+    core.handle(FromRouter(EPOCH, Abort(WORK)), 1.0)
+    core.handle(FromPeer(prefilling.peer, Grant(unknown, 1, 0, 2, 1)), 1.0)
+    while prefilling.node.model.is_busy:
+        prefilling.compute(1)
+    assert not core.idle, "the decode node has not said that no credit follows"
+    core.handle(PeerOpened(prefilling.peer, PART_BLOCKS, prefilling.node.model.layout), 2.0)
+    prefilling.turn()
+    assert core.idle
+
+
 GRANTED = 1 + NUM_LAYERS
 
 
