@@ -16,10 +16,11 @@ from itertools import chain, takewhile
 from pathlib import Path
 
 from baton.address import HostPort
-from baton.process.resources import num_cpus
+from baton.process.resources import memory_bytes, num_cpus
 from baton.settings import ENV_PREFIX, flag_name
 from deploy.settings import OwnSettings
 from node.kv_events_config import KvEventsConfig
+from node.settings import CPU_POOL_BYTES
 
 _GPU = re.compile(r"\d+|(GPU|MIG)-.+", re.ASCII)
 """In CUDA_VISIBLE_DEVICES. The first entry of another form, as -1 or Slurm's NoDevFiles, hides all from there on."""
@@ -37,10 +38,11 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`gpus`: as CUDA_VISIBLE_DEVICES names them."""
+    """`gpus`: as CUDA_VISIBLE_DEVICES names them. `memory_bytes`: what all processes may use; None: enough."""
 
     num_cores: int
     gpus: tuple[str, ...]
+    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +54,13 @@ class NodePorts:
 
 
 def this_machine() -> Machine:
-    """The cores and GPUs that this process may use."""
+    """What this process may use."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         gpus = [str(i) for i, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
     else:
         gpus = [*takewhile(_GPU.fullmatch, (gpu.strip() for gpu in visible.split(",")))]
-    return Machine(num_cpus(), tuple(gpus))
+    return Machine(num_cpus(), tuple(gpus), memory_bytes())
 
 
 def node_names(settings: OwnSettings) -> list[str]:
@@ -234,7 +236,7 @@ def _kv_events(settings: OwnSettings, index: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Gpu:
-    """Arguments and environment of a node for the GPUs that it gets; empty on a CPU."""
+    """Arguments and environment of a node for the GPUs that it gets, or for its part of the memory."""
 
     arguments: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
@@ -242,7 +244,7 @@ class _Gpu:
 
 def _gpus(settings: OwnSettings, machine: Machine, names: Sequence[str]) -> dict[str, _Gpu]:
     if settings.device == "cpu" or not machine.gpus:
-        return dict.fromkeys(names, _Gpu())
+        return dict.fromkeys(names, _Gpu(_pool(settings, machine, names)))
     chosen = _gpus_of(machine, {name: settings.num_ranks(name) for name in names})
     nodes_on = Counter(chain.from_iterable(chosen.values()))
     gpus = {}
@@ -251,6 +253,15 @@ def _gpus(settings: OwnSettings, machine: Machine, names: Sequence[str]) -> dict
         share = settings.gpu_memory_utilization / max(nodes_on[gpu] for gpu in own)
         gpus[name] = _Gpu((f"--gpu-memory-utilization={share:.4g}",), {"CUDA_VISIBLE_DEVICES": ",".join(order)})
     return gpus
+
+
+def _pool(settings: OwnSettings, machine: Machine, names: Sequence[str]) -> tuple[str, ...]:
+    """On a CPU: a share of half of the memory for each rank, where that is less than it would take by itself."""
+    sizes = (getattr(settings, name, None) for name in ("kv_cache_memory_bytes", "num_gpu_blocks_override", "profile"))
+    if machine.memory_bytes is None or any(size is not None for size in sizes):  # a profile has a size of its own
+        return ()
+    share = machine.memory_bytes // 2 // sum(map(settings.num_ranks, names))
+    return (f"--kv-cache-memory-bytes={share}",) if share < CPU_POOL_BYTES else ()
 
 
 def _router(settings: OwnSettings, http: HostPort, grpc: HostPort, ports: Mapping[str, NodePorts]) -> Child:

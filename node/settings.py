@@ -15,6 +15,8 @@ from node.kv_events_config import KvEventsConfig
 from node.parallel_settings import ParallelSettings
 
 GIB = 1024**3
+CPU_POOL_BYTES = GIB
+"""Of the KV pool of a rank on a CPU at most, unless it is set."""
 METRICS_PORT_OFFSET = 1000
 
 _BATCHED_TOKENS = 2048

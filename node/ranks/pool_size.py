@@ -12,10 +12,9 @@ from engine.model.parallel.pipeline import ONE_STAGE, Pipeline, ProfilingPipelin
 from engine.model.probe import Probe
 from engine.model.runner import TorchModelRunner
 from engine.model.warm_up import largest_steps, profile_config
-from node.settings import GIB, NodeSettings
+from node.settings import CPU_POOL_BYTES, GIB, NodeSettings
 from node.slots import slot_sizes
 
-_CPU_POOL_BYTES = GIB
 _CPU_POOL_SHARE = 0.25
 """Of the memory that the ranks of a host may use: there must be room for the weights, and for a peer's node."""
 _GRAPHS_BYTES = GIB
@@ -54,7 +53,7 @@ def _pool_bytes(
     fillable = limits.max_num_seqs * limits.most_blocks(limits.max_model_len)
     share = int(memory_bytes() * _CPU_POOL_SHARE) // len(settings.host_ranks)
     more_by = "--kv-cache-memory-bytes (unset: at most 1 GiB, and a quarter of the memory)"
-    return min(_CPU_POOL_BYTES, share, fillable * block_bytes), more_by
+    return min(CPU_POOL_BYTES, share, fillable * block_bytes), more_by
 
 
 def graph_bytes(settings: NodeSettings, limits: EngineConfig, logits_bytes: int) -> int:

@@ -16,7 +16,7 @@ from deploy import plan as deploy_plan
 from deploy.plan import Child, Machine, NodePorts, clean_environment, node_names, placement, plan, this_machine
 from deploy.settings import OwnSettings, UpSettings
 from node.kv_events_config import KvEventsConfig
-from node.settings import NodeSettings
+from node.settings import GIB, NodeSettings
 from router.settings import RouterSettings
 from tests.deploy.spawned import ROOT, python_path
 
@@ -59,6 +59,18 @@ def test_nodes_share_the_cores() -> None:
     assert {node.env["OMP_NUM_THREADS"] for node in nodes} == {"3"}
     assert parse(NodeSettings, planned(Machine(1, ()))["prefill-0"].arguments).cpu_threads == 1
     assert parse(NodeSettings, planned(Machine(1, ()), "--cpu-threads=5")["prefill-0"].arguments).cpu_threads == 5
+
+
+def test_nodes_on_a_cpu_take_half_of_the_memory_together() -> None:
+    flags = ("--prefill=1", "--decode=3", "--prefill-tensor-parallel-size=2")
+    nodes = [child for name, child in planned(Machine(8, (), 5 * GIB), *flags).items() if name != "router"]
+    assert [parse(NodeSettings, node.arguments).kv_cache_memory_bytes for node in nodes] == [GIB // 2] * 4
+    for more, memory in (("--max-num-seqs=8", 10 * GIB), ("--kv-cache-memory-bytes=77M", GIB)):
+        node = planned(Machine(8, (), memory), *flags, more)["decode-0"]
+        stated = parse(NodeSettings, node.arguments).kv_cache_memory_bytes
+        assert stated == (77 << 20 if "bytes" in more else None)
+    on_gpu = planned(Machine(8, ("0",), GIB), "--decode=3")["decode-0"]
+    assert not any("kv-cache" in argument for argument in on_gpu.arguments)
 
 
 def test_each_pool_has_its_number_of_ranks_and_they_share_the_cores() -> None:
