@@ -121,12 +121,13 @@ class StepContext:
 
 @dataclass(frozen=True, slots=True)
 class LayerSite:
-    """Attention over one layer's part of the pool. complete: the layer whose KV is complete on all ranks when this
-    one's is written on this rank; -1: none is."""
+    """Attention over one layer's part of the pool. sliding_window: what the probe has found; the module may not say
+    it. complete: the layer whose KV is complete on all ranks when this one's is written on this rank; -1: none is."""
 
     step: StepContext
     key_cache: Tensor
     value_cache: Tensor
+    sliding_window: int | None
     rotary: FusedRotary | None = None
     complete: int = 0
 
@@ -161,7 +162,7 @@ class LayerSite:
             self.value_cache,
             batch,
             scale=call.scale,
-            sliding_window=call.sliding_window,
+            sliding_window=self.sliding_window,
             softcap=call.softcap,
             sinks=call.sinks,
             key=key,
@@ -177,7 +178,8 @@ def attach(layers: list[nn.Module], pool: KvPool, num_ranks: int = 1) -> list[St
     for index, module in enumerate(layers):
         keys, values = pool.layer(index)
         step = steps[pool.group_of(index)]
-        bind(module, LayerSite(step, keys, values, FusedRotary.of(module), index - behind))
+        window = pool.layers[index].sliding_window
+        bind(module, LayerSite(step, keys, values, window, FusedRotary.of(module), index - behind))
     return steps
 
 

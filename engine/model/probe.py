@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import sys
 from collections.abc import Iterator
@@ -123,7 +124,7 @@ def probe(model: PreTrainedModel, max_model_len: int | None = None) -> Probe:
         raise UnsupportedModel(f"{type(model).__name__}: its tokens attend to later ones")
     kv = tuple(kept for _, kept in site.calls)
     context: float = max_model_len or getattr(config, "max_position_embeddings", None) or math.inf
-    _require_windows(model, kv, site.masks, context)
+    kv = _with_windows(model, kv, site.masks, context)
     require_served(kv, type(model).__name__)
     return Probe(layers, kv)
 
@@ -221,21 +222,26 @@ def _windows_in_masks(config: Any) -> Iterator[None]:
         config._attn_implementation = before
 
 
-def _require_windows(
+def _with_windows(
     model: PreTrainedModel, kv: tuple[LayerKv, ...], masks: list[Tensor | None], max_model_len: float
-) -> None:
-    """Refuse a model whose masks have other windows than its attention modules say, of which only we take notice, or
-    in whose windows a token is not even itself. A window as long as the context is none."""
+) -> tuple[LayerKv, ...]:
+    """The KV of the layers, with the window of a layer's mask where its attention module says none (Qwen2-MoE): masks
+    are what transformers' eager attention takes notice of. Refuse a model where they disagree otherwise, or in whose
+    windows a token is not even itself. A window as long as the context is none."""
+    found = []
     for index, (layer, mask) in enumerate(zip(kv, masks, strict=True)):
         if mask is not None and mask.numel() > 1:
             raise UnsupportedModel(f"{type(model).__name__}: layer {index} has a mask of its own")
-        masked = layer.sliding_window if mask is None else int(mask)
         said = layer.sliding_window
-        if said is not None and said < 1:
-            raise UnsupportedModel(f"{type(model).__name__}: layer {index} has a sliding window of {said} tokens")
-        if min(masked or math.inf, max_model_len) != min(said or math.inf, max_model_len):
-            windows = f"{masked or 'none'} in its mask, {said or 'none'} in its attention"
+        masked = said if mask is None else int(mask) or None
+        for window in (said, masked):
+            if window is not None and window < 1:
+                raise UnsupportedModel(f"{type(model).__name__}: layer {index} has a sliding window of {window} tokens")
+        if said is not None and min(masked or math.inf, max_model_len) != min(said, max_model_len):
+            windows = f"{masked or 'none'} in its mask, {said} in its attention"
             raise UnsupportedModel(f"{type(model).__name__}: layer {index} has two sliding windows: {windows}")
+        found.append(dataclasses.replace(layer, sliding_window=said or masked))
+    return tuple(found)
 
 
 def _fix_rope(model: PreTrainedModel, config: Any, max_model_len: int | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import random
 import re
@@ -20,7 +21,6 @@ from transformers import (
     MambaConfig,
     MistralConfig,
     OpenAIGPTConfig,
-    Qwen2MoeConfig,
     XGLMConfig,
 )
 
@@ -185,23 +185,22 @@ def test_values_that_are_no_numbers_say_nothing_of_positions(tmp_path: Path) -> 
     assert len(probe(model).layers) == 2
 
 
-WINDOWED = Qwen2MoeConfig(
-    **tiny_models.SHAPE,
-    num_experts=2,
-    num_experts_per_tok=1,
-    use_sliding_window=True,
-    sliding_window=20,
-    max_window_layers=1,
-)
-"""Its attention modules say nothing of the window that its masks have."""
-
-
-def test_a_window_that_attention_does_not_say_is_refused_if_it_matters(tmp_path: Path) -> None:
-    model = loader.load_model(Checkpoint.open(tiny_models.save(WINDOWED, tmp_path)))
-    with pytest.raises(UnsupportedModel, match="two sliding windows: 20 in its mask, none in its attention"):
-        probe(model)
-    assert probe(model, max_model_len=20).kv == (LayerKv(2, 16, 16, "float32"),) * 2
+def test_a_window_that_only_masks_have_is_the_layers(tmp_path: Path) -> None:
+    """The masks' is what transformers' eager attention computes; see the logits of this family."""
+    model = loader.load_model(Checkpoint.open(tiny_models.save(tiny_models.MIXTURES["qwen2_moe"], tmp_path)))
+    assert [layer.sliding_window for layer in probe(model).kv] == [20, None]
     assert model.config._attn_implementation == IMPLEMENTATION
+
+
+def test_two_windows_that_differ_are_refused_if_it_matters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = loader.load_model(Checkpoint.open(tiny_models.save(tiny_models.CONFIGS["mistral"], tmp_path)))
+    monkeypatch.setattr(model.config, "sliding_window", 30)  # of masks; attention modules took theirs before
+    for layer in model.model.layers:
+        monkeypatch.setattr(layer.self_attn, "config", copy.deepcopy(model.config))
+        layer.self_attn.config.sliding_window = 20
+    with pytest.raises(UnsupportedModel, match="two sliding windows: 30 in its mask, 20 in its attention"):
+        probe(model)
+    assert len(probe(model, max_model_len=20).kv) == 2
 
 
 LAYER = LayerKv(2, 16, 16, "float32")

@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -57,6 +58,16 @@ CONFIGS = {
     "gpt_oss": GptOssConfig(**SHAPE, sliding_window=20, num_local_experts=2, num_experts_per_tok=1),
 }
 MIXTURES = {
+    "qwen2_moe": Qwen2MoeConfig(
+        **SHAPE,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        use_sliding_window=True,
+        sliding_window=20,
+        max_window_layers=1,
+    ),
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32),
     "glm4_moe": Glm4MoeConfig(
         **SHAPE,
