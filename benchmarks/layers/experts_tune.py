@@ -104,7 +104,7 @@ def candidates(rows: int, matrices: int) -> list[Tiling]:
         num_bytes = stages * depth * (matrices * out + rows) * 2
         sums = matrices * out * rows / (32 * warps)
         if num_bytes <= SM_BYTES and sums <= 128 and (rows >= 64 or out <= 128) and out * warps >= 256:
-            found += [Tiling(rows, out, depth, warps, stages, GROUP, tma) for tma in (False, True)[: 1 + (rows >= 32)]]
+            found.append(Tiling(rows, out, depth, warps, stages, GROUP))
     return found
 
 

@@ -172,22 +172,6 @@ def test_tiles_in_bands(device: str, dtype: torch.dtype) -> None:
     check(out, reference.experts(x, ids, weights.to(dtype), of))
 
 
-@pytest.mark.parametrize(("device", "dtype"), PLACES[:1] + PLACES[3:])
-@pytest.mark.parametrize("clamped", [False, True])
-def test_tiles_by_tma(clamped: bool, device: str, dtype: torch.dtype) -> None:
-    """Tiles that reach beyond rows and columns: of an expert's weights, into the next one's."""
-    from baton_kernels.experts import in_blocks
-    from baton_kernels.experts.sum_kernel import summed
-
-    torch.manual_seed(0)
-    of = weights_of(3, 80, 48, dtype, device, clamped)
-    x, (ids, weights) = torch.randn(30, 80).to(device, dtype), choices(30, 2, 3, device)
-    tiling = Tiling(16, 64, 32, 4, 3, group=2, tma=True)
-    with poisoned():
-        out = summed(in_blocks(x, ids, weights.to(dtype), of, None, Tilings(tiling, tiling)))
-    check(out, reference.experts(x, ids, weights.to(dtype), of))
-
-
 def test_without_tokens() -> None:
     of = weights_of(3, 32, 16, torch.float32, "cpu")
     assert on_gpu(torch.empty(0, 32), torch.empty(0, 2, dtype=torch.int64), torch.empty(0, 2), of, None).shape == (

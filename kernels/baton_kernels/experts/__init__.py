@@ -172,9 +172,8 @@ def in_blocks(
 
     num_tokens, top_k = ids.shape
     assert tilings.gate_up.rows == tilings.down.rows
-    assert not (of.four_bits and (tilings.gate_up.tma or tilings.down.tma))
     rows = tilings.gate_up.rows
-    by_token = num_tokens <= min(rows, BY_TOKEN_TOKENS) and not tilings.down.tma
+    by_token = num_tokens <= min(rows, BY_TOKEN_TOKENS)
     blocks = (blocks_by_token if by_token else align)(ids, slot_mapping, of.num_experts, rows)
     rounds = of.eight_bits  # even for three tokens: multiplying in 16 bits costs twice what not quantizing x saves
     values, scale = quantize_rows(x, None, of.gate_up.dtype) if rounds else (x, None)

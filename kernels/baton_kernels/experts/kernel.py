@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from baton_kernels.experts.alignment_kernel import Blocks
 from baton_kernels.experts.four_bits import load_weight
@@ -142,7 +141,6 @@ def _gate_up_kernel(
     OUT: tl.constexpr,
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
-    TMA: tl.constexpr,
     BY_TOKEN: tl.constexpr,
     HAS_PADDING: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -161,8 +159,7 @@ def _gate_up_kernel(
     """WIDTH: intermediate_size. out: [most * ROWS, WIDTH], in the order of the blocks; or of the choices, if nothing is
     sorted.
 
-    TMA: `weight_ptr` is a descriptor of [num_experts * 2 * WIDTH, HIDDEN]; if interleaved, of [num_experts * WIDTH,
-    2 * HIDDEN]. FOUR_BITS: weights are MXFP4, or with INTEGERS 4-bit integers, of which so many columns share a scale.
+    FOUR_BITS: weights are MXFP4, or with INTEGERS 4-bit integers, of which so many columns share a scale.
     SCALED: weights have a scale per row. BLOCK: weights have a scale per so many rows and columns, which divide all
     sizes.
     """
@@ -185,22 +182,12 @@ def _gate_up_kernel(
         row = tl.minimum(feature, WIDTH - 1) * STEP  # repeat the last row instead of masking
         rows = expert * (2 * WIDTH) + row
         column = tl.arange(0, DEPTH)
-        if TMA:
-            first = expert.to(tl.int32) * (WIDTH if INTERLEAVED else 2 * WIDTH) + tile * OUT
-            up_row = first if INTERLEAVED else first + WIDTH
-            up_column: tl.constexpr = HIDDEN if INTERLEAVED else 0
-        else:
-            weight_ptrs = weight_ptr + expert * expert_stride + (row[:, None] * HIDDEN + column[None, :])
+        weight_ptrs = weight_ptr + expert * expert_stride + (row[:, None] * HIDDEN + column[None, :])
         x_ptrs = x_ptr + token[None, :] * x_stride + column[:, None]
         gate = tl.zeros([OUT, ROWS], tl.float32)
         up = tl.zeros([OUT, ROWS], tl.float32)
         for k in tl.range(0, HIDDEN, DEPTH, num_stages=STAGES):
-            if TMA:
-                # Whatever a tile contains beyond a row's end is multiplied by zeros.
-                x = tl.load(x_ptrs, mask=taken[None, :] & (column < HIDDEN - k)[:, None], other=0.0)
-                gate = _product(gate, weight_ptr.load([first, k]), x)
-                up = _product(up, weight_ptr.load([up_row, up_column + k]), x)
-            elif FOUR_BITS:
+            if FOUR_BITS:
                 x = tl.load(x_ptrs, mask=taken[None, :] & (column < HIDDEN - k)[:, None], other=0.0)
                 gate = _product(gate, load_weight(weight_ptr, scale_ptr, rows, k, HIDDEN, DEPTH, INTEGERS, DTYPE), x)
                 weight = load_weight(weight_ptr, scale_ptr, rows + APART, k, HIDDEN, DEPTH, INTEGERS, DTYPE)
@@ -219,8 +206,7 @@ def _gate_up_kernel(
                 x = tl.load(x_ptrs, mask=taken[None, :] & inside[:, None], other=0.0)
                 gate = _product(gate, tl.load(weight_ptrs, mask=inside[None, :], other=0.0), x)
                 up = _product(up, tl.load(weight_ptrs + APART * HIDDEN, mask=inside[None, :], other=0.0), x)
-            if not TMA:
-                weight_ptrs += DEPTH
+            weight_ptrs += DEPTH
             x_ptrs += DEPTH
         if PDL and not EARLY:
             tl.extra.cuda.gdc_launch_dependents()
@@ -263,7 +249,6 @@ def _down_kernel(
     OUT: tl.constexpr,
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
-    TMA: tl.constexpr,
     BY_TOKEN: tl.constexpr,
     HAS_PADDING: tl.constexpr,
     FOUR_BITS: tl.constexpr,
@@ -274,9 +259,8 @@ def _down_kernel(
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """x: the output of `_gate_up_kernel`. routed: [num_choices], the router's weights. out: [num_choices, HIDDEN]. TMA:
-    `x_ptr` and `weight_ptr` are descriptors, the latter of [num_experts * HIDDEN, WIDTH]. All else as in
-    `_gate_up_kernel`."""
+    """x: the output of `_gate_up_kernel`. routed: [num_choices], the router's weights. out: [num_choices, HIDDEN]. All
+    else as in `_gate_up_kernel`."""
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     EVEN: tl.constexpr = WIDTH % DEPTH == 0
     block, tile = _place(most, tl.cdiv(HIDDEN, OUT), group)
@@ -292,16 +276,11 @@ def _down_kernel(
         row = tl.minimum(feature, HIDDEN - 1)
         rows = expert * HIDDEN + row
         column = tl.arange(0, DEPTH)
-        if TMA:
-            first = expert.to(tl.int32) * HIDDEN + tile * OUT
-        else:
-            weight_ptrs = weight_ptr + expert * expert_stride + (row[:, None] * WIDTH + column[None, :])
-            x_ptrs = x_ptr + place.to(tl.int64)[None, :] * WIDTH + column[:, None]
+        weight_ptrs = weight_ptr + expert * expert_stride + (row[:, None] * WIDTH + column[None, :])
+        x_ptrs = x_ptr + place.to(tl.int64)[None, :] * WIDTH + column[:, None]
         sums = tl.zeros([OUT, ROWS], tl.float32)
         for k in tl.range(0, WIDTH, DEPTH, num_stages=STAGES):
-            if TMA:  # rows of no choice may contain anything: their sums are not stored
-                sums = _product(sums, weight_ptr.load([first, k]), x_ptr.load([block * ROWS, k]).T)
-            elif FOUR_BITS:
+            if FOUR_BITS:
                 x = tl.load(x_ptrs, mask=taken[None, :] & (column < WIDTH - k)[:, None], other=0.0)
                 sums = _product(sums, load_weight(weight_ptr, scale_ptr, rows, k, WIDTH, DEPTH, INTEGERS, DTYPE), x)
             elif BLOCK:
@@ -314,9 +293,8 @@ def _down_kernel(
                 inside = column < WIDTH - k
                 x = tl.load(x_ptrs, mask=taken[None, :] & inside[:, None], other=0.0)
                 sums = _product(sums, tl.load(weight_ptrs, mask=inside[None, :], other=0.0), x)
-            if not TMA:
-                weight_ptrs += DEPTH
-                x_ptrs += DEPTH
+            weight_ptrs += DEPTH
+            x_ptrs += DEPTH
         if PDL:
             tl.extra.cuda.gdc_launch_dependents()
         if X_SCALED:
@@ -344,16 +322,12 @@ def gate_up(
     out = torch.empty((blocks.num_rows, width), dtype=dtype, device=x.device)
     scale, bias = of.gate_up_scale, of.gate_up_bias
     grid = (blocks.most * triton.cdiv(width, tiling.out),)
-    weight: Tensor | TensorDescriptor = of.gate_up
-    if tiling.tma:
-        columns = of.hidden_size * (2 if of.interleaved else 1)
-        weight = _descriptor(of.gate_up, columns, tiling.out, tiling.depth)
     _gate_up_kernel[grid](
-        x, out if x_scale is None else x_scale, weight, out if scale is None else scale,
+        x, out if x_scale is None else x_scale, of.gate_up, out if scale is None else scale,
         out if bias is None else bias, *blocks.arguments, out,
         num_choices, blocks.most, tiling.group or blocks.most, x.stride(0), of.gate_up.stride(0),
         width, of.hidden_size, top_k, triton.next_power_of_2(top_k),
-        tiling.rows, tiling.out, tiling.depth, tiling.num_stages, tiling.tma, not blocks.is_sorted, blocks.has_padding,
+        tiling.rows, tiling.out, tiling.depth, tiling.num_stages, not blocks.is_sorted, blocks.has_padding,
         of.interleaved, of.four_bits, int_group(of.gate_up, scale), of.block, of.scales_rows, x_scale is not None,
         bias is not None, of.gate, of.alpha, of.limit, early,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **launch_options(x.device),
@@ -371,24 +345,13 @@ def down(
     out = torch.empty((weights.numel(), of.hidden_size), dtype=dtype, device=x.device)
     scale, bias = of.down_scale, of.down_bias
     grid = (blocks.most * triton.cdiv(of.hidden_size, tiling.out),)
-    weight: Tensor | TensorDescriptor = of.down
-    rows: Tensor | TensorDescriptor = x
-    if tiling.tma:
-        assert blocks.is_sorted
-        weight = _descriptor(of.down, of.intermediate_size, tiling.out, tiling.depth)
-        rows = TensorDescriptor.from_tensor(x, [tiling.rows, tiling.depth])
     _down_kernel[grid](
-        rows, out if x_scale is None else x_scale, weight, out if scale is None else scale,
+        x, out if x_scale is None else x_scale, of.down, out if scale is None else scale,
         out if bias is None else bias, weights, *blocks.arguments, out,
         weights.numel(), blocks.most, tiling.group or blocks.most, of.down.stride(0),
         of.intermediate_size, of.hidden_size, weights.shape[1], triton.next_power_of_2(weights.shape[1]),
-        tiling.rows, tiling.out, tiling.depth, tiling.num_stages, tiling.tma, not blocks.is_sorted, blocks.has_padding,
+        tiling.rows, tiling.out, tiling.depth, tiling.num_stages, not blocks.is_sorted, blocks.has_padding,
         of.four_bits, int_group(of.down, scale), of.block, of.scales_rows, x_scale is not None, bias is not None,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **launch_options(x.device),
     )  # fmt: skip
     return out
-
-
-def _descriptor(weight: Tensor, columns: int, out: int, depth: int) -> TensorDescriptor:
-    """A descriptor of all experts' rows as one matrix of `columns` columns, for tiles of [out, depth]."""
-    return TensorDescriptor.from_tensor(weight.view(-1, columns), [out, depth])

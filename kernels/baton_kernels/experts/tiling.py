@@ -33,7 +33,7 @@ class RowTiling:
 class Tiling:
     """A block of `rows` rows of one expert: a program handles `out` features (of gate and of up) of it, in steps of
     `depth` columns. group: how many blocks' tiles are computed side by side, so that they share their reads in L2; 0:
-    all. tma: the tensor memory accelerator reads the tiles of weights."""
+    all."""
 
     rows: int
     out: int
@@ -41,7 +41,6 @@ class Tiling:
     num_warps: int
     num_stages: int
     group: int = 0
-    tma: bool = False
 
 
 @dataclass(frozen=True, slots=True)
