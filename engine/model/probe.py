@@ -109,10 +109,10 @@ def probe(model: PreTrainedModel, max_model_len: int | None = None) -> Probe:
     config = model.config.get_text_config()
     _fix_rope(model, config, max_model_len)
     loop_where_not_aligned(model)
-    site = _watched(model)
+    site, logits = _watched(model)
     with _handled_by(_ProbeSite(model.dtype), model):
         _require_only_hidden_states(model)
-    _require_given_positions(model)
+    _require_given_positions(model, logits)
     layers = [module for module, _ in site.calls]
     num_held = num_held_layers(model)
     if len(layers) != num_held or len(set(layers)) != len(layers):
@@ -129,12 +129,12 @@ def probe(model: PreTrainedModel, max_model_len: int | None = None) -> Probe:
     return Probe(layers, kv)
 
 
-def _watched(model: PreTrainedModel) -> _ProbeSite:
-    """What attention calls a few tokens make, of which there are some. Raises UnsupportedModel."""
+def _watched(model: PreTrainedModel) -> tuple[_ProbeSite, Tensor]:
+    """What attention calls a few tokens make, of which there are some, and their logits. Raises UnsupportedModel."""
     site = _ProbeSite(model.dtype)
     try:
         with _handled_by(site, model):
-            _forward_few_tokens(model)
+            logits = _forward_few_tokens(model)
     except UnsupportedModel as error:
         if received_by(model) is not None:
             raise UnsupportedModel(f"{type(model).__name__}: {_NEEDS_MORE}: {error}") from error
@@ -142,7 +142,7 @@ def _watched(model: PreTrainedModel) -> _ProbeSite:
             raise
     if not site.calls:
         raise UnsupportedModel(f"{type(model).__name__}: {OWN_ATTENTION}")
-    return site
+    return site, logits
 
 
 @contextlib.contextmanager
@@ -158,13 +158,15 @@ def _handled_by(site: AttentionSite, model: PreTrainedModel) -> Iterator[None]:
             bind(module, None)
 
 
-def _forward_few_tokens(model: PreTrainedModel, first: int = 0) -> Tensor:
-    """The logits, or a stage's hidden states, [1, 2, width]. first: the first token's id."""
+def _forward_few_tokens(model: PreTrainedModel, first: int = 0, *, given: bool = True) -> Tensor:
+    """The logits, or a stage's hidden states, [1, 2, width]. first: the first token's id. given: whether the model is
+    told the positions."""
     positions = torch.arange(_FEW, device=model.device)[None]
-    return _run(model, (positions + first) % model.config.get_text_config().vocab_size, positions)
+    ids = (positions + first) % model.config.get_text_config().vocab_size
+    return _run(model, ids, positions if given else None)
 
 
-def _run(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> Tensor:
+def _run(model: PreTrainedModel, ids: Tensor, positions: Tensor | None) -> Tensor:
     keep = torch.tensor([1, 3], device=model.device)
     try:
         logits: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=keep).logits
@@ -175,12 +177,17 @@ def _run(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> Tensor:
     return logits
 
 
-def _require_given_positions(model: PreTrainedModel) -> None:
-    """Refuse a model that counts positions itself, or mixes tokens otherwise than in attention: in a batch of several
-    sequences, and in a later chunk of one, it would compute another text. The same token at the same position, several
-    times, must be the same for it, if each attends to itself alone. A later pipeline stage gets no tokens."""
+def _require_given_positions(model: PreTrainedModel, logits: Tensor) -> None:
+    """Refuse a model that counts positions otherwise than from 0 (RoBERTa). Refuse one that counts them itself, or
+    mixes tokens otherwise than in attention: in a batch of several sequences, and in a later chunk of one, it would
+    compute another text. The same token at the same position, several times, must be the same for it, if each attends
+    to itself alone. logits: with positions from 0. A later pipeline stage gets no tokens."""
     if received_by(model) is not None:
         return
+    with _handled_by(_ProbeSite(model.dtype), model):
+        own = _forward_few_tokens(model, given=False)
+    if not close(own.nan_to_num(), logits.nan_to_num(), rounding(model.dtype)):
+        raise UnsupportedModel(f"{type(model).__name__}: its positions do not begin at 0")
     config = model.config.get_text_config()
     token = ((getattr(config, "pad_token_id", None) or 0) + 1) % config.vocab_size  # that of padding may be all zeros
     site, ones = _AloneSite(model.dtype), torch.ones((1, _FEW), dtype=torch.int64, device=model.device)

@@ -21,6 +21,7 @@ from transformers import (
     MambaConfig,
     MistralConfig,
     OpenAIGPTConfig,
+    RobertaConfig,
     XGLMConfig,
 )
 
@@ -142,6 +143,10 @@ SMALL = {key: tiny_models.SHAPE[key] for key in ("vocab_size", "hidden_size", "n
             BartConfig(vocab_size=160, d_model=64, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=96),
             "it does not take positions as they are given",
         ),
+        (
+            RobertaConfig(**SMALL, num_attention_heads=4, intermediate_size=96, is_decoder=True, initializer_range=0.3),
+            "its positions do not begin at 0",
+        ),
         (DogeConfig(**tiny_models.SHAPE), "layer 0 has a mask of its own"),
         (OpenAIGPTConfig(vocab_size=160, n_embd=64, n_layer=2, n_head=4), "attention functions of its own"),
         (
@@ -163,6 +168,7 @@ SMALL = {key: tiny_models.SHAPE[key] for key in ("vocab_size", "hidden_size", "n
         "RoPE by batch",
         "encoder",
         "positions of its own",
+        "positions after that of padding",
         "masks by tokens",
         "no attention calls",
         "masks of no shape of ours",
