@@ -36,8 +36,10 @@ from deploy import child
 PRELOADED = (
     *("transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto"),
     *("prefill_node.node", "decode_node.node", "prefill_node.server", "decode_node.server", "router.server"),
+    *("prefill_node.settings", "decode_node.settings", "router.supervisor", "uvicorn.lifespan.off", "pydantic.v1"),
     *("node.build", "node.structured_output.grammars", "kv_transfer.slot_copies", "kv_transfer.staging"),
-    *("node.run", "uvloop"),
+    *("node.ranks.pool_links", "kv_transfer.transports.ucx.transport", "multiprocessing.queues"),
+    *("node.run", "uvloop", "encodings.idna", "tests.made_once"),
 )
 NOT_BEFORE_A_FORK = ("ucxx", "libucxx")
 NODE_FLAGS = "BATON_TEST_NODE_FLAGS"
