@@ -87,7 +87,9 @@ def _features(mlp: nn.Module, before: list[nn.Linear], down: nn.Linear, share: i
     own = [layer.forward for layer in before]
     hook = down.register_forward_pre_hook(stop)
     for seed, layer in enumerate(before):
-        values = torch.randn(*x.shape[:-1], layer.out_features, generator=torch.Generator().manual_seed(seed)).to(x)
+        generator, size = torch.Generator().manual_seed(seed), (*x.shape[:-1], layer.out_features)
+        # The default dtype, which another thread may change meanwhile, would decide which values are drawn.
+        values = torch.randn(size, generator=generator, dtype=torch.float32).to(x)
         layer.forward = partial(_first, values, layer.out_features // share)  # type: ignore[method-assign]
     try:
         mlp(x)
