@@ -10,9 +10,9 @@ from engine.step import Chunk
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """num_seqs: its sequences. num_context_tokens: the context of all decodes. num_prompt_tokens: of all other chunks.
-    num_prompt_pairs: summed over these chunks, the number of tokens times the number of tokens that the last one
-    attends to."""
+    """num_seqs: its sequences; a decode counts once for each of its tokens. num_context_tokens: the context of all
+    decodes. num_prompt_tokens: of all other chunks. num_prompt_pairs: summed over these chunks, the number of tokens
+    times the number of tokens that the last one attends to."""
 
     num_seqs: int
     num_context_tokens: int
@@ -23,10 +23,11 @@ class StepSize:
     def of(cls, chunks: Iterable[Chunk]) -> StepSize:
         num_seqs = num_context_tokens = num_prompt_tokens = num_prompt_pairs = 0
         for chunk in chunks:
-            num_seqs += 1
             if chunk.is_decode:
+                num_seqs += chunk.length
                 num_context_tokens += chunk.end
             else:
+                num_seqs += 1
                 num_prompt_tokens += chunk.length
                 num_prompt_pairs += chunk.length * chunk.end
         return cls(num_seqs, num_context_tokens, num_prompt_tokens, num_prompt_pairs)

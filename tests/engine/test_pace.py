@@ -283,6 +283,7 @@ def test_the_shortest_of_the_last_steps_is_expected(took_s: list[float]) -> None
 def test_a_size_tells_decodes_from_prompts() -> None:
     seqs = [sequence(5), sequence(7)]
     assert StepSize.of([Chunk.of(seqs[0], 4, 1), Chunk.of(seqs[1], 6, 1)]) == StepSize(2, 12)
+    assert StepSize.of([Chunk(seqs[0], 4, 3, num_logits=3), Chunk.of(seqs[1], 6, 1)]) == StepSize(4, 14), "with drafts"
     mixed = StepSize.of([Chunk.of(seqs[0], 4, 1), Chunk.of(seqs[1], 2, 4)])
     assert mixed == StepSize(2, 5, 4, 24)
     assert mixed.has_prompts
