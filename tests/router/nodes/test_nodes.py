@@ -2,24 +2,20 @@
 
 import asyncio
 import dataclasses
-import socket
 import time
-from typing import Any
 
 import grpc.aio
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton import wire
 from baton.address import HostPort
 from baton.errors import PeerLost
-from baton.messages import Abort, AttemptId, Load
+from baton.messages import Load
 from baton.node_info import NodeRole, TransportEndpoint
-from baton.rpc.trust import Trust
-from baton.v1 import generation_pb2, generation_pb2_grpc, node_pb2
+from baton.v1 import generation_pb2, generation_pb2_grpc
 from router.discovery.source import Member
-from router.nodes import links as nodes_of_router
+from router.nodes import links
 from tests.router.conftest import Router, says
 from tests.router.fake_node import LAYOUT, PATIENCE_S, Answer, FakeCluster
 from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer
@@ -54,133 +50,6 @@ def stand_still(seconds: float) -> None:
 def text_of(response: httpx.Response) -> str:
     assert response.status_code == 200, response.text
     return response.json()["choices"][0]["message"]["content"]
-
-
-class SlowCall:
-    """A session's stream that takes no second message before it is told to."""
-
-    def __init__(self) -> None:
-        self.written: asyncio.Queue[list[str]] = asyncio.Queue()
-        self.free = asyncio.Event()
-
-    async def write(self, message: node_pb2.RouterMessage) -> None:
-        parts = map(wire.read_router_message, wire.split_router_message(message))
-        self.written.put_nowait([part.attempt_id.request_id for part in parts if isinstance(part, Abort)])
-        await self.free.wait()
-
-
-class NoMessages:
-    """What a session's stream reads if the node sends bytes that are no message."""
-
-    async def read(self) -> None:
-        return None
-
-
-class EndedCall:
-    """A session's stream that the node has ended while the router wrote: gRPC tells once why, and then forgets it."""
-
-    def add_done_callback(self, told: Any) -> None:
-        told(self)
-
-    async def code(self) -> grpc.StatusCode:
-        return grpc.StatusCode.ABORTED
-
-    async def details(self) -> str:
-        return "too many aborts"
-
-    async def read(self) -> None:
-        metadata = grpc.aio.Metadata()
-        raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, metadata, metadata, "Internal error from Core", None)
-
-
-class Losses:
-    """A dispatcher that notes why nodes are lost."""
-
-    def __init__(self) -> None:
-        self.reasons: list[str] = []
-
-    def node_up(self, *_: object) -> None:
-        pass
-
-    def node_lost(self, _: str, reason: str) -> None:
-        self.reasons.append(reason)
-
-    def handle_node_message(self, *_: object) -> None:
-        pass
-
-
-async def test_why_a_node_ended_its_session_is_told_if_a_write_meets_the_end_too(nodes):
-    node, losses = nodes.nodes[0], Losses()
-    unused: Any = None
-    told: Any = losses
-    call: Any = EndedCall()
-    link = nodes_of_router.NodeLink(node.port.address, NodeRole.PREFILL, 1, told, unused, lambda: None, Trust(), 20.0)
-    assert await link._in_use(call, node.info) == "too many aborts"
-    assert losses.reasons == ["too many aborts"]
-
-
-async def test_bytes_of_a_node_that_are_no_message_end_its_session(nodes):
-    unused: Any = None
-    node = nodes.nodes[0]
-    link = nodes_of_router.NodeLink(node.port.address, NodeRole.PREFILL, 1, unused, unused, unused, Trust(), 20.0)
-    call: Any = NoMessages()
-    assert await link._listen(call, node.info, asyncio.Queue()) == "its bytes are no message"
-
-
-class OneLoad:
-    """What a session's stream reads from a node that tells its load and ends the session."""
-
-    def __init__(self) -> None:
-        self.messages = [wire.write_node_message(Load()), grpc.aio.EOF]  # type: ignore[attr-defined]
-
-    async def read(self) -> Any:
-        return self.messages.pop(0)
-
-
-@pytest.mark.parametrize(("num_waiting", "says_"), [(2, "it ended the session"), (3, "it does not read")])
-async def test_a_node_that_lets_what_it_is_told_wait_is_lost(nodes, monkeypatch, num_waiting, says_):
-    """Its load comes as before."""
-    monkeypatch.setattr(nodes_of_router, "MAX_UNREAD", 2)
-    unused: Any = None
-    told: Any = Losses()
-    call: Any = OneLoad()
-    node, outgoing = nodes.nodes[0], asyncio.Queue[Any]()
-    link = nodes_of_router.NodeLink(node.port.address, NodeRole.PREFILL, 1, told, unused, unused, Trust(), 20.0)
-    for number in range(num_waiting):
-        outgoing.put_nowait(Abort(AttemptId(1, str(number), 0), (), 5.0))
-    assert await link._listen(call, node.info, outgoing) == says_
-
-
-async def test_a_node_that_takes_connections_and_says_nothing_gives_no_answer(monkeypatch):
-    monkeypatch.setattr(nodes_of_router, "DESCRIBE_TIMEOUT_S", 0.1)
-    unused: Any = None
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = HostPort("127.0.0.1", silent.getsockname()[1])
-        link = nodes_of_router.NodeLink(address, NodeRole.PREFILL, 1, unused, unused, unused, Trust(), 20.0)
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await link._connect_once()
-    assert nodes_of_router._reason(error.value) == "no answer"
-
-
-def test_a_lost_connection_to_a_node_is_told_in_plain_words():
-    metadata = grpc.aio.Metadata()
-    error = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, metadata, metadata, "Internal error from Core", "")
-    assert nodes_of_router._reason(error) == "the connection was lost"
-
-
-@pytest.mark.parametrize(("enough_bytes", "rest"), [(2**20, [["b", "c"]]), (1, [["b"], ["c"]])])
-async def test_what_comes_while_a_message_is_written_follows_as_one(monkeypatch, enough_bytes, rest):
-    monkeypatch.setattr(nodes_of_router, "_ENOUGH_BYTES", enough_bytes)
-    call, outgoing, (a, b, c) = SlowCall(), asyncio.Queue[Any](), [Abort(AttemptId(1, x, 0), (), 5.0) for x in "abc"]
-    writing = asyncio.create_task(nodes_of_router._write(call, outgoing))  # type: ignore[arg-type]  # all that it uses
-    async with asyncio.timeout(20):
-        outgoing.put_nowait(a)
-        assert await call.written.get() == ["a"]
-        outgoing.put_nowait(b)
-        outgoing.put_nowait(c)
-        call.free.set()
-        assert [await call.written.get() for _ in rest] == rest
-    writing.cancel()
 
 
 async def test_nodes_may_start_after_the_router(empty):
@@ -225,7 +94,7 @@ async def _num_refused_by_every_api(router: Router) -> float:
 
 
 async def test_a_node_that_stops_sending_its_tokenizer_does_not_keep_the_others_waiting(empty, monkeypatch):
-    monkeypatch.setattr(nodes_of_router, "DESCRIBE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(links, "DESCRIBE_TIMEOUT_S", 0.5)
     hung, well = await empty.add(NodeRole.DECODE), await empty.add(NodeRole.DECODE)
     hung.sends_tokenizer.clear()
     router = Router(empty)
@@ -238,7 +107,7 @@ async def test_a_node_that_stops_sending_its_tokenizer_does_not_keep_the_others_
 
 
 async def test_a_tokenizer_without_end_is_not_read_to_its_end(empty, monkeypatch):
-    monkeypatch.setattr(nodes_of_router, "MAX_TOKENIZER_BYTES", 5000)
+    monkeypatch.setattr(links, "MAX_TOKENIZER_BYTES", 5000)
     node = await empty.add(NodeRole.DECODE)
     router = Router(empty)
     await router.start()
