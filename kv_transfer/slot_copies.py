@@ -15,6 +15,7 @@ from baton_kernels.block_checksum import block_checksums
 from baton_kernels.block_copy import Move, PoolMoves
 from baton_kernels.event_thread import EventThread
 from baton_kernels.fp8_kv.moves import QuantizingMoves
+from baton_kernels.streams import copy_stream, side_stream
 from kv_transfer.async_operation import DONE, AsyncOperation, CudaEventOperation, RemoteSlot
 from kv_transfer.copies import Mark
 from kv_transfer.parts import CHECKSUM_BYTES, MAX_PIECES, Checksums, PartHeader
@@ -25,9 +26,9 @@ __all__ = ["Mark", "SlotCopies"]
 
 
 class SlotCopies:
-    """Gathers blocks into slots, or scatters slots into blocks, on a stream of its own; on a CPU at once. Use it from
-    one thread at a time, with one copy at a time per slot, since each slot has one event and one set of ids on host and
-    device.
+    """Gathers blocks into slots, or scatters slots into blocks, on the copy stream of its GPU; on a CPU at once. Use it
+    from one thread at a time, with one copy at a time per slot, since each slot has one event and one set of ids on
+    host and device.
 
     pool_bytes: [num_blocks, block_bytes], uint8, on the staging's device, of that layout. If rows are sent in another
     form than the pool's, a gather quantizes them, and a scatter dequantizes them.
@@ -52,7 +53,7 @@ class SlotCopies:
         ids = torch.empty((staging.num_slots, self.most_pieces), dtype=torch.int64, pin_memory=on_gpu)
         self._ids, self._numbers = list(ids), list(ids.numpy())  # the same memory
         self._device_ids: list[Tensor] = list(torch.empty_like(ids, device=device)) if on_gpu else self._ids
-        self._stream: Any = torch.cuda.Stream(device, priority=-1) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._stream: Any = copy_stream(device) if on_gpu else None
         events: Any = torch.cuda.Event
         self._done = [events(blocking=not spin_wait) for _ in range(staging.num_slots)] if on_gpu else []
         self._watch = EventThread(device, "kv-copies")
@@ -124,9 +125,11 @@ class SlotCopies:
 
     def warm_up(self, kinds: Iterable[Rows], gathers: bool) -> None:
         """Compile the GPU kernels that copies of such rows need, using slot 0 and the null block. gathers: those of
-        gathers, with checksums; otherwise those of scatters. Call once, before the first copy."""
+        gathers, with checksums; otherwise those of scatters. Call once, before the first copy and before CUDA graphs
+        are captured, hence on the stream for that."""
         if self._stream is None:
             return
+        later, self._stream = self._stream, side_stream(self._device)
         for rows in kinds:
             if gathers:
                 at = -(-rows.sent_bytes // CHECKSUM_BYTES) * CHECKSUM_BYTES
@@ -136,6 +139,7 @@ class SlotCopies:
             self._stream.synchronize()
             if not gathers:
                 block_checksums(self._staging.memory(0)[: rows.sent_bytes].view(1, rows.sent_bytes))
+        self._stream = later
 
     def num_damaged(self, slot: int, header: PartHeader) -> int:
         """How many of the pieces in the slot, of which there is at least one, differ from their checksums. header: the

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from baton_kernels.streams import side_stream
 from kv_transfer.slots import NOBODY, SlotOwner, Slots, SlotState
 
 __all__ = ["NOBODY", "SlotOwner", "SlotState", "Staging"]
@@ -43,7 +44,7 @@ class Staging(Slots):
         self._exchange = threading.Lock()  # guards the memory, which `renew` replaces on another thread
         self._reads: Any = None
         if self.device.type == "cuda":
-            self._reads = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self._reads = side_stream(self.device)
 
     @property
     def is_exportable(self) -> bool:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from baton_kernels.streams import side_stream
 from engine.config import EngineConfig
 from engine.model.batch import BatchSize, DeviceState, Int32Array, ModelInputs, num_singles, pack, unpack
 from engine.model.layer_marks import SeesLayers
@@ -270,7 +271,7 @@ class _Capture:
         self.group_ends = group_ends
         self.most_logits = most_logits
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream = side_stream(state.block_tables.device)
 
     def __call__(
         self, step: Callable[[SeesLayers | None], Tensor], group_ends: tuple[int, ...] = ()

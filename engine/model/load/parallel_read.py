@@ -7,18 +7,18 @@ One thread reads 3 to 6 GB/s from the page cache, and a GPU takes 50 GB/s over P
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from baton.process.resources import num_cpus
+from baton_kernels.streams import side_stream
 from engine.model.errors import UnsupportedModel
 from engine.model.parallel.cut import Runs
 
@@ -150,7 +150,7 @@ class _CudaReadWorker:
     def __init__(self, device: torch.device) -> None:
         torch.cuda.set_device(device)  # the current device is per thread
         self._device = device
-        self._stream = _copy_stream(device)
+        self._stream = side_stream(device)
         size = (_BUFFERS_PER_WORKER, SPAN_BYTES)
         self._buffers = list(torch.empty(size, dtype=torch.uint8, pin_memory=True))
         self._copied = [torch.cuda.Event() for _ in self._buffers]  # type: ignore[no-untyped-call]
@@ -171,13 +171,6 @@ class _CudaReadWorker:
 
     def finish(self) -> None:
         self._stream.synchronize()
-
-
-@functools.cache
-def _copy_stream(device: torch.device) -> Any:
-    """On which all workers queue their copies, in all calls: once a process has used more than a few streams, its CUDA
-    graphs are slower for good (docs/performance.md)."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _read(descriptor: int, span: FileSpan, into: Tensor) -> None:
