@@ -19,7 +19,8 @@ class CopyEngines:
         self._device = device.index
         self._stream: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record(self._stream)  # torch creates an event when it is recorded
+        # torch creates an event when it is first recorded: not on our stream, unused until graphs are captured
+        self._event.record(torch.cuda.current_stream(device))
         self._handles = self._stream.cuda_stream, self._event.cuda_event
         self._driver = driver()
 
