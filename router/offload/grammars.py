@@ -11,24 +11,25 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from baton.errors import InternalError, InvalidRequest
+from baton.errors import InternalError, InvalidRequest, Overloaded
 from baton.structured_output.constraint import StructuredBackend, StructuredOutput
 from router.offload.fair_lock import FairLock
 from router.offload.worker_process import WorkerProcess
-from router.refusals import OnRefused, turn, uncounted
+from router.refusals import OnRefused, counted, turn, uncounted
 from router.text.models import ServedModel
 
 log = logging.getLogger(__name__)
 
 _SHORT_S = 0.25
 TIME_LIMIT_S = 1.0
-"""For one to compile. Each first gets a short time: nearly all need no more, and do not wait for those that do."""
-_GRACE_S = 2.0
-"""Beyond it, for the process to say that it was not enough."""
+"""Of CPU time, for one to compile. Each first gets a short time: nearly all need no more, and do not wait for those
+that do."""
+_PATIENCE_S = 10.0
+"""For the process to use that: other processes may keep the CPUs busy."""
 _MAX_WAIT_S = 5.0
 """For others that are being checked."""
 _SLOW_S = 30.0
-"""For so long, what took too long is refused at once; then it is tried again, as the process may have been held up."""
+"""For so long, what took too long is refused at once; then it is tried again: CPUs are not always equally fast."""
 _NUM_KEPT = 1024
 _MAX_REASON_CHARS = 2048
 """Of a compiler's words, which may quote the text."""
@@ -65,12 +66,21 @@ class GrammarChecker:
         why = "other structured outputs have been compiled"
         for compiler in self._compilers:
             async with turn(compiler.lock.of(client), _MAX_WAIT_S, why, self._on_refused):
-                verdict = self._cached_verdict(digest) or await compiler.verdict(structured, setup, model)
+                verdict = self._cached_verdict(digest) or await self._ask(compiler, structured, setup, model)
             if verdict is not None:
                 return self._keep(digest, verdict)
         log.info("structured outputs not compiled in time kind=%s chars=%d", structured.kind, len(structured.text))
-        why = f"it cannot be compiled within {TIME_LIMIT_S:g} s, or is nested too deeply"
+        why = f"it cannot be compiled within {TIME_LIMIT_S:g} s of CPU time, or is nested too deeply"
         return self._keep(digest, _Verdict(why, self._clock() + _SLOW_S))
+
+    async def _ask(
+        self, compiler: _Compiler, structured: StructuredOutput, setup: _Setup, model: ServedModel
+    ) -> _Verdict | None:
+        try:
+            return await compiler.verdict(structured, setup, model)
+        except TimeoutError:
+            busy = Overloaded("the router's machine is too busy to compile structured outputs")
+            raise counted(busy, self._on_refused) from None
 
     def _cached_verdict(self, digest: tuple[_Setup, bytes]) -> _Verdict | None:
         """What is known of it, and still holds."""
@@ -88,7 +98,7 @@ class GrammarChecker:
 
 
 class _Compiler:
-    """A process that compiles one at a time, each for at most `limit_s`: who has a turn of `lock` asks it."""
+    """A process that compiles one at a time, each in `limit_s` of CPU time at most. Who has a turn of `lock` asks."""
 
     def __init__(self, limit_s: float) -> None:
         self.lock = FairLock()
@@ -97,7 +107,8 @@ class _Compiler:
         self._setup: _Setup | None = None  # of the worker
 
     async def verdict(self, structured: StructuredOutput, setup: _Setup, model: ServedModel) -> _Verdict | None:
-        """None: it did not compile in time. Raises InternalError."""
+        """None: it did not compile in time. Raises InternalError, and TimeoutError if the process had no CPU for so
+        long."""
         if self._worker is not None and self._setup != setup:
             self._worker.end()
         if self._worker is None or self._worker.ended:
@@ -105,7 +116,7 @@ class _Compiler:
             if not await self._worker.started(setup.first_line(model)):
                 raise InternalError("the process that compiles structured outputs does not start")
         question = json.dumps([structured.kind.value, structured.text, self._limit_s])
-        line = await self._worker.answer(question, self._limit_s + _GRACE_S)
+        line = await self._worker.answer(question, _PATIENCE_S)
         answer: str | Literal[False] | None = json.loads(line) if line else False
         return None if answer is False else _Verdict(answer and answer[:_MAX_REASON_CHARS])
 

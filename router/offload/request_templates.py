@@ -8,14 +8,16 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from baton.errors import InternalError, InvalidRequest
+from baton.errors import InternalError, InvalidRequest, Overloaded
 from router.offload.worker_process import WorkerProcess
-from router.refusals import OnRefused, turn, uncounted
+from router.refusals import OnRefused, counted, turn, uncounted
 
 log = logging.getLogger(__name__)
 
 TIME_LIMIT_S = 1.0
-"""For one chat."""
+"""Of CPU time, for one chat."""
+_PATIENCE_S = 10.0
+"""For the process to use that: other processes may keep the CPUs busy."""
 _MAX_WAIT_S = 5.0
 """For others that are being rendered."""
 
@@ -40,7 +42,12 @@ class RequestTemplates:
         """The prompt. `question`: see `question_of`. Raises InvalidRequest, Overloaded or InternalError."""
         why = "other requests' chat templates have been rendered"
         async with turn(self._lock, _MAX_WAIT_S, why, self._on_refused):
-            return await self._ask(question)
+            try:
+                return await self._ask(question)
+            except TimeoutError:
+                raise counted(
+                    Overloaded("the router's machine is too busy for chat templates"), self._on_refused
+                ) from None
 
     def close(self) -> None:
         """The process ends, at once."""
@@ -51,12 +58,13 @@ class RequestTemplates:
     async def _ask(self, question: str) -> str:
         if self._worker is None or self._worker.ended:
             self._worker = WorkerProcess("router.offload.template_worker")
-            if not await self._worker.started():
+            if not await self._worker.started(json.dumps(TIME_LIMIT_S)):
                 raise InternalError("the process that renders chat templates does not start")
-        line = await self._worker.answer(question, TIME_LIMIT_S)
+        line = await self._worker.answer(question, _PATIENCE_S)
         if not line:
             log.info("chat template not rendered in time chars=%d", len(question))
-            raise InvalidRequest(f"chat_template: it is not rendered within {TIME_LIMIT_S:g} s", "chat_template")
+            why = f"chat_template: it is not rendered within {TIME_LIMIT_S:g} s of CPU time"
+            raise InvalidRequest(why, "chat_template")
         answer = json.loads(line)
         if "refused" in answer:
             raise InvalidRequest(f"chat_template: {answer['refused']}", "chat_template")

@@ -1,8 +1,9 @@
 """Renders the chat templates that requests bring, in a process of its own: a template may loop for hours, or fill all
 memory: `python -m router.offload.template_worker`
 
-It writes a line once it is ready. Then it answers each line of JSON, `source`, `special_tokens` and the arguments of
-`ChatTemplate.render`, by a line of JSON: `prompt`, or `refused` with the reason. An alarm ends it if one takes long.
+The first line says how many seconds of CPU time each may take, and is answered once the process is ready. Then it
+answers each line of JSON, `source`, `special_tokens` and the arguments of `ChatTemplate.render`, by a line of JSON:
+`prompt`, or `refused` with the reason. A timer ends it if one takes longer.
 """
 
 from __future__ import annotations
@@ -17,20 +18,22 @@ from router.limits import MAX_RENDERED_CHARS
 from router.offload.memory_limit import limit_memory
 from router.text.chat import ChatTemplate
 
-ALARM_S = 3
-"""The router gives up sooner; this ends the process."""
 _MAX_MEMORY_BYTES = 2**30
 
 
 def main() -> None:
     limit_memory(_MAX_MEMORY_BYTES)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the router ends it by closing stdin
+    first = sys.stdin.readline()
+    if not first:
+        return
+    limit_s = json.loads(first)
     _write({})
     for line in sys.stdin:
-        signal.alarm(ALARM_S)
+        signal.setitimer(signal.ITIMER_PROF, limit_s)
         answer = render(**json.loads(line))
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         _write(answer)
 
 

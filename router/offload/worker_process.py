@@ -28,17 +28,21 @@ class WorkerProcess:
 
     async def started(self, setup: str = "") -> bool:
         """Whether it is ready, in time. Call it first, and once. setup: its first line, if it wants one."""
-        return bool(await self.answer(setup, _START_S))
+        try:
+            return bool(await self.answer(setup, _START_S))
+        except TimeoutError:
+            return False
 
     async def answer(self, question: str, timeout_s: float) -> str:
-        """Its next line, after the question if that is not empty; one at a time. Empty: none came in time, and it is
-        ended, since its next line would answer this question. If this is cancelled, it still waits for that line: the
-        next question then needs no new process."""
+        """Its next line, after the question if that is not empty; one at a time. Empty: it has ended. Raises
+        TimeoutError if none came in time, and ends it, since its next line would answer this question. If this is
+        cancelled, it still waits for that line: the next question then needs no new process."""
         answered = asyncio.create_task(self._answer(question, timeout_s))
         try:
             return await asyncio.shield(answered)
         except asyncio.CancelledError:
-            await answered
+            await asyncio.wait([answered])
+            answered.exception()
             raise
 
     def end(self) -> None:
@@ -57,8 +61,6 @@ class WorkerProcess:
         try:
             async with asyncio.timeout(timeout_s):
                 line = await asyncio.shield(asked)
-        except TimeoutError:
-            pass
         finally:
             if not line:
                 self.end()

@@ -20,7 +20,7 @@ from baton.tokenizer_decoder import replace_metaspace
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar
 
-_NUM_THREADS = 8
+NUM_THREADS = 8
 """Of one compilation, as in vLLM."""
 
 
@@ -49,7 +49,7 @@ class XgrammarCompiler:
             stop_token_ids=eos_token_ids,
             add_prefix_space=kind["add_prefix_space"],
         )
-        self._compiler = GrammarCompiler(info, max_threads=_NUM_THREADS, cache_enabled=False)
+        self._compiler = GrammarCompiler(info, max_threads=NUM_THREADS, cache_enabled=False)
 
     def compile(self, structured: StructuredOutput) -> CompiledGrammar:
         """Raises InvalidRequest. May take minutes of CPU, or all memory, for a hostile one."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -174,11 +176,26 @@ async def test_an_endless_template_is_refused_in_time_and_the_next_is_rendered(
     templates: RequestTemplates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(request_templates, "TIME_LIMIT_S", 0.2)
-    with pytest.raises(InvalidRequest, match=r"not rendered within 0\.2 s") as refused:
+    with pytest.raises(InvalidRequest, match=r"not rendered within 0\.2 s of CPU time") as refused:
         await templates.render(question_of(ENDLESS, {}, ARGUMENTS))
     assert refused.value.param == "chat_template"
     monkeypatch.undo()
     assert await templates.render(question_of("{{ messages | length }}", {}, ARGUMENTS)) == "1"
+
+
+async def test_a_template_is_not_at_fault_if_the_process_gets_no_cpu(
+    templates: RequestTemplates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    question = question_of("x", {}, ARGUMENTS)
+    await templates.render(question)
+    counted: list[BatonError] = []
+    templates._on_refused = counted.append
+    assert templates._worker is not None
+    os.kill(templates._worker._process.pid, signal.SIGSTOP)
+    monkeypatch.setattr(request_templates, "_PATIENCE_S", 0.1)
+    with pytest.raises(Overloaded, match="too busy") as refused:
+        await templates.render(question)
+    assert counted == [refused.value]
 
 
 async def test_a_template_waits_for_others_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:

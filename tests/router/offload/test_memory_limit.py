@@ -12,7 +12,7 @@ TEMPLATE = {"source": "{{ messages[0].content }}", "special_tokens": {}, "messag
 @pytest.mark.parametrize(
     ("module", "asked", "answers"),
     [
-        ("router.offload.template_worker", [TEMPLATE], [{}, {"prompt": "a"}]),
+        ("router.offload.template_worker", [1.0, TEMPLATE], [{}, {"prompt": "a"}]),
         ("router.offload.grammar_worker", [["guidance"], ["regex", "[0-9]+", 1.0]], [None, None]),
     ],
 )
