@@ -83,4 +83,4 @@ class BeamSearch:
                 continue
             self._blocks.release(table)
             for child in children:
-                self._sequences.requeue(child)
+                self._scheduler.waiting.add_preempted(child)

@@ -45,8 +45,8 @@ class Engine:
     """Runs sequences to their end. Owned by one thread; nothing here blocks except the model.
 
     Sequences come by `add` or `adopt`, and leave when they finish or by `sequences.release`. `waiting` has the waiting
-    sequences, `scheduler` reserves places in the batch, `sequences` also parks sequences, and `beam_search` runs beam
-    searches.
+    sequences, `scheduler` has the running ones and reserves places in the batch, `sequences` parks sequences, and
+    `beam_search` runs beam searches.
 
     A sequence's blocks belong to it from its admission until it finishes, is preempted or is released. With `hand_off`
     it is parked after its prompt and keeps them until it is released. Blocks that a caller gets from `allocate`, as a
@@ -156,7 +156,7 @@ class Engine:
         """Queue a sequence. Raises InvalidRequest, with the numbers, if it can never run. Token ids must be within the
         vocabulary, which is checked where messages are read (`wire.Limits`)."""
         self._require_possible(seq)
-        self.sequences.queue(seq)
+        self.waiting.add(seq)
 
     def adopt(self, seq: Sequence, outputs: dict[int, tuple[int, ...]], spare_blocks: list[int]) -> list[Sequence]:
         """Take over a sequence whose KV was computed elsewhere; its samples run from the next step on.

@@ -60,7 +60,7 @@ class Forks:
         else:
             self._blocks.release(table)
         for child in children[num_running:]:
-            self._sequences.requeue(child)
+            self._scheduler.waiting.add_preempted(child)
 
     def num_new_blocks(self, num_children: int, num_computed: int) -> int:
         """How many blocks `run` allocates: a column for each child but the first, and one for the first as well if the
@@ -82,4 +82,6 @@ class Forks:
         if copies:
             self._runner.copy_blocks(copies)
         for child, own in zip(children, tables, strict=True):
-            self._sequences.start(child, own, num_computed)
+            child.block_table = own
+            child.rewind(num_computed)
+            self._scheduler.add_running(child)

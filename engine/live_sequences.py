@@ -1,9 +1,9 @@
-"""The sequences of an engine that have not finished, and the blocks that they hold."""
+"""What an engine's sequences do besides waiting and running: fill blocks, be parked, and end."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain
 
 from baton.block_hash import BlockHash
@@ -18,7 +18,7 @@ from engine.step import ModelRunner
 
 
 class LiveSequences:
-    """Tracks each sequence from the time it is queued or started until its `release`. Its blocks are in its block
+    """`scheduler` has the sequences that wait or run, this those that are parked. A sequence's blocks are in its block
     table. If it ends while a launched step still writes into them, the engine's `in_flight` keeps them until that step
     retires, then `ended` until `release_ended`.
     """
@@ -38,33 +38,13 @@ class LiveSequences:
         self._scheduler = scheduler
         self._runner = runner
         self._in_flight = in_flight
-        self._live: dict[Sequence, None] = {}
+        self._parked: dict[Sequence, None] = {}
         self.ended: list[tuple[Sequence, list[int]]] = []
         """Sequences that have ended, and the block tables that they held, for which no step is under way any more."""
         self.on_sealed: Callable[[Sequence, list[BlockHash], int], None] | None = None
         """Is called with a sequence, the hashes of its blocks so far, and the index of the first new one."""
 
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._live)
-
-    # ---- in and out ----
-
-    def queue(self, seq: Sequence) -> None:
-        """Queue a new sequence."""
-        self._live[seq] = None
-        self._scheduler.waiting.add(seq)
-
-    def requeue(self, seq: Sequence) -> None:
-        """Queue a sequence that has output and no blocks, as if it had been preempted."""
-        self._live[seq] = None
-        self._scheduler.waiting.add_preempted(seq)
-
-    def start(self, seq: Sequence, table: list[int], num_computed: int) -> None:
-        """Run a sequence whose first `num_computed` tokens have KV in `table`, which becomes the sequence's."""
-        seq.block_table = table
-        seq.rewind(num_computed)
-        self._live[seq] = None
-        self._scheduler.add_running(seq)
+    # ---- blocks ----
 
     def release(self, seq: Sequence) -> None:
         """End a sequence in any state, and give its blocks back. Idempotent. The blocks are released once no launched
@@ -76,7 +56,7 @@ class LiveSequences:
         self._scheduler.remove(seq)
         self._scheduler.waiting.leave_lane(seq)
         self._runner.forget(seq)
-        self._live.pop(seq, None)
+        self._parked.pop(seq, None)
         table = self._tables.take(seq)
         if seq.in_flight:
             self._in_flight[-1].released.append((seq, table))
@@ -127,6 +107,7 @@ class LiveSequences:
         seq.stops = False
         if seq.state is SequenceState.PARKED:
             self._scheduler.unreserve_seqs(1)
+            del self._parked[seq]
             self._scheduler.add_running(seq)
 
     def park_prompt(self, seq: Sequence) -> None:
@@ -134,12 +115,13 @@ class LiveSequences:
         self._scheduler.remove(seq)
         self._runner.forget(seq)
         seq.move_to(SequenceState.PARKED)
+        self._parked[seq] = None
 
     # ---- checks ----
 
     def holdings(self) -> list[Holding]:
         """The sequences that hold blocks, including ended ones whose blocks a launched step still uses."""
-        held = [(seq, seq.block_table) for seq in self._live if seq.block_table]
+        held = [(seq, seq.block_table) for seq in chain(self._scheduler.running, self._parked) if seq.block_table]
         held += chain(self.ended, *(launched.released for launched in self._in_flight))
         return [
             Holding(
@@ -150,12 +132,7 @@ class LiveSequences:
 
     def check_integrity(self) -> None:
         """Assert that no sequence's next step would write into a block that is not its own."""
-        for seq in self._live:
-            self._check_writable(seq)
-
-    def _check_writable(self, seq: Sequence) -> None:
-        """Assert that the blocks which the sequence's next step may write are neither sealed nor shared."""
-        if seq.state is SequenceState.RUNNING:
+        for seq in self._scheduler.running:
             first = seq.num_computed_tokens // self._config.block_size * self._tables.shape.width
             for block in seq.block_table[first:]:
                 assert block != NULL_BLOCK, f"{seq.attempt_id} would write the null block"

@@ -12,7 +12,7 @@ sample is a choice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from baton.block_hash import BlockHash
@@ -71,6 +71,10 @@ class Scheduler:
         self._has_windows = tables.has_windows
         self._running: dict[Sequence, None] = {}
         self.waiting = WaitingSequences(blocks, config.most_blocks)
+
+    @property
+    def running(self) -> Collection[Sequence]:
+        return self._running.keys()
 
     @property
     def num_running(self) -> int:

@@ -147,5 +147,5 @@ def test_an_adopted_request_keeps_its_priority_and_its_age() -> None:
     decoding.send(grant)
     decoding.commit(grant, {0: (5,)})
     decoding.turn()
-    assert [seq.priority for seq in decoding.core.engine.sequences] == [-7]
-    assert [seq.age_s for seq in decoding.core.engine.sequences] == [2.5]
+    assert [seq.priority for seq in decoding.core.engine.scheduler.running] == [-7]
+    assert [seq.age_s for seq in decoding.core.engine.scheduler.running] == [2.5]
