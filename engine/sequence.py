@@ -55,7 +55,7 @@ class Sequence:
     first token.
     `hand_off`: park after the prompt, with its blocks held, instead of generating. `priority`: a lower one is admitted
     earlier and preempted later, see `baton.priority`. `arrived_s`: when it came to this node; it had waited elsewhere
-    for `age_s` by then. `lane`: what it may have to wait for while it holds its blocks, see `engine.lanes`.
+    for `age_s` by then. `lane`: what it may have to wait for while it holds its blocks, see `engine.waiting_sequences`.
     `runs_ahead`: whether its next step may be launched before the host knows the tokens of the last one. False if the
     host contributes draft tokens or masks for the logits to the next step. `extensions`: what its steps carry besides
     tokens, by name, see `engine.model.extensions`. `matcher`: what its output must match; it has accepted the output so

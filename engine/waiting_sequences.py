@@ -1,25 +1,51 @@
-"""The sequences that wait to run, new ones in their lanes and preempted ones, and which of them is next."""
+"""The sequences that wait to run, new ones in their lanes and preempted ones, and which of them is next.
+
+A sequence to hand off keeps its blocks until another node has room for it, however long that takes. So all sequences
+for the same node form a lane, and if there are several lanes, the blocks that the admitted sequences of a lane hold
+until they leave it are bounded by an equal share of the pool. A lane that has used up its share waits, and does not
+keep the others waiting.
+"""
 
 from __future__ import annotations
 
 import bisect
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
 
 from baton.block_hash import BlockHash
+from baton.waiting_queue import Rank, WaitingQueue
 from engine.block_manager import BlockManager
-from engine.lanes import Lanes
 from engine.sequence import Sequence, SequenceState
+
+KNOWN_S = 600.0
+"""How long a lane without sequences still counts after its last arrival, so that its share is free for the next one."""
+
+
+@dataclass(slots=True)
+class _Lane:
+    """The sequences of a lane that have not run yet, and how many blocks the admitted ones hold."""
+
+    queue: WaitingQueue[Sequence]
+    last_arrival_s: float = 0.0
+    num_held: int = 0
 
 
 class WaitingSequences:
     """The waiting sequences, in the order in which they are due. A sequence that waits not for room, but for a block
-    that is being loaded or for its matcher, is deferred: others go ahead of it."""
+    that is being loaded or for its matcher, is deferred: others go ahead of it. Calls cost at most O(lanes), what
+    `WaitingQueue` costs, and for `first` the sequences that it skips. most_blocks: how many blocks a sequence of so
+    many tokens needs."""
 
     def __init__(self, blocks: BlockManager, most_blocks: Callable[[int], int]) -> None:
         self._blocks = blocks
-        self._lanes = Lanes(blocks.num_total, most_blocks)  # those that have not run yet
+        self._most_blocks = most_blocks
+        self._lanes: dict[Hashable, _Lane] = {}  # that of None: of sequences that wait for no other node
+        self._serials = itertools.count()
+        self._holders: dict[Sequence, int] = {}  # admitted sequences still in their lanes -> blocks
+        self.num_tokens = 0
+        """The tokens of prompts of which nothing is computed yet."""
         self._preempted: list[Sequence] = []  # in order of rank; if due at the same time, before those in the lanes
         # Deferred sequences of both kinds, with the hash of the block whose load they wait for; None: for the matcher.
         self._deferred: dict[Sequence, BlockHash | None] = {}
@@ -29,15 +55,10 @@ class WaitingSequences:
         waits for room."""
 
     def __len__(self) -> int:
-        return len(self._lanes) + len(self._preempted)
+        return sum(len(lane.queue) for lane in self._lanes.values()) + len(self._preempted)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return itertools.chain(self._lanes, self._preempted)
-
-    @property
-    def num_tokens(self) -> int:
-        """The tokens of prompts of which nothing is computed yet."""
-        return self._lanes.num_waiting_tokens
+        return itertools.chain(*(lane.queue for lane in self._lanes.values()), self._preempted)
 
     @property
     def num_deferred(self) -> int:
@@ -56,7 +77,7 @@ class WaitingSequences:
 
     def num_up_to(self, due_s: float) -> int:
         """How many are due at that time or earlier, preempted ones included."""
-        return self._lanes.num_up_to(due_s) + self._num_preempted_up_to(due_s)
+        return sum(lane.queue.num_up_to(due_s) for lane in self._lanes.values()) + self._num_preempted_up_to(due_s)
 
     def _num_preempted_up_to(self, due_s: float) -> int:
         return bisect.bisect(self._preempted, due_s, key=_due_s)
@@ -64,8 +85,17 @@ class WaitingSequences:
     # ---- in and out ----
 
     def add(self, seq: Sequence) -> None:
-        """Queue it behind all that are due no later."""
-        self._lanes.add(seq)
+        """Queue it in its lane, behind all that are due no later."""
+        lane = self._lanes.setdefault(seq.lane, _Lane(WaitingQueue(self._serials)))
+        lane.queue.add(seq, seq.due_s)
+        lane.last_arrival_s = seq.arrived_s
+        self.num_tokens += seq.num_tokens
+        known_s = seq.arrived_s - KNOWN_S
+        self._lanes = {
+            name: known
+            for name, known in self._lanes.items()
+            if known.queue or known.num_held or known.last_arrival_s > known_s
+        }
 
     def add_preempted(self, seq: Sequence) -> None:
         """Queue a preempted sequence, whose KV is gone, where it is due, before sequences that are due at the same time
@@ -76,7 +106,9 @@ class WaitingSequences:
 
     def remove(self, seq: Sequence) -> None:
         """Take it out, if it is here."""
-        self._lanes.remove(seq)
+        lane = self._lanes.get(seq.lane)
+        if lane is not None and lane.queue.remove(seq):
+            self.num_tokens -= seq.num_tokens
         self._deferred.pop(seq, None)
         if seq is self._short:
             self._short = None
@@ -84,12 +116,15 @@ class WaitingSequences:
             self._preempted.remove(seq)
 
     def hold_lane(self, seq: Sequence) -> None:
-        """Count an admitted sequence's blocks against its lane's share."""
-        self._lanes.hold(seq)
+        """Count an admitted sequence's blocks, which are for all of its tokens, against its lane's share."""
+        if seq.lane is not None:
+            self._holders[seq] = num_blocks = self._most_blocks(seq.num_tokens)
+            self._lanes[seq.lane].num_held += num_blocks
 
     def leave_lane(self, seq: Sequence) -> None:
-        """Stop counting the sequence's blocks against its lane's share: the other node has room for it, or it ended."""
-        self._lanes.leave(seq)
+        """Stop counting the sequence's blocks: the other node has room for it, or it has ended. Idempotent."""
+        if num_held := self._holders.pop(seq, 0):
+            self._lanes[seq.lane].num_held -= num_held
 
     # ---- whose turn it is ----
 
@@ -97,12 +132,26 @@ class WaitingSequences:
         """The next sequence to admit, among those that are not deferred. None: there is none, its lane has no room, or
         it is due after `begins_until_s`."""
         preempted = next((seq for seq in self._preempted if seq not in self._deferred), None)
-        fresh = self._lanes.first(without=self._deferred)
+        fresh = self._first_fresh()
         if fresh is not None and fresh.due_s > self.begins_until_s:
             fresh = None
         if preempted is None or fresh is None:
             return preempted or fresh
         return preempted if preempted.due_s <= fresh.due_s else fresh
+
+    def _first_fresh(self) -> Sequence | None:
+        """Of the first sequence of each lane that has room for it, the one that is due first. A lane that holds no
+        blocks has room for one sequence, however long."""
+        heads = list[tuple[Rank, Sequence]]()
+        num_lanes = len(self._lanes.keys() - {None})
+        share = self._blocks.num_total // num_lanes if num_lanes > 1 else math.inf
+        for lane in self._lanes.values():
+            head = next((seq for seq in lane.queue if seq not in self._deferred), None)
+            if head is None:
+                continue
+            if not lane.num_held or lane.num_held + self._most_blocks(head.num_tokens) <= share:
+                heads.append((lane.queue.rank_of(head), head))
+        return min(heads)[1] if heads else None
 
     def defer(self, seq: Sequence, wanted: BlockHash | None) -> None:
         """Let others go ahead of the sequence until the load of the block `wanted` has ended or failed; None: until the
@@ -132,7 +181,8 @@ class WaitingSequences:
             assert not seq.num_claimed_blocks, f"{seq.attempt_id} waits and claims blocks"
         assert self._deferred.keys() <= {*self}, "a sequence is deferred that does not wait"
         assert self._short is None or self._short in {*self}, "a sequence that does not wait lacks blocks"
-        assert self.num_tokens == sum(seq.num_tokens for seq in self._lanes), "waiting tokens are miscounted"
+        fresh = itertools.chain.from_iterable(lane.queue for lane in self._lanes.values())
+        assert self.num_tokens == sum(seq.num_tokens for seq in fresh), "waiting tokens are miscounted"
 
 
 def rank_of(seq: Sequence) -> tuple[float, int]:

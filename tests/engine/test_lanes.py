@@ -9,9 +9,9 @@ from baton.sampling import SamplingParams
 from engine.block_manager import BlockManager
 from engine.block_tables import BlockTables
 from engine.config import EngineConfig
-from engine.lanes import KNOWN_S
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
+from engine.waiting_sequences import KNOWN_S
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 20
