@@ -25,6 +25,7 @@ from decode_node.migrations import Migrations
 from decode_node.reservations import Reservations
 from decode_node.running import RunningRequests
 from decode_node.turn_budget import Budget, TurnBudget
+from engine.beams import BeamGroup
 from engine.engine import Engine
 from engine.holdings import Holding
 from engine.scheduler import Plan
@@ -36,7 +37,6 @@ from kv_transfer.sender import PartSent
 from node.core import RoleCore, RoleOptions
 from node.events import ClosePeer, FromPeer, PeerClosed, PeerEvent, PeerOpened, TargetEvent
 from node.handoffs.parts_out import PartsOut
-from node.intake import beams_of, make_sequence
 
 
 class DecodeCore(RoleCore):
@@ -215,7 +215,7 @@ class DecodeCore(RoleCore):
         try:
             self._matchers.compile_ahead(commit.sampling)  # while the last parts travel
             processors = self._processors.chain(commit.sampling.logits_processors)
-            beams = beams_of(commit.attempt_id, commit.prompt_tokens, commit.sampling, self.engine)
+            beams = self._beams_of(commit)
         except BatonError as error:
             refusal = error
         self._reservations.commit(peer, commit, now, Extras(processors, beams), refusal)
@@ -223,10 +223,15 @@ class DecodeCore(RoleCore):
     # ---- requests ----
 
     def _make_sequence(self, prefill: Prefill, now: float) -> Sequence:
-        matcher = self._matchers.make(prefill.attempt_id, prefill.sampling, prefill.samples[0].output_tokens)
-        sampling, processors = prefill.sampling, self._processors.chain(prefill.sampling.logits_processors)
-        beams = beams_of(prefill.attempt_id, prefill.prompt_tokens, sampling, self.engine)
-        return make_sequence(prefill, hand_off=False, now=now, matcher=matcher, processors=processors, beams=beams)
+        return self._new_sequence(prefill, now, hand_off=False, beams=self._beams_of(prefill))
+
+    def _beams_of(self, request: Prefill | Commit) -> BeamGroup[Sequence] | None:
+        """The beam search that is asked for, if one is. Raises InvalidRequest if it may not fit."""
+        prompt, sampling = request.prompt_tokens, request.sampling
+        if not sampling.beam_width:
+            return None
+        self.engine.beam_search.require_possible(sampling.beam_width, len(prompt) + sampling.max_tokens)
+        return BeamGroup(request.attempt_id, len(prompt), sampling, self.engine.config.eos_token_ids)
 
     def _take_in(self, prefill: Prefill, sequence: Sequence, now: float, deadline: float) -> None:
         self._running.add(sequence, tuple(sample.index for sample in prefill.samples), now, deadline)

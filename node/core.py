@@ -17,6 +17,7 @@ from baton.audit import KvAudit, KvSlot
 from baton.errors import BatonError, InvalidRequest, NodeUnavailable, Overloaded, RequestCancelled
 from baton.messages import Abort, AttemptId, End, Load, Migrate, Prefill
 from baton.node_info import NodeRole
+from engine.beams import BeamGroup
 from engine.engine import Engine
 from engine.holdings import Holding
 from engine.scheduler import Plan
@@ -186,6 +187,33 @@ class RoleCore(ABC):
             return
         self._take_in(prefill, sequence, now, now + min(prefill.deadline_s, self._max_deadline_s))
 
+    def _new_sequence(
+        self, prefill: Prefill, now: float, *, hand_off: bool, beams: BeamGroup[Sequence] | None = None
+    ) -> Sequence:
+        """The sequence that computes prompt and output so far. Raises InvalidRequest if the output is complete already,
+        or the node cannot do what is asked for; `Engine.add` checks whether the tokens fit."""
+        output, sampling = prefill.samples[0].output_tokens, prefill.sampling
+        if sampling.beam_width and output:
+            raise InvalidRequest("a beam search cannot go on from an output", "samples")
+        if len(output) >= sampling.max_tokens:
+            raise InvalidRequest(f"{len(output)} tokens of max_tokens {sampling.max_tokens} exist already")
+        return Sequence(
+            attempt_id=prefill.attempt_id,
+            samples=[0] if beams else [s.index for s in prefill.samples],
+            prompt_tokens=prefill.prompt_tokens,
+            output=output,
+            sampling=BeamGroup.sampling_of(sampling) if beams else sampling,
+            hand_off=hand_off,
+            cache_salt=prefill.cache_salt,
+            arrived_s=now,
+            age_s=prefill.age_s,
+            priority=prefill.priority,
+            matcher=self._matchers.make(prefill.attempt_id, sampling, output),
+            num_prompt_logprobs=sampling.num_prompt_logprobs,
+            processors=self._processors.chain(sampling.logits_processors),
+            beams=beams,
+        )
+
     def _abort(self, abort: Abort, now: float) -> None:
         attempt_id = abort.attempt_id
         if abort.samples:
@@ -265,7 +293,7 @@ class RoleCore(ABC):
 
     @abstractmethod
     def _make_sequence(self, prefill: Prefill, now: float) -> Sequence:
-        """Raises the BatonError to send to the router if this node cannot serve the request."""
+        """By `_new_sequence`. Raises the BatonError to send to the router if this node cannot serve the request."""
 
     @abstractmethod
     def _take_in(self, prefill: Prefill, sequence: Sequence, now: float, deadline: float) -> None:

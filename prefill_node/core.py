@@ -22,8 +22,7 @@ from kv_transfer.sender import PartFailed, PartSent, PeerDisconnected
 from node.core import RoleCore, RoleOptions
 from node.events import FromPeer, PeerClosed, PeerEvent, PeerOpened
 from node.handoffs.parts_out import PartsOut
-from node.intake import make_sequence, without_last_token
-from prefill_node.handoff import needs_decode_node
+from prefill_node.handoff import needs_decode_node, without_last_token
 from prefill_node.outgoing import Outgoing
 
 
@@ -102,10 +101,8 @@ class PrefillCore(RoleCore):
             raise InvalidRequest("a prefill node needs a decode node for more than one token", "decode")
         if target and self._outgoing.is_lost(target.incarnation):
             raise PeerLost(f"decode node {target.address} is being disconnected")
-        matcher = self._matchers.make(prefill.attempt_id, prefill.sampling, prefill.samples[0].output_tokens)
-        processors = self._processors.chain(prefill.sampling.logits_processors)
         computed = without_last_token(prefill) if prefill.sampling.beam_width else prefill
-        sequence = make_sequence(computed, hand_off=True, now=now, matcher=matcher, processors=processors)
+        sequence = self._new_sequence(computed, now, hand_off=True)
         sequence.lane = target and target.incarnation
         return sequence
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from baton.errors import InvalidRequest
 from baton.handoff_messages import Commit, Grant
 from baton.messages import HandedOff, Prefill, Sample, SampleEnd, Tokens
 from baton.node_times import PromptTimes
@@ -18,6 +19,14 @@ def needs_decode_node(prefill: Prefill) -> bool:
     if prefill.sampling.beam_width:
         return True
     return bool(prefill.samples) and prefill.sampling.max_tokens - len(prefill.samples[0].output_tokens) > 1
+
+
+def without_last_token(prefill: Prefill) -> Prefill:
+    """What a prefill node computes for a beam search: the decode node computes the prompt's last token, whose logits
+    give the first candidates. Raises InvalidRequest if nothing is left."""
+    if len(prefill.prompt_tokens) < 2:
+        raise InvalidRequest("a beam search from a single token needs no prefill node", "prompt")
+    return replace(prefill, prompt_tokens=prefill.prompt_tokens[:-1])
 
 
 class HandoffState(enum.Enum):

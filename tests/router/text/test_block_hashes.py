@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from baton.errors import NodeUnavailable
-from baton.messages import AttemptId, Prefill, Sample
+from baton.messages import AttemptId
 from baton.node_info import NodeRole
-from node.intake import make_sequence
+from engine.sequence import Sequence
 from router.requests.admission import Admission
 from router.requests.request_state import RoutedRequest
 from router.service import Service
@@ -53,11 +53,8 @@ async def submitted(model: ServedModel, wanted: GenerationRequest) -> RoutedRequ
 
 
 def as_the_engine_computes_them(request: RoutedRequest, block_size: int) -> tuple[bytes, ...]:
-    attempt_id = AttemptId(1, request.request_id, 0)
-    prefill = Prefill(
-        attempt_id, "i", request.prompt_tokens, (Sample(0),), request.sampling, 1.0, cache_salt=request.cache_salt
-    )
-    sequence = make_sequence(prefill, hand_off=True, now=0.0)
+    work = AttemptId(1, request.request_id, 0), [0], request.prompt_tokens, request.sampling
+    sequence = Sequence(*work, cache_salt=request.cache_salt)
     return tuple(sequence.block_hashes(len(request.prompt_tokens) // block_size, block_size))
 
 
