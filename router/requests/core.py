@@ -23,7 +23,6 @@ from router.placement.routed_node import pool_state
 from router.policies import Policy
 from router.requests.actions import Action, Outbox
 from router.requests.attempts import Attempts
-from router.requests.held_events import HeldEvents
 from router.requests.live_requests import LiveRequests
 from router.requests.migrations import Migrations
 from router.requests.rebalancing import Rebalancing
@@ -59,17 +58,16 @@ class RouterCore:
         self.pool = Pool(with_prefill, policy, draw)
         self.prefix_index = PrefixIndex()
         self._retries = RetryBudget()
-        outbox = Outbox()
+        outbox = Outbox(holds=first_token == "decode")
         self.actions: deque[Action] = outbox.actions
         """All that are still to be carried out, in order: who does so removes them from the left."""
-        held = HeldEvents(outbox, first_token == "decode")
         self._waiting = WaitingRoom(max_waiting, max_waiting_tokens)
         self._attempts = Attempts(epoch, self.pool, self.prefix_index, outbox, self._waiting)
-        self.requests = LiveRequests(self._attempts, self._waiting, held, outbox)
+        self.requests = LiveRequests(self._attempts, self._waiting, outbox)
         self._migrations = Migrations(self.pool, self._attempts, outbox)
         self._rebalancing = Rebalancing(self.pool, self._attempts, self._migrations, migrate_above)
         self._recovery = Recovery(self._attempts, self._waiting, self.requests, self._retries)
-        updates = Updates(self.pool, self._attempts, self.requests, self._migrations, self._recovery, held, outbox)
+        updates = Updates(self.pool, self._attempts, self.requests, self._migrations, self._recovery, outbox)
         self.update: Callable[[str, Update, float], None] = updates.take
         """Take one update of a node, by its incarnation: see `Updates.take`."""
         self.kv_flows = updates.kv_flows

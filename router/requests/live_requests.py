@@ -10,7 +10,6 @@ from baton.errors import BatonError
 from baton.telemetry.timeline import Timeline
 from router.requests.actions import Outbox
 from router.requests.attempts import Attempts
-from router.requests.held_events import HeldEvents
 from router.requests.request_state import RequestState
 from router.requests.waiting import WaitingRoom
 
@@ -18,10 +17,9 @@ from router.requests.waiting import WaitingRoom
 class LiveRequests:
     """By request id, in the order in which they came; with the deadline of each."""
 
-    def __init__(self, attempts: Attempts, waiting: WaitingRoom, held: HeldEvents, outbox: Outbox) -> None:
+    def __init__(self, attempts: Attempts, waiting: WaitingRoom, outbox: Outbox) -> None:
         self._attempts = attempts
         self._waiting = waiting
-        self._held = held
         self._outbox = outbox
         self._live: dict[str, RequestState] = {}
         self._deadlines: Deadlines[str] = Deadlines()
@@ -84,5 +82,5 @@ class LiveRequests:
         self._deadlines.discard(state.request.request_id)
         if self._live.pop(state.request.request_id, None):
             for sample in state.samples:
-                self._held.release(state, sample, now)
+                self._outbox.release(state, sample, now)
             self._outbox.to_client(state.request.request_id, state.end(error, now))

@@ -15,7 +15,6 @@ from baton.prompt_logprobs import PromptLogprobs
 from router.placement.pool import Pool
 from router.requests.actions import Outbox
 from router.requests.attempts import Attempts
-from router.requests.held_events import HeldEvents
 from router.requests.kv_flows import KvFlows
 from router.requests.live_requests import LiveRequests
 from router.requests.migrations import Migrations
@@ -33,7 +32,6 @@ class Updates:
         requests: LiveRequests,
         migrations: Migrations,
         recovery: Recovery,
-        held: HeldEvents,
         outbox: Outbox,
     ) -> None:
         self.kv_flows = KvFlows()
@@ -42,7 +40,6 @@ class Updates:
         self._requests = requests
         self._migrations = migrations
         self._recovery = recovery
-        self._held = held
         self._outbox = outbox
         self._takers: Mapping[type[UpdateKind], Callable[[RequestState, Attempt, Any, str, float], None]] = {
             Started: self._started,
@@ -170,7 +167,7 @@ class Updates:
         if isinstance(item, SampleEnd):
             sample.ended = True
             sample.early.clear()
-            self._held.tell(state, attempt, sample, SampleOut(sample.index, item.reason, item.stop_token_id), now)
+            self._outbox.tell(state, attempt, sample, SampleOut(sample.index, item.reason, item.stop_token_id), now)
             return True
         have = len(sample.tokens)
         if item.first_index > have:
@@ -188,7 +185,7 @@ class Updates:
                 attempt.state = AttemptState.DECODING
                 self._pool.worked(attempt.prefill)
             fresh_item = Tokens(sample.index, have, fresh, item.logprobs[known:])
-            self._held.tell(state, attempt, sample, fresh_item, now)
+            self._outbox.tell(state, attempt, sample, fresh_item, now)
         return True
 
     def _after_progress(self, state: RequestState, attempt: Attempt, now: float) -> None:
@@ -226,7 +223,7 @@ class Updates:
             attempt.record.note_adopted(adopted, now - state.arrived)
         self._attempts.got_blocks(attempt)
         for sample in attempt.samples:
-            self._held.release(state, sample, now)
+            self._outbox.release(state, sample, now)
         self._pool.worked(incarnation)
         self.kv_flows.add(attempt.prefill, incarnation, adopted.transfer_bytes)
         if not attempt.visited:
