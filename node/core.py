@@ -29,7 +29,6 @@ from node.events import (
     Draining,
     Event,
     FromPeer,
-    FromRouter,
     Output,
     PeerClosed,
     PeerEvent,
@@ -144,11 +143,11 @@ class RoleCore(ABC):
                 lost = NodeUnavailable(f"the router's stream to the {self.role.value} node ended")
                 for attempt_id in [attempt_id for attempt_id in self._attempts() if attempt_id.router_epoch == epoch]:
                     self._end_attempt(attempt_id, lost)
-            case FromRouter(epoch, Prefill() as prefill):
-                self._intake(epoch, prefill, now)
-            case FromRouter(_, Abort() as abort):
+            case Prefill() as prefill:
+                self._intake(prefill, now)
+            case Abort() as abort:
                 self._abort(abort, now)
-            case FromRouter(epoch, Migrate() as migrate) if epoch in self._outbox.epochs:
+            case Migrate() as migrate if migrate.attempt_id.router_epoch in self._outbox.epochs:
                 self._migrate(migrate, now)
             case PeerOpened() | PeerClosed() | FromPeer() | TargetEvent():
                 self._handle_peer(event, now)
@@ -172,9 +171,9 @@ class RoleCore(ABC):
         if self._stopping:
             raise NodeUnavailable(f"the {self.role.value} node is stopping")
 
-    def _intake(self, epoch: int, prefill: Prefill, now: float) -> None:
-        attempt_id = prefill.attempt_id
-        if epoch not in self._outbox.epochs or not self._admit(attempt_id, now, prefill.deadline_s):
+    def _intake(self, prefill: Prefill, now: float) -> None:
+        attempt_id, epochs = prefill.attempt_id, self._outbox.epochs
+        if attempt_id.router_epoch not in epochs or not self._admit(attempt_id, now, prefill.deadline_s):
             return  # a repeat, a fenced attempt, or a lost session: no answer is needed
         try:
             self._check_target(prefill.target_incarnation)

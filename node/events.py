@@ -37,12 +37,6 @@ class SessionLost:
 
 
 @dataclass(frozen=True, slots=True)
-class FromRouter:
-    epoch: int
-    message: Prefill | Abort | Migrate
-
-
-@dataclass(frozen=True, slots=True)
 class PeerOpened:
     """The handoff stream to or from another node is up: Hello exchanged, layouts compatible, transports connected.
 
@@ -93,15 +87,10 @@ class BlocksWanted:
 
 
 PeerEvent = PeerOpened | PeerClosed | FromPeer | TargetEvent
-Event = SessionOpened | SessionLost | FromRouter | PeerEvent | Draining | BlocksWanted
+Event = SessionOpened | SessionLost | Prefill | Abort | Migrate | PeerEvent | Draining | BlocksWanted
+"""What a router says comes as it is; its session has checked that the attempt is of its own epoch."""
 
 # ---- out ----
-
-
-@dataclass(frozen=True, slots=True)
-class ToRouter:
-    epoch: int
-    update: Update
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +142,8 @@ class BlocksChanged:
     changes: Mapping[BlockHash, bool]
 
 
-Output = ToRouter | ToDecode | ToPrefill | ClosePeer | CloseSession | BlocksHeld | BlocksChanged
+Output = Update | ToDecode | ToPrefill | ClosePeer | CloseSession | BlocksHeld | BlocksChanged
+"""Updates are for the routers of their attempts."""
 
 
 class Role(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.handoff_messages import DecodeToPrefill, PrefillToDecode
 from baton.messages import AttemptId, DecodeTarget, Update, UpdateKind
-from node.events import CloseSession, Output, ToDecode, ToPrefill, ToRouter
+from node.events import CloseSession, Output, ToDecode, ToPrefill
 
 
 class Outbox:
@@ -17,7 +17,7 @@ class Outbox:
 
     def to_router(self, attempt_id: AttemptId, kind: UpdateKind) -> None:
         if attempt_id.router_epoch in self.epochs:
-            self._outputs.append(ToRouter(attempt_id.router_epoch, Update(attempt_id, kind)))
+            self._outputs.append(Update(attempt_id, kind))
 
     def to_decode(self, target: DecodeTarget, message: PrefillToDecode) -> None:
         self._outputs.append(ToDecode(target, message))

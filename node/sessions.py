@@ -54,10 +54,8 @@ from node.events import (
     BlocksWanted,
     CloseSession,
     Event,
-    FromRouter,
     SessionLost,
     SessionOpened,
-    ToRouter,
 )
 from node.kv_events.feed import KV_PERIOD_S, KvFeed
 from node.loop import Turn
@@ -117,8 +115,8 @@ class Sessions:
         self._metrics.set_load(turn.load)
         by_epoch: defaultdict[int, list[Update]] = defaultdict(list)
         for output in turn.outputs:
-            if isinstance(output, ToRouter):
-                by_epoch[output.epoch].append(output.update)
+            if isinstance(output, Update):
+                by_epoch[output.attempt_id.router_epoch].append(output)
             elif isinstance(output, BlocksChanged | BlocksHeld):
                 self._feed(output, turn)
             elif isinstance(output, CloseSession) and (session := self._meant(output.epoch, turn)):
@@ -242,9 +240,9 @@ class Sessions:
                 raise InvalidRequest("work of another epoch than the session's")
             case Prefill():
                 self._metrics.received(said)
-                self._post(FromRouter(session.epoch, said))
+                self._post(said)
             case Abort() | Migrate():
-                self._post(FromRouter(session.epoch, said))
+                self._post(said)
             case Subscribe() | Auth():
                 raise InvalidRequest(f"a second {type(said).__name__}")
 
@@ -255,7 +253,7 @@ class Sessions:
             raise error
         log.info("refused error=%s", error.message, extra={"request_id": attempt_id.request_id})
         session.put(Update(attempt_id, End(error)))
-        self._post(FromRouter(session.epoch, Abort(attempt_id)))
+        self._post(Abort(attempt_id))
 
     async def _write(self, session: _Session, context: Context) -> str:
         """Send updates as they come, the load, and what the prefix cache holds."""

@@ -6,17 +6,15 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from baton.messages import Abort, Migrate, Prefill
+from baton.messages import Abort, Migrate, Prefill, Update
 from baton_llm.local.node import LocalNode
 from node.events import (
     BlocksChanged,
     BlocksHeld,
     CloseSession,
-    FromRouter,
     Output,
     SessionLost,
     SessionOpened,
-    ToRouter,
 )
 from node.kv_events.feed import KvFeed
 from node.loop import Turn
@@ -50,7 +48,7 @@ class RouterLink:
         self._dispatcher.handle_node_message(incarnation, turn.load)
         if turn.num_handled < self._opened:
             return
-        updates = tuple(output.update for output in turn.outputs if isinstance(output, ToRouter))
+        updates = tuple(output for output in turn.outputs if isinstance(output, Update))
         if updates:
             self._dispatcher.handle_node_message(incarnation, updates)
         self._deliver_blocks(turn.outputs)
@@ -72,4 +70,4 @@ class RouterLink:
             self._dispatcher.handle_node_message(self._node.info.incarnation, self._blocks.take())
 
     def _send(self, message: Prefill | Abort | Migrate) -> None:
-        self._node.post(FromRouter(self._epoch, message))
+        self._node.post(message)

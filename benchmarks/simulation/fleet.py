@@ -23,13 +23,11 @@ from node.events import (
     BlocksWanted,
     ClosePeer,
     FromPeer,
-    FromRouter,
     Output,
     PeerOpened,
     SessionOpened,
     ToDecode,
     ToPrefill,
-    ToRouter,
 )
 from node.kv_events.feed import KV_PERIOD_S
 from router.requests.actions import Emit, ToNode
@@ -119,7 +117,7 @@ class Fleet:
             action = self.router.actions.popleft()
             match action:
                 case ToNode(incarnation, message):
-                    self._later(partial(self.nodes[incarnation].hear, FromRouter(EPOCH, message)))
+                    self._later(partial(self.nodes[incarnation].hear, message))
                 case Emit(request_id, Tokens(_, _, token_ids)):
                     self._live[request_id].token_times += [self.clock.now()] * len(token_ids)
                 case Emit(request_id, RequestEnd(error, timings)):
@@ -142,8 +140,8 @@ class Fleet:
         updates = list[Update]()
         for output in outputs:
             match output:
-                case ToRouter(_, update):
-                    updates.append(update)
+                case Update():
+                    updates.append(output)
                 case ToDecode(target, message):
                     self._open(node, self.nodes[target.incarnation])
                     self._later(partial(self.nodes[target.incarnation].hear, FromPeer(node.name, message)))

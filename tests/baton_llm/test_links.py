@@ -19,7 +19,6 @@ from node.events import (
     CloseSession,
     Event,
     FromPeer,
-    FromRouter,
     Output,
     PeerClosed,
     PeerOpened,
@@ -27,7 +26,6 @@ from node.events import (
     SessionOpened,
     ToDecode,
     ToPrefill,
-    ToRouter,
 )
 from node.loop import Turn
 from router.placement.prefix_index import PrefixIndex
@@ -141,13 +139,13 @@ def test_updates_and_work_pass_and_a_session_that_is_ended_begins_anew(nodes):
     link.open()
     assert prefill.events == [SessionOpened(7)]
     dispatcher.send("work")
-    assert prefill.events[1:] == [FromRouter(7, "work")]  # type: ignore[arg-type]
+    assert prefill.events[1:] == ["work"]  # type: ignore[arg-type]
     update = Update(ATTEMPT, End())
-    link.deliver(turn(ToRouter(7, update), handled=0))  # before the role knew the session
-    link.deliver(turn(ToRouter(7, update), ToRouter(7, update), handled=1))
+    link.deliver(turn(update, handled=0))  # before the role knew the session
+    link.deliver(turn(update, update, handled=1))
     link.deliver(turn(CloseSession(7, "too much"), handled=2))
     assert prefill.events[2:] == [SessionLost(7), SessionOpened(7)]
-    link.deliver(turn(ToRouter(7, update), handled=3))  # of the session before
+    link.deliver(turn(update, handled=3))  # of the session before
     assert dispatcher.calls == [("up", "p"), ("said", "p", (update, update)), ("lost", "p", "too much"), ("up", "p")]
 
 

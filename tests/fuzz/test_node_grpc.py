@@ -25,7 +25,7 @@ from baton.node_info import NodeRole, TransportEndpoint
 from baton.sampling import SamplingParams
 from baton.v1 import node_pb2, node_pb2_grpc
 from decode_node.server import DECODE_SIDE
-from node.events import FromPeer, FromRouter
+from node.events import FromPeer
 from prefill_node.server import PREFILL_SIDE
 from tests.fuzz.mutations import wrong_wire
 from tests.fuzz.served import CASE_S, SHARES, no_mistakes, some_at_once
@@ -97,7 +97,8 @@ async def test_streams(share: int, service: str, method: str, caplog: pytest.Log
 
         await some_at_once(one, NUM_STREAMS // share)
         assert not node.node.failure.done()
-        assert any(isinstance(event, FromPeer | FromRouter) for event in node.role.events), "nothing got through"
+        got_through = [e for e in node.role.events if isinstance(e, FromPeer | Prefill | Abort | Migrate)]
+        assert got_through, "nothing got through"
         await _is_well(node, role)
     assert not wrong, "\n".join(wrong.values())
     assert codes["INVALID_ARGUMENT"] > 20, codes
@@ -160,5 +161,5 @@ async def _is_well(node: Running, role: NodeRole) -> None:
 
 async def _heard(node: Running, request_id: str) -> None:
     count = 0
-    while not any(e.message.attempt_id.request_id == request_id for e in await node.role.saw(FromRouter, count)):
-        count = len([e for e in node.role.events if isinstance(e, FromRouter)]) + 1
+    while not any(abort.attempt_id.request_id == request_id for abort in await node.role.saw(Abort, count)):
+        count = len([e for e in node.role.events if isinstance(e, Abort)]) + 1

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from baton.errors import InvalidRequest
-from baton.messages import AttemptId, DecodeTarget, End, Prefill, Sample
+from baton.messages import AttemptId, DecodeTarget, End, Prefill, Sample, Update
 from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
 from engine.sequence import Sequence
-from node.events import FromRouter, SessionOpened
+from node.events import SessionOpened
 from tests.protocol.network import EPOCH
 from tests.protocol.world import World
 
@@ -27,9 +27,9 @@ class Intake:
         sampling, target = SamplingParams(max_tokens=max_tokens), DecodeTarget("address", "d")
         prefill = Prefill(WORK, node.incarnation, (1, 2, 3), samples, sampling, 60.0, target, cache_salt="salt")
         node.core.handle(SessionOpened(EPOCH), 4.0)
-        node.core.handle(FromRouter(EPOCH, prefill), 5.0)
+        node.core.handle(prefill, 5.0)
         self.queued: list[Sequence] = list(node.core.engine.waiting)
-        updates = [output.update for output in node.core.take_outputs() if hasattr(output, "update")]
+        updates = [output for output in node.core.take_outputs() if isinstance(output, Update)]
         self.ends = [update.kind for update in updates if isinstance(update.kind, End)]
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from baton.messages import AttemptId, End, Load, Update
-from node.events import Draining, SessionOpened, ToRouter
+from node.events import Draining, SessionOpened
 from node.loop import NodeLoop
 
 WAIT_S = 20.0
@@ -25,7 +25,7 @@ class Role:
 
     def handle(self, event, now):
         self.handled.append(event)
-        self.outputs.append(ToRouter(1, UPDATE))
+        self.outputs.append(UPDATE)
 
     def prepare(self, now): ...
 
@@ -105,7 +105,7 @@ async def test_a_turn_ends_when_its_outputs_are_on_their_way():
         left: ClassVar[list[int]] = []
 
         def compute(self, now):
-            self.outputs += [ToRouter(1, UPDATE)] * len(self.handled)  # what a step gives, beside what events gave
+            self.outputs += [UPDATE] * len(self.handled)  # what a step gives, beside what events gave
             return super().compute(now)
 
         def end_turn(self):

@@ -16,12 +16,12 @@ import pytest
 from baton import PROTOCOL_VERSION, wire
 from baton.errors import InvalidRequest, TransferError
 from baton.handoff_messages import Commit, Grant, Hello, Refuse, Release, Reserve
-from baton.messages import Abort, AttemptId, DecodeTarget, End, Sample, Update
+from baton.messages import Abort, AttemptId, DecodeTarget, End, Prefill, Sample, Update
 from baton.node_info import NodeRole, TransportEndpoint
 from baton.sampling import SamplingParams
 from baton.v1 import common_pb2, node_pb2
 from decode_node.server import DECODE_SIDE
-from node.events import FromPeer, FromRouter, PeerClosed, ToDecode, ToPrefill, ToRouter
+from node.events import FromPeer, PeerClosed, ToDecode, ToPrefill
 from prefill_node.server import PREFILL_SIDE
 from tests.baton.test_wire_limits import mutate, seeds
 from tests.node.scripted import LAYOUT, WAIT_S, Running, prefill, running, session
@@ -37,7 +37,7 @@ async def healthy(node: Running) -> None:
     """It serves a router, and its engine's thread has turns."""
     async with session(node, epoch=77) as router:
         await router.read()
-        node.say(ToRouter(77, Update(AttemptId(77, "healthy", 0), End())))
+        node.say(Update(AttemptId(77, "healthy", 0), End()))
         (update,) = await router.updates()
         assert update.attempt_id.request_id == "healthy"
 
@@ -48,8 +48,8 @@ async def test_a_message_beyond_the_nodes_limits_ends_its_request_alone():
         (update,) = await router.updates()
         assert update.attempt_id == WORK
         assert isinstance(update.kind.error, InvalidRequest)
-        assert [e.message for e in await node.role.saw(FromRouter)] == [Abort(WORK)]
-        node.say(ToRouter(1, Update(AttemptId(1, "other", 0), End())))
+        assert await node.role.saw(Abort) == [Abort(WORK)]
+        node.say(Update(AttemptId(1, "other", 0), End()))
         (other,) = await router.updates()
         assert other.attempt_id.request_id == "other"
 
@@ -57,7 +57,7 @@ async def test_a_message_beyond_the_nodes_limits_ends_its_request_alone():
 async def test_an_abort_that_makes_no_sense_is_its_works_end():
     async with running(PREFILL_SIDE, NodeRole.PREFILL) as node, session(node) as router:
         await router.send(Abort(WORK, (1_000_000,)))
-        assert [e.message for e in await node.role.saw(FromRouter)] == [Abort(WORK)]
+        assert await node.role.saw(Abort) == [Abort(WORK)]
         (update,) = await router.updates()
         assert isinstance(update.kind.error, InvalidRequest)
 
@@ -66,7 +66,7 @@ async def test_a_malformed_message_about_anothers_work_ends_the_session():
     async with running(PREFILL_SIDE, NodeRole.PREFILL) as node, session(node) as router:
         await router.send(prefill(AttemptId(2, "r", 0), prompt_tokens=(99,)))
         assert (await router.end())[0] == "ABORTED"
-        assert not [e for e in node.role.events if isinstance(e, FromRouter)]
+        assert not [e for e in node.role.events if isinstance(e, Abort | Prefill)]
 
 
 SAMPLES = (Sample(0, (3,)),)

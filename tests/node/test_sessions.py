@@ -36,10 +36,8 @@ from node.events import (
     BlocksHeld,
     BlocksWanted,
     CloseSession,
-    FromRouter,
     SessionLost,
     SessionOpened,
-    ToRouter,
 )
 from node.loop import Turn
 from node.sessions import Sessions
@@ -52,11 +50,10 @@ WORK = AttemptId(1, "r", 0)
 
 def answer(event):
     """Three updates for each message, all of one turn."""
-    if not isinstance(event, FromRouter):
+    if not isinstance(event, Prefill | Abort):
         return []
-    attempt_id = event.message.attempt_id
     kinds = (Tokens(0, 0, (7,)), Tokens(0, 1, (8,)), End())
-    return [ToRouter(event.epoch, Update(attempt_id, kind)) for kind in kinds]
+    return [Update(event.attempt_id, kind) for kind in kinds]
 
 
 async def test_a_session_from_subscription_to_loss():
@@ -71,7 +68,7 @@ async def test_a_session_from_subscription_to_loss():
             await router.updates()
         await node.role.saw(SessionLost)
         kinds = [type(event) for event in node.role.events]
-        assert kinds == [SessionOpened, FromRouter, FromRouter, SessionLost]
+        assert kinds == [SessionOpened, Prefill, Abort, SessionLost]
 
 
 async def test_that_a_node_stops_is_told_at_once(monkeypatch):
@@ -134,7 +131,7 @@ async def test_a_router_that_says_nothing_at_all_is_refused():
 
 
 def answer_prompts(event):
-    return answer(event) if isinstance(event, FromRouter) and isinstance(event.message, Prefill) else []
+    return answer(event) if isinstance(event, Prefill) else []
 
 
 async def test_a_malformed_prompt_fails_that_request_alone():
@@ -158,7 +155,7 @@ async def test_several_messages_in_one_are_each_on_its_own():
         while len(told) < 7:
             told += [update.attempt_id.request_id for update in await router.updates()]
         assert sorted(told) == ["a"] * 3 + ["b"] * 3 + ["bad"]
-        heard = [event.message for event in node.role.events if isinstance(event, FromRouter)]
+        heard = [event for event in node.role.events if isinstance(event, Prefill | Abort)]
         assert [(type(m), m.attempt_id.request_id) for m in heard] == [(Prefill, "a"), (Abort, "bad"), (Prefill, "b")]
 
 
@@ -204,7 +201,7 @@ async def test_what_an_old_session_of_the_epoch_still_reads_is_no_work_of_the_ne
     new = hub._open(1)
     hub._receive_all(old, wire.write_router_message(prefill(AttemptId(1, "late", 0))))
     hub._receive_all(new, wire.write_router_message(prefill(AttemptId(1, "r", 1))))
-    asked = [event.message.attempt_id for event in posted if isinstance(event, FromRouter)]
+    asked = [event.attempt_id for event in posted if isinstance(event, Prefill)]
     assert asked == [WORK, AttemptId(1, "r", 1)]
 
 
@@ -226,8 +223,8 @@ async def test_a_clean_end_and_a_vanished_router_are_both_losses():
 async def test_deadlines_are_capped_by_the_node():
     async with running(PREFILL_SIDE, NodeRole.PREFILL, request_timeout=2.0) as node, session(node) as router:
         await router.send(prefill(WORK, deadline_s=100.0))
-        (event,) = await node.role.saw(FromRouter)
-        assert event.message.deadline_s == 2.0
+        (heard,) = await node.role.saw(Prefill)
+        assert heard.deadline_s == 2.0
 
 
 async def test_what_an_earlier_session_of_the_epoch_was_told_is_not_told_to_the_next():
@@ -236,7 +233,7 @@ async def test_what_an_earlier_session_of_the_epoch_was_told_is_not_told_to_the_
     session_ = hub._open(1)
 
     def turn(num_handled):
-        return Turn([ToRouter(1, Update(WORK, End(RequestCancelled())))], num_handled, Load(), True, None)
+        return Turn([Update(WORK, End(RequestCancelled()))], num_handled, Load(), True, None)
 
     hub.deliver(turn(0))
     assert await session_.take(0) == []
@@ -249,7 +246,7 @@ async def test_what_is_told_to_a_session_that_is_over_leaves_nothing_behind():
     kept = metrics()
     hub = Sessions("i1", lambda event: 1, kept, Limits(), Trust())
     hub._close(hub._open(1), "gone")
-    hub.deliver(Turn([ToRouter(1, Update(WORK, Tokens(0, 0, (7,))))], 1, Load(), True, None))
+    hub.deliver(Turn([Update(WORK, Tokens(0, 0, (7,)))], 1, Load(), True, None))
     assert not kept._tokens._last
 
 
@@ -295,7 +292,7 @@ async def test_a_samples_end_travels_with_its_last_token(monkeypatch):
         await router.read()
         tokens, end = [Tokens(0, index, (7,)) for index in range(5)], SampleEnd(0, FinishReason.STOP)
         kinds: list[UpdateKind] = [*tokens[:3], end, *tokens[3:], end, End()]
-        node.say(*[ToRouter(1, Update(WORK, kind)) for kind in kinds])
+        node.say(*[Update(WORK, kind) for kind in kinds])
         said = [[update.kind for update in await router.updates()] for _ in range(3)]
         assert said == [kinds[:4], kinds[4:7], kinds[7:]]
 
@@ -307,7 +304,7 @@ async def test_logprobs_of_prompts_go_in_messages_of_bounded_size(monkeypatch):
     async with running(PREFILL_SIDE, NodeRole.PREFILL) as node, session(node) as router:
         await router.read()
         kinds: list[UpdateKind] = [piece, End(), piece, piece, End(), piece]
-        node.say(*[ToRouter(1, Update(WORK, kind)) for kind in kinds])
+        node.say(*[Update(WORK, kind) for kind in kinds])
         assert [[update.kind for update in await router.updates()] for _ in range(2)] == [kinds[:3], kinds[3:]]
 
 

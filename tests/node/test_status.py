@@ -24,7 +24,7 @@ from baton.v1 import common_pb2, node_pb2, node_pb2_grpc
 from decode_node.server import DECODE_SIDE
 from engine.holdings import Holding
 from node.errors import StartupError
-from node.events import Draining, ToRouter
+from node.events import Draining
 from node.preflight import require_free
 from node.settings import NodeSettings
 from prefill_node.server import PREFILL_SIDE
@@ -310,7 +310,7 @@ async def test_who_drains_stays_subscribed_and_then_says_that_it_was_stopped():
             while (await router.read()) != role.state:
                 pass
             assert not drain.done()
-            running.say(ToRouter(1, Update(AttemptId(1, "r", 0), End())))
+            running.say(Update(AttemptId(1, "r", 0), End()))
             role.is_idle, role.state = True, Load(draining=True)
             assert await drain
             assert await node.stop()

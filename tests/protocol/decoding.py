@@ -7,13 +7,13 @@ import dataclasses
 from baton.block_hash import chain
 from baton.handoff_messages import Commit, CommitReply, Grant, Reserve
 from baton.layout import num_blocks_for
-from baton.messages import AttemptId, Prefill, Sample, Tokens, UpdateKind
+from baton.messages import AttemptId, Prefill, Sample, Tokens, Update, UpdateKind
 from baton.sampling import SamplingParams
 from kv_transfer.parts import PartPlanner, PlannedPart, slot_bytes_for
 from kv_transfer.sender import KvSender
 from kv_transfer.staging import Staging
 from kv_transfer.transports.memory import MemoryTransport
-from node.events import Event, FromPeer, FromRouter, PeerOpened, SessionOpened, ToPrefill, ToRouter
+from node.events import Event, FromPeer, PeerOpened, SessionOpened, ToPrefill
 from tests.protocol.fake_model import NUM_LAYERS, FakeModel
 from tests.protocol.network import EPOCH
 from tests.protocol.node import BLOCK_SIZE, PART_BLOCKS
@@ -60,8 +60,8 @@ class Decoding:
         for output in self.core.take_outputs():
             if isinstance(output, ToPrefill):
                 self.said.append(output.message)
-            elif isinstance(output, ToRouter):
-                self.told.append((output.update.attempt_id, output.update.kind))
+            elif isinstance(output, Update):
+                self.told.append((output.attempt_id, output.kind))
         return again
 
     def run(self) -> None:
@@ -116,7 +116,7 @@ class Decoding:
         attempt_id = AttemptId(EPOCH, name, 0)
         params = dataclasses.replace(SAMPLING, **sampling)  # type: ignore[arg-type]
         samples = tuple(map(Sample, range(n)))
-        self.hear(FromRouter(EPOCH, Prefill(attempt_id, self.node.incarnation, prompt, samples, params, 60.0)))
+        self.hear(Prefill(attempt_id, self.node.incarnation, prompt, samples, params, 60.0))
         return attempt_id
 
     # ---- what it said ----

@@ -27,7 +27,6 @@ from kv_transfer.transports.memory import MemoryTransport
 from node.events import (
     Event,
     FromPeer,
-    FromRouter,
     Output,
     PeerClosed,
     PeerOpened,
@@ -36,7 +35,6 @@ from node.events import (
     TargetEvent,
     ToDecode,
     ToPrefill,
-    ToRouter,
 )
 from node.handoffs.stream import DECODE_CODEC, PREFILL_CODEC
 from tests.protocol.fake_model import VOCAB_SIZE
@@ -308,10 +306,10 @@ class HostileWorld(World):
         if isinstance(parsed, node_pb2.RouterMessage):
             try:
                 read: Any = wire.read_router_message(parsed, limits)
-                node.hear(FromRouter(EVIL, read))
+                node.hear(read)
             except InvalidRequest:
                 if about:
-                    node.hear(FromRouter(EVIL, Abort(about)))
+                    node.hear(Abort(about))
         else:
             from_evil_prefill = isinstance(parsed, node_pb2.PrefillMessage)
             peer, codec = (EVIL_PREFILL, DECODE_CODEC) if from_evil_prefill else (EVIL_DECODE, PREFILL_CODEC)
@@ -381,7 +379,7 @@ class HostileWorld(World):
 
     def _carry(self, incarnation: str, output: Output, updates: list[Update]) -> None:
         match output:
-            case ToRouter(epoch, _) if epoch == EVIL:
+            case Update(attempt_id, _) if attempt_id.router_epoch == EVIL:
                 pass
             case ToPrefill(peer, message) if peer == EVIL_PREFILL:
                 if isinstance(message, Grant):

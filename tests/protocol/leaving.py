@@ -5,12 +5,12 @@ from __future__ import annotations
 from baton.errors import BatonError
 from baton.handoff_messages import Commit, CommitReply, Grant, Landed, PrefillToDecode, Refuse, Reserve
 from baton.layout import num_blocks_for
-from baton.messages import AttemptId, DecodeTarget, Migrate, Prefill, Sample, Tokens, UpdateKind
+from baton.messages import AttemptId, DecodeTarget, Migrate, Prefill, Sample, Tokens, Update, UpdateKind
 from baton.sampling import SamplingParams
 from decode_node.core import DecodeCore
 from kv_transfer.parts import PartPlanner, tag_of
 from kv_transfer.staging import SlotOwner
-from node.events import Event, FromPeer, FromRouter, PeerOpened, SessionOpened, TargetEvent, ToDecode, ToRouter
+from node.events import Event, FromPeer, PeerOpened, SessionOpened, TargetEvent, ToDecode
 from tests.protocol.fake_model import expected_output
 from tests.protocol.network import EPOCH
 from tests.protocol.node import BLOCK_SIZE, MAX_MODEL_LEN, PART_BLOCKS
@@ -38,7 +38,7 @@ class Leaving:
         self.target.transport.connect(self.node.incarnation, self.node.out_transports[0].info())
         opened = PeerOpened(self.target.incarnation, PART_BLOCKS, self.node.model.layout)
         self.hear(SessionOpened(EPOCH), TargetEvent(opened))
-        self.hear(FromRouter(EPOCH, Prefill(WORK, self.node.incarnation, PROMPT, (Sample(0),), SAMPLING, 60.0)))
+        self.hear(Prefill(WORK, self.node.incarnation, PROMPT, (Sample(0),), SAMPLING, 60.0))
         while len(self.output) < num_tokens:
             self.step()
 
@@ -65,7 +65,7 @@ class Leaving:
             self.node.model.advance()
 
     def migrate(self, move: int = 1) -> None:
-        self.hear(FromRouter(EPOCH, Migrate(WORK, move, DecodeTarget("there", self.target.incarnation))))
+        self.hear(Migrate(WORK, move, DecodeTarget("there", self.target.incarnation)))
         self.turn()
 
     def from_target(self, *messages: Grant | Refuse | CommitReply | Landed) -> None:
@@ -115,8 +115,8 @@ class Leaving:
         for output in self.core.take_outputs():
             if isinstance(output, ToDecode):
                 self.said.append(output.message)
-            elif isinstance(output, ToRouter):
-                self.told.append(output.update.kind)
+            elif isinstance(output, Update):
+                self.told.append(output.kind)
 
     # ---- what it said ----
 

@@ -13,7 +13,7 @@ from functools import partial
 
 from baton.handoff_messages import DecodeToPrefill, PrefillToDecode
 from baton.messages import Abort, KvEvents, Load, Migrate, Prefill, Update
-from node.events import FromPeer, FromRouter, PeerClosed, PeerOpened, SessionLost, SessionOpened, TargetEvent
+from node.events import FromPeer, PeerClosed, PeerOpened, SessionLost, SessionOpened, TargetEvent
 from router.requests.core import RouterCore
 from tests.protocol.node import PART_BLOCKS, Node, outward
 
@@ -117,7 +117,7 @@ class Sessions:
     def tell_node(self, incarnation: str, message: Prefill | Abort | Migrate) -> None:
         def delivery() -> None:
             if incarnation in self._nodes:
-                self._nodes[incarnation].hear(FromRouter(EPOCH, message))
+                self._nodes[incarnation].hear(message)
 
         self._streams.send(ROUTER, incarnation, delivery, message=True)
 

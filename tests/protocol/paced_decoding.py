@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from baton.block_hash import chain
 from baton.handoff_messages import Commit, Grant, Reserve
-from baton.messages import AttemptId, Prefill, Sample, UpdateKind
+from baton.messages import AttemptId, Prefill, Sample, Update, UpdateKind
 from baton.sampling import SamplingParams
 from decode_node.core import DecodeCore
-from node.events import FromPeer, FromRouter, PeerOpened, SessionOpened, ToPrefill, ToRouter
+from node.events import FromPeer, PeerOpened, SessionOpened, ToPrefill
 from tests.protocol.network import EPOCH
 from tests.protocol.node import BLOCK_SIZE, PART_BLOCKS
 from tests.protocol.world import World
@@ -33,7 +33,7 @@ class Decoding:
         self.again = False
         core.handle(SessionOpened(EPOCH), 0.0)
         core.handle(PeerOpened("p", PART_BLOCKS, core.receiver.layout), 0.0)
-        core.handle(FromRouter(EPOCH, Prefill(OLD, self.node.incarnation, PROMPT, (Sample(0),), ENDLESS, 60.0)), 0.0)
+        core.handle(Prefill(OLD, self.node.incarnation, PROMPT, (Sample(0),), ENDLESS, 60.0), 0.0)
         self.turn()
         for _ in range(5):
             self.wait_until(self.core.engine.launch_at or self.now)
@@ -62,8 +62,8 @@ class Decoding:
         self.again = self.core.compute(self.now)
         self.core.check_integrity()
         for output in self.core.take_outputs():
-            if isinstance(output, ToRouter):
-                self.said.append((output.update.attempt_id, output.update.kind))
+            if isinstance(output, Update):
+                self.said.append((output.attempt_id, output.kind))
             elif isinstance(output, ToPrefill) and isinstance(output.message, Grant):
                 self.grants.append(output.message)
 

@@ -11,11 +11,9 @@ from baton.errors import InvalidRequest, RequestCancelled
 from baton.handoff_messages import Commit, CommitReply, Grant, Reserve
 from baton.messages import Abort, AttemptId, End, Prefill, Sample, SampleEnd, Tokens
 from baton.sampling import FinishReason, SamplingParams
-from node.events import FromRouter
 from tests.engine.beam_reference import Found, beam_search
 from tests.protocol.decoding import PROMPT, WORK, Decoding
 from tests.protocol.fake_model import EOS, most_likely
-from tests.protocol.network import EPOCH
 from tests.protocol.node import BLOCK_SIZE
 from tests.protocol.test_prefill_rules import Prefilling
 from tests.protocol.test_prefill_work import hear, run, send
@@ -79,7 +77,7 @@ def test_one_that_is_aborted_leaves_nothing(num_turns: int) -> None:
         decoding.turn()
         if decoding.node.model.is_busy:
             decoding.node.advance_device()
-    decoding.hear(FromRouter(EPOCH, Abort(WORK)))
+    decoding.hear(Abort(WORK))
     decoding.run()
     decoding.turn()
     assert [type(end.error) for end in decoding.kinds(End)] == [RequestCancelled]  # type: ignore[attr-defined]
@@ -91,7 +89,7 @@ def test_one_that_is_aborted_leaves_nothing(num_turns: int) -> None:
 @pytest.mark.parametrize("is_early", [False, True])
 def test_a_sample_that_is_stopped_leaves_the_others_their_beams(is_early: bool) -> None:
     decoding = Decoding()
-    computed, stop = PROMPT[:-1], FromRouter(EPOCH, Abort(WORK, (0,)))
+    computed, stop = PROMPT[:-1], Abort(WORK, (0,))
     decoding.reserve(prompt=computed, n=WIDTH, max_total_tokens=len(PROMPT) + 6)
     (grant,) = decoding.grants
     decoding.commit(grant, dict.fromkeys(range(WIDTH), ()), sampling=SAMPLING)
@@ -117,7 +115,7 @@ def test_an_attempt_at_some_of_the_samples_gives_them_the_same_beams(handed_over
         decoding.commit(grant, {sample.index: () for sample in wanted}, sampling=SAMPLING)
     else:
         prefill = Prefill(WORK, decoding.node.incarnation, PROMPT, wanted, SAMPLING, 60.0)
-        decoding.hear(FromRouter(EPOCH, prefill))
+        decoding.hear(prefill)
     decoding.run()
     decoding.turn()
     outputs = [tuple(decoding.output(sample)) for sample in range(WIDTH)]

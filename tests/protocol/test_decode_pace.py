@@ -6,11 +6,10 @@ import pytest
 
 from baton.errors import DeadlineExceeded
 from baton.handoff_messages import Commit, Reserve
-from baton.messages import Abort, Adopted, End, Sample, Tokens
+from baton.messages import Abort, Adopted, End, Sample, Tokens, Update
 from decode_node.leases import Lease
 from engine.pace import SHARE, SLACK_S
-from node.events import FromPeer, FromRouter, ToRouter
-from tests.protocol.network import EPOCH
+from node.events import FromPeer
 from tests.protocol.node import BLOCK_SIZE
 from tests.protocol.paced_decoding import ENDLESS, NEW, OLD, PROMPT, STEP_S, Decoding
 
@@ -70,7 +69,7 @@ def test_a_first_token_does_not_wait_for_the_launch(decoding: Decoding) -> None:
     decoding.wait_until(due)
     decoding.core.handle(FromPeer("p", decoding.commit_of(lease)), decoding.now)
     decoding.core.prepare(decoding.now)
-    said = [output.update for output in decoding.core.take_outputs() if isinstance(output, ToRouter)]
+    said = [output for output in decoding.core.take_outputs() if isinstance(output, Update)]
     assert [type(update.kind) for update in said if update.attempt_id == NEW] == [Adopted]
     assert decoding.num_in_flight == 1, "the step is launched already"
 
@@ -88,7 +87,7 @@ def test_a_step_that_ends_before_it_was_expected_is_followed_at_once(decoding: D
 def test_nothing_runs_and_nothing_is_put_off() -> None:
     decoding = Decoding()
     lease = decoding.reserve()
-    decoding.core.handle(FromRouter(EPOCH, Abort(OLD)), decoding.now)
+    decoding.core.handle(Abort(OLD), decoding.now)
     decoding.turn()
     while decoding.num_in_flight != 0:
         decoding.finish_step()
@@ -100,8 +99,8 @@ def test_nothing_runs_and_nothing_is_put_off() -> None:
 
 def test_an_abort_before_the_first_step_leaves_nothing_behind(decoding: Decoding) -> None:
     decoding.commit(decoding.reserve())
-    decoding.core.handle(FromRouter(EPOCH, Abort(NEW)), decoding.now)
-    decoding.core.handle(FromRouter(EPOCH, Abort(OLD)), decoding.now)
+    decoding.core.handle(Abort(NEW), decoding.now)
+    decoding.core.handle(Abort(OLD), decoding.now)
     decoding.turn()
     while decoding.num_in_flight:
         decoding.finish_step()

@@ -9,7 +9,7 @@ import torch
 
 from baton.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, PeerLost, RequestCancelled
 from baton.handoff_messages import Commit, CommitReply, Credit, Grant, Refuse, Release, Reserve
-from baton.messages import Abort, AttemptId, End, Prefill, Sample
+from baton.messages import Abort, AttemptId, End, Prefill, Sample, Update
 from baton.sampling import SamplingParams
 from baton.structured_output.constraint import StructuredKind, StructuredOutput
 from decode_node.core import DecodeCore
@@ -21,13 +21,11 @@ from node import fences
 from node.events import (
     CloseSession,
     FromPeer,
-    FromRouter,
     PeerClosed,
     PeerOpened,
     SessionLost,
     SessionOpened,
     ToPrefill,
-    ToRouter,
 )
 from tests.protocol.network import EPOCH
 from tests.protocol.node import PART_BLOCKS, Node
@@ -68,8 +66,8 @@ def reserve(node: Node, attempt_id: AttemptId = WORK) -> list[object]:
 def answers(node: Node) -> list[object]:
     node.core.prepare(2.0)
     node.core.compute(2.0)
-    said = [o for o in node.core.take_outputs() if isinstance(o, ToPrefill | ToRouter)]
-    return [o.message if isinstance(o, ToPrefill) else o.update.kind for o in said]
+    said = [o for o in node.core.take_outputs() if isinstance(o, ToPrefill | Update)]
+    return [o.message if isinstance(o, ToPrefill) else o.kind for o in said]
 
 
 @pytest.mark.parametrize("groups", [0, 3])
@@ -83,7 +81,7 @@ def test_groups_of_layers_that_the_model_has_not_are_refused(node: Node, groups:
 
 @pytest.mark.parametrize("aborted", [1, 2])
 def test_an_abort_wins_against_a_reserve_that_it_overtook(node: Node, aborted: int) -> None:
-    node.core.handle(FromRouter(EPOCH, Abort(AttemptId(EPOCH, "r", aborted))), 0.5)
+    node.core.handle(Abort(AttemptId(EPOCH, "r", aborted)), 0.5)
     (refused,) = reserve(node)
     assert isinstance(refused, Refuse)
     assert isinstance(refused.error, RequestCancelled)
@@ -92,7 +90,7 @@ def test_an_abort_wins_against_a_reserve_that_it_overtook(node: Node, aborted: i
 
 
 def test_an_abort_of_an_earlier_attempt_does_not(node: Node) -> None:
-    node.core.handle(FromRouter(EPOCH, Abort(AttemptId(EPOCH, "r", 0))), 0.5)
+    node.core.handle(Abort(AttemptId(EPOCH, "r", 0)), 0.5)
     assert isinstance(reserve(node)[0], Grant)
 
 
@@ -189,9 +187,7 @@ def run_here(node: Node, name: str, num_tokens: int, max_tokens: int = 30) -> At
     attempt_id = AttemptId(EPOCH, name, 1)
     prompt = tuple(2 + (i + len(name)) % 90 for i in range(num_tokens))
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    node.core.handle(
-        FromRouter(EPOCH, Prefill(attempt_id, node.incarnation, prompt, (Sample(0),), sampling, 60.0)), 1.0
-    )
+    node.core.handle(Prefill(attempt_id, node.incarnation, prompt, (Sample(0),), sampling, 60.0), 1.0)
     answers(node)
     return attempt_id
 
@@ -267,7 +263,7 @@ def test_whoever_waits_ends_at_its_own_deadline_and_not_at_that_of_the_first(nod
     assert refused.attempt_id == second
     assert isinstance(refused.error, DeadlineExceeded)
     assert node.core.next_deadline() == 61.0
-    node.core.handle(FromRouter(EPOCH, Abort(first)), 2.0)
+    node.core.handle(Abort(first), 2.0)
     assert [message.attempt_id for message in answers(node) if isinstance(message, Refuse)] == [first]
 
 
@@ -280,7 +276,7 @@ def test_one_that_leaves_the_midst_of_the_queue_lets_the_others_keep_their_order
     assert not answers(node)
     node.core.handle(FromPeer(PEER, Release(WORK)), 1.0)
     assert granted(answers(node)) == [waiting[0]]
-    node.core.handle(FromRouter(EPOCH, Abort(waiting[0])), 1.0)
+    node.core.handle(Abort(waiting[0]), 1.0)
     assert granted(answers(node)) == [waiting[2]]
 
 
@@ -314,7 +310,7 @@ def test_the_answer_to_a_commit_is_remembered_until_it_cannot_come_again(node: N
     assert isinstance(grant, Grant)
     core = node.core
     assert isinstance(core, DecodeCore)
-    core.handle(FromRouter(EPOCH, Abort(WORK)), 1.0)
+    core.handle(Abort(WORK), 1.0)
     for now, num_known in ((61.0, 1), (61.0 + fences.UNDER_WAY_S, 0)):
         core.prepare(now)
         assert len(core._reservations._outcomes) == num_known
@@ -350,9 +346,9 @@ def test_a_router_whose_aborts_leave_too_much_behind_loses_its_session(
     monkeypatch.setattr(fences, "MAX_LEFT", 3)
     node.core.take_outputs()  # its session begins with a snapshot of the prefix cache
     for i in range(3):
-        node.core.handle(FromRouter(EPOCH, Abort(AttemptId(EPOCH, f"r{i}", 0))), 1.0)
+        node.core.handle(Abort(AttemptId(EPOCH, f"r{i}", 0)), 1.0)
     assert not node.core.take_outputs()
-    node.core.handle(FromRouter(EPOCH, Abort(AttemptId(EPOCH, "r3", 0))), 1.0)
+    node.core.handle(Abort(AttemptId(EPOCH, "r3", 0)), 1.0)
     (close,) = node.core.take_outputs()
     assert isinstance(close, CloseSession)
     assert close.epoch == EPOCH

@@ -17,7 +17,7 @@ from kv_transfer.ranks import rank_name
 from kv_transfer.sender import KvSender
 from kv_transfer.staging import Staging
 from kv_transfer.transports.memory import MemoryTransport
-from node.events import FromPeer, FromRouter, PeerOpened, SessionOpened, ToPrefill
+from node.events import FromPeer, PeerOpened, SessionOpened, ToPrefill
 from tests.protocol.network import EPOCH
 from tests.protocol.node import PART_BLOCKS, Node
 from tests.protocol.test_simulation import BY_LAYERS
@@ -63,7 +63,7 @@ class Leasing:
         self.node.hear(FromPeer(PEER, Reserve(work, self.node.incarnation, NUM_TOKENS, (), 1, 60.0, 40)))
 
     def end(self, name: str) -> None:
-        self.node.hear(FromRouter(EPOCH, Abort(AttemptId(EPOCH, name, 0))))
+        self.node.hear(Abort(AttemptId(EPOCH, name, 0)))
         self.turn()
 
     def drain(self, lease: int, *parts: int) -> None:

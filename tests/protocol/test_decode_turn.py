@@ -13,7 +13,7 @@ from baton.handoff_messages import Credit, Reserve
 from baton.messages import Abort, Adopted, AttemptId
 from decode_node.credits import MIN_OPEN_PARTS
 from engine.pace import SHARE, SLACK_S
-from node.events import FromPeer, FromRouter, ToPrefill
+from node.events import FromPeer, ToPrefill
 from tests.protocol.network import EPOCH
 from tests.protocol.node import BLOCK_SIZE, PART_BLOCKS
 from tests.protocol.paced_decoding import NEW, OLD, PROMPT, STEP_S, Decoding
@@ -137,7 +137,7 @@ def test_slots_are_shared_out_after_the_launch(decoding: Decoding, monkeypatch: 
 def test_the_receiver_need_not_wake_an_engine_whose_step_will_end(monkeypatch: pytest.MonkeyPatch) -> None:
     decoding, told = Decoding(), list[bool]()
     monkeypatch.setattr(decoding.core.receiver, "polls_soon", told.append)
-    decoding.core.handle(FromRouter(EPOCH, Abort(OLD)), decoding.now)
+    decoding.core.handle(Abort(OLD), decoding.now)
     while decoding.num_in_flight:
         assert all(told)
         decoding.finish_step()
@@ -157,7 +157,7 @@ def test_steps_are_launched_early_while_a_long_prompt_is_on_its_way(
     decoding.turn()
     decoding.turn()
     assert decoding.num_in_flight == 2
-    decoding.core.handle(FromRouter(EPOCH, Abort(NEW)), decoding.now)
+    decoding.core.handle(Abort(NEW), decoding.now)
     decoding.wait_until(decoding.now + STEP_S)
     decoding.finish_step()
     decoding.turn()
@@ -285,7 +285,7 @@ def test_a_long_prompt_has_all_its_credits_at_once_where_no_step_runs(monkeypatc
     monkeypatch.setattr(decode_node.leases, "LONG_BLOCKS", 0)
     monkeypatch.setattr(decoding.core.receiver.ranks[0].transport, "expect", lambda *_: None)
     monkeypatch.setattr(decoding.core._credits, "share", lambda: None)
-    decoding.core.handle(FromRouter(EPOCH, Abort(OLD)), decoding.now)
+    decoding.core.handle(Abort(OLD), decoding.now)
     while decoding.num_in_flight:
         decoding.finish_step()
         decoding.turn()

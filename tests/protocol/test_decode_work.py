@@ -21,7 +21,7 @@ from baton.errors import (
 from baton.handoff_messages import Commit, Grant, Refuse, Release
 from baton.messages import Abort, Adopted, AttemptId, End, SampleEnd
 from baton.structured_output.constraint import StructuredKind, StructuredOutput
-from node.events import Draining, FromPeer, FromRouter, PeerClosed, PeerOpened, SessionLost, ToPrefill
+from node.events import Draining, FromPeer, PeerClosed, PeerOpened, SessionLost, ToPrefill
 from node.structured_output.matchers import Matchers
 from tests.engine.test_token_matchers import Ends
 from tests.protocol.decoding import PEER, PROMPT, SAMPLING, WORK, Decoding
@@ -85,7 +85,7 @@ def test_a_repeated_reserve_changes_nothing_and_one_of_work_that_is_over_is_refu
     decoding.reserve()
     decoding.reserve()
     assert (len(decoding.grants), refusals(decoding)) == (1, [])
-    decoding.hear(FromRouter(EPOCH, Abort(WORK)))
+    decoding.hear(Abort(WORK))
     decoding.reserve()
     assert len(decoding.grants) == 1
     assert refusals(decoding) == [RequestCancelled, RequestCancelled]
@@ -252,7 +252,7 @@ def test_room_that_a_step_makes_is_seen_without_another_event(decoding: Decoding
 def test_room_that_a_request_leaves_that_never_runs_is_seen_in_the_same_turn(decoding: Decoding) -> None:
     decoding.reserve(n=2)
     decoding.commit(decoding.grants[0], first_tokens(0, 1))
-    decoding.hear(FromRouter(EPOCH, Abort(WORK, (0, 1))))
+    decoding.hear(Abort(WORK, (0, 1)))
     decoding.reserve(named(1), n=MAX_NUM_SEQS)
     assert not decoding.grants[1:], "there is no place for its samples"
     decoding.send(decoding.grants[0])
@@ -359,7 +359,7 @@ def test_samples_that_are_stopped_before_their_parts_are_in_never_run(
 ) -> None:
     decoding.reserve(n=2)
     decoding.commit(decoding.grants[0], first_tokens(0, 1))
-    decoding.hear(FromRouter(EPOCH, Abort(WORK, stopped)))
+    decoding.hear(Abort(WORK, stopped))
     decoding.send(decoding.grants[0])
     decoding.turn()
     assert decoding.core.engine.num_running == 2 - len(stopped)
@@ -373,7 +373,7 @@ def test_samples_that_are_stopped_before_their_parts_are_in_never_run(
 def test_a_sample_that_is_stopped_while_its_prompt_stands_for_several_says_nothing(decoding: Decoding) -> None:
     attempt_id = decoding.prefill("local", n=3)
     decoding.turn()
-    decoding.hear(FromRouter(EPOCH, Abort(attempt_id, (1,))))
+    decoding.hear(Abort(attempt_id, (1,)))
     decoding.run()
     assert [decoding.output(sample, attempt_id) for sample in range(3)] == [WANT[0], [], WANT[2]]
     assert [end.sample for end in decoding.kinds(SampleEnd, attempt_id)] == [0, 2]  # type: ignore[attr-defined]
@@ -383,7 +383,7 @@ def test_a_sample_that_is_stopped_while_its_prompt_stands_for_several_says_nothi
 def test_an_abort_frees_all_samples_at_once(decoding: Decoding) -> None:
     hand_over(decoding, n=3)
     assert decoding.core.engine.num_running == 3
-    decoding.hear(FromRouter(EPOCH, Abort(WORK)))
+    decoding.hear(Abort(WORK))
     decoding.turn()
     assert ends(decoding) == [RequestCancelled]
     decoding.run()
@@ -438,7 +438,7 @@ def test_a_sample_that_was_stopped_before_its_prompt_came_ends_once_with_all_tok
     decoding: Decoding,
 ) -> None:
     decoding.core._matchers = Matchers(Forces())  # type: ignore[arg-type]
-    decoding.hear(FromRouter(EPOCH, Abort(named(0), (0,))))
+    decoding.hear(Abort(named(0), (0,)))
     attempt_id = decoding.prefill("r0", structured_outputs=StructuredOutput(StructuredKind.REGEX, "a"))
     decoding.run()
     assert decoding.output(0, attempt_id) == []

@@ -14,7 +14,7 @@ from baton.sampling import SamplingParams
 from decode_node.core import DecodeCore
 from decode_node.migration import MigrationState
 from decode_node.migrations import REPLY_S
-from node.events import FromPeer, FromRouter, PeerClosed, PeerOpened, SessionLost, TargetEvent
+from node.events import FromPeer, PeerClosed, PeerOpened, SessionLost, TargetEvent
 from node.handoffs.flights import STUCK_S
 from tests.protocol.decoding import Decoding
 from tests.protocol.fake_model import VOCAB_SIZE
@@ -214,7 +214,7 @@ def test_an_accepted_request_that_is_refused_later_is_not_taken_back() -> None:
 @pytest.mark.parametrize("how", ["abort", "session lost"])
 def test_a_request_that_ends_takes_its_move_with_it(state: str, how: str) -> None:
     node = leaving(state)
-    node.hear(FromRouter(EPOCH, Abort(WORK)) if how == "abort" else SessionLost(EPOCH))
+    node.hear(Abort(WORK) if how == "abort" else SessionLost(EPOCH))
     node.turn()
     assert any(isinstance(said, Release) for said in node.said)
     assert not node.kinds(Stayed)

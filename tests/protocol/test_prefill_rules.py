@@ -6,11 +6,11 @@ import pytest
 
 from baton.errors import PeerLost, RequestCancelled, TransferError
 from baton.handoff_messages import Commit, CommitReply, Credit, Grant, PrefillToDecode, Refuse, Release, Reserve
-from baton.messages import Abort, AttemptId, DecodeTarget, End, HandedOff, Prefill, Sample
+from baton.messages import Abort, AttemptId, DecodeTarget, End, HandedOff, Prefill, Sample, Update
 from baton.sampling import SamplingParams
 from kv_transfer.parts import tag_of
 from kv_transfer.staging import SlotOwner
-from node.events import ClosePeer, FromPeer, FromRouter, PeerClosed, PeerOpened, SessionOpened, ToDecode, ToRouter
+from node.events import ClosePeer, FromPeer, PeerClosed, PeerOpened, SessionOpened, ToDecode
 from node.handoffs.flights import STUCK_S
 from node.handoffs.sending import Drain
 from prefill_node.core import PrefillCore
@@ -45,7 +45,7 @@ class Prefilling:
         target = DecodeTarget(address, self.peer)
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         prefill = Prefill(attempt_id, self.node.incarnation, prompt, (Sample(0),), sampling, 60.0, target)
-        self.node.core.handle(FromRouter(EPOCH, prefill), 1.0)
+        self.node.core.handle(prefill, 1.0)
         self.turn()
 
     def grant(self, num_parts: int) -> None:
@@ -59,10 +59,10 @@ class Prefilling:
         for output in self.node.core.take_outputs():
             if isinstance(output, ToDecode):
                 self.said.append(output.message)
-            elif isinstance(output, ToRouter) and isinstance(output.update.kind, End):
-                self.ends.append(output.update.kind)
-            elif isinstance(output, ToRouter) and isinstance(output.update.kind, HandedOff):
-                self.handed_off.append(output.update.kind)
+            elif isinstance(output, Update) and isinstance(output.kind, End):
+                self.ends.append(output.kind)
+            elif isinstance(output, Update) and isinstance(output.kind, HandedOff):
+                self.handed_off.append(output.kind)
             elif isinstance(output, ClosePeer):
                 self.closed.append(output)
 
@@ -158,7 +158,7 @@ def test_routers_may_know_a_decode_node_by_different_addresses(prefilling: Prefi
 
 def test_a_stream_that_follows_an_idle_one_owes_no_parts_of_its_leases(prefilling: Prefilling) -> None:
     core, unknown = prefilling.node.core, AttemptId(EPOCH, "unknown", 1)
-    core.handle(FromRouter(EPOCH, Abort(WORK)), 1.0)
+    core.handle(Abort(WORK), 1.0)
     core.handle(FromPeer(prefilling.peer, Grant(unknown, 1, 0, 2, 1)), 1.0)
     while prefilling.node.model.is_busy:
         prefilling.compute(1)
@@ -213,7 +213,7 @@ def test_a_lease_whose_rank_has_no_slot_holds_up_no_other(
 @pytest.mark.parametrize("is_over", [False, True])
 def test_credits_beyond_the_parts_are_none(prefilling: Prefilling, is_over: bool) -> None:
     prefilling.grant(num_parts=GRANTED)
-    credit, abort = FromPeer(prefilling.peer, Credit(1, 2**23)), FromRouter(EPOCH, Abort(WORK))
+    credit, abort = FromPeer(prefilling.peer, Credit(1, 2**23)), Abort(WORK)
     for event in (abort, credit) if is_over else (credit, abort):
         prefilling.node.core.handle(event, 2.0)
     prefilling.turn()
@@ -242,7 +242,7 @@ def test_a_prompt_that_ends_in_the_midst_of_a_step_gives_its_blocks_up_with_the_
     prefilling.grant(num_parts=1 + NUM_LAYERS)
     prefilling.compute(1)
     node, blocks = prefilling.node, prefilling.node.core.engine.blocks
-    node.core.handle(FromRouter(EPOCH, Abort(WORK)), 3.0)
+    node.core.handle(Abort(WORK), 3.0)
     prefilling.turn()
     assert blocks.num_free + blocks.num_cached < blocks.num_total, "a running step writes into blocks that are free"
     prefilling.compute(1)
@@ -281,7 +281,7 @@ def test_a_decode_node_that_is_full_for_ever_does_not_stop_prompts_for_another()
         asked.append(attempt_id)
         target = DecodeTarget(f"{peer}:1", peer)
         message = Prefill(attempt_id, node.incarnation, prompt, (Sample(0),), sampling, 60.0, target)
-        core.handle(FromRouter(EPOCH, message), 1.0)
+        core.handle(message, 1.0)
         return attempt_id
 
     def turns() -> list[AttemptId]:

@@ -16,7 +16,7 @@ from baton.sampling import SamplingParams
 from baton.structured_output.constraint import StructuredKind, StructuredOutput
 from kv_transfer.parts import PartHeader, tag_of
 from kv_transfer.staging import SlotOwner
-from node.events import Draining, FromPeer, FromRouter, PeerClosed, SessionLost
+from node.events import Draining, FromPeer, PeerClosed, SessionLost
 from node.structured_output.grammar_state import GrammarState
 from node.structured_output.grammars import GrammarMatcher, Grammars
 from node.structured_output.matchers import Matchers
@@ -39,7 +39,7 @@ def send(prefilling: Prefilling, attempt_id: AttemptId = WORK, **fields: object)
     target = DecodeTarget("address", prefilling.peer)
     plain = Prefill(attempt_id, prefilling.node.incarnation, PROMPT[:10], (Sample(0),), sampling, 60.0, target)
     prefill = dataclasses.replace(plain, **fields)  # type: ignore[arg-type]
-    prefilling.node.core.handle(FromRouter(EPOCH, prefill), 1.0)
+    prefilling.node.core.handle(prefill, 1.0)
     prefilling.turn()
 
 
@@ -83,7 +83,7 @@ def test_an_attempt_is_taken_once(prefilling: Prefilling) -> None:
     send(prefilling)
     send(prefilling)
     assert len(of(Reserve, prefilling)) == 1
-    prefilling.node.core.handle(FromRouter(EPOCH, Abort(WORK)), 1.0)
+    prefilling.node.core.handle(Abort(WORK), 1.0)
     send(prefilling)
     assert len(of(Reserve, prefilling)) == 1
     assert errors(prefilling) == [RequestCancelled]
@@ -113,7 +113,7 @@ def test_a_reserve_says_whether_the_answer_has_begun(prefilling: Prefilling, out
 
 @pytest.mark.parametrize(("aborted", "is_taken"), [(0, True), (1, False), (2, False)])
 def test_an_abort_leaves_a_tombstone(prefilling: Prefilling, aborted: int, is_taken: bool) -> None:
-    prefilling.node.core.handle(FromRouter(EPOCH, Abort(WORK._replace(attempt=aborted))), 0.5)
+    prefilling.node.core.handle(Abort(WORK._replace(attempt=aborted)), 0.5)
     send(prefilling)
     assert bool(of(Reserve, prefilling)) is is_taken
     assert prefilling.node.core.idle is not is_taken
@@ -121,7 +121,7 @@ def test_an_abort_leaves_a_tombstone(prefilling: Prefilling, aborted: int, is_ta
 
 def test_samples_that_are_stopped_leave_the_prompt_to_the_others(prefilling: Prefilling) -> None:
     send(prefilling, samples=(Sample(0), Sample(1)))
-    prefilling.node.core.handle(FromRouter(EPOCH, Abort(WORK, (0,))), 1.0)
+    prefilling.node.core.handle(Abort(WORK, (0,)), 1.0)
     prefilling.turn()
     assert not prefilling.ends
 
@@ -240,7 +240,7 @@ def test_parts_leave_for_credits_alone_and_old_ones_take_none_back(reserved: Pre
 
 def test_a_dead_lease_is_drained_until_no_credit_can_follow(reserved: Prefilling) -> None:
     hear(reserved, Grant(WORK, 1, 0, NUM_PARTS, 2))
-    reserved.node.core.handle(FromRouter(EPOCH, Abort(WORK)), 2.0)
+    reserved.node.core.handle(Abort(WORK), 2.0)
     reserved.turn()
     assert of(Release, reserved) == [Release(WORK)]
     assert reserved.num_sent == 2
@@ -256,7 +256,7 @@ def test_a_dead_lease_is_drained_until_no_credit_can_follow(reserved: Prefilling
 
 
 def test_a_grant_that_comes_too_late_is_released_and_drained(reserved: Prefilling) -> None:
-    reserved.node.core.handle(FromRouter(EPOCH, Abort(WORK)), 2.0)
+    reserved.node.core.handle(Abort(WORK), 2.0)
     hear(reserved, Grant(WORK, 1, 0, NUM_PARTS, 2))
     assert of(Release, reserved) == [Release(WORK), Release(WORK)]
     assert reserved.num_sent == 2

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from baton.errors import RequestCancelled
 from baton.handoff_messages import Refuse, Release
 from baton.messages import Abort, AttemptId
-from node.events import FromPeer, FromRouter
+from node.events import FromPeer
 from tests.protocol.decoding import PEER, Decoding
 from tests.protocol.network import EPOCH
 
@@ -111,7 +111,7 @@ def test_a_prompt_that_has_gone_keeps_no_blocks_from_reserves() -> None:
     attempt_id = decoding.prefill("long", LONG)
     decoding.turn()
     decoding.reserve(named(5), SHORT)
-    decoding.hear(FromRouter(EPOCH, Abort(attempt_id)))
+    decoding.hear(Abort(attempt_id))
     release(decoding, 1)
     assert len(decoding.grants) == 6
 

@@ -7,10 +7,9 @@ import pytest
 from baton.errors import RequestCancelled
 from baton.handoff_messages import Commit, Grant, Reserve
 from baton.messages import Abort
-from node.events import FromPeer, FromRouter
+from node.events import FromPeer
 from prefill_node.outgoing import SPREAD_SHARE
 from tests.protocol.fake_model import NUM_LAYERS
-from tests.protocol.network import EPOCH
 from tests.protocol.node import BLOCK_SIZE
 from tests.protocol.test_prefill_rules import WORK, Prefilling
 
@@ -120,7 +119,7 @@ def test_a_request_that_ends_is_not_waited_for() -> None:
     node = Spreading(BUDGET)
     node.grant_all()
     node.whole_chunks()
-    node.core.handle(FromRouter(EPOCH, Abort(WORK)), node.world.now)
+    node.core.handle(Abort(WORK), node.world.now)
     node.turn()
     assert [type(end.error) for end in node.ends] == [RequestCancelled]
     in_flight = node.core._outgoing._parts.flights

@@ -29,7 +29,6 @@ from node.events import (
     Output,
     ToDecode,
     ToPrefill,
-    ToRouter,
 )
 from router.requests.actions import Emit, ToNode
 from router.requests.core import RouterCore
@@ -292,7 +291,7 @@ class World:
         """To the router goes what is added to `updates`."""
         node, links = self.nodes[incarnation], self._links
         match output:
-            case ToRouter(_, update):
+            case Update() as update:
                 assert update.attempt_id not in node.fenced or isinstance(update.kind, End), f"{update} after its abort"
                 updates.append(update)
             case ToDecode(target, message):
