@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -72,10 +72,11 @@ class NodeLoop:
 
     The thread sleeps while the device computes a step; the end of the step wakes it, as progress of a transfer does.
 
-    `post`, `wake` and `run_engine_call` may be called from any thread, also before `start`. `deliver` runs on the
-    asyncio loop on which `start` was called, for each half of a turn that has something to report. An exception on the
-    thread ends it: `failed` is called with it on the asyncio loop, and the process is expected to exit. `failed` is
-    also called, with a TimeoutError, if a turn or a step takes longer than `turn_timeout_s`: a GPU may hang.
+    `post`, `wake` and `run_engine_call` may be called from any thread, also before `start`. `listeners` are called in
+    order on the asyncio loop on which `start` was called, for each half of a turn that has something to report. An
+    exception on the thread ends it: `failed` is called with it on the asyncio loop, and the process is expected to
+    exit. So it is with that of a listener, since outputs that were not sent are lost. `failed` is also called, with a
+    TimeoutError, if a turn or a step takes longer than `turn_timeout_s`: a GPU may hang.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, turn_timeout_s: float = 300.0) -> None:
@@ -112,12 +113,20 @@ class NodeLoop:
     def start(
         self,
         role: Role,
-        deliver: Callable[[Turn], None],
+        listeners: Sequence[Callable[[Turn], None]],
         failed: Callable[[BaseException], None],
         count: Callable[[], Counts] = lambda: Counts({}),
     ) -> None:
-        """Start the thread, from the asyncio loop on which `deliver` is to run. `count` runs on the role's thread."""
+        """Start the thread, from the asyncio loop of the listeners. `count` runs on the role's thread."""
         aio = asyncio.get_running_loop()
+
+        def deliver(turn: Turn) -> None:
+            try:
+                for listener in listeners:
+                    listener(turn)
+            except Exception as error:  # the process's boundary: `failed` ends it
+                log.critical("network side failed", exc_info=error)
+                failed(error)
 
         def run() -> None:
             try:

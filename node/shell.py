@@ -180,9 +180,10 @@ class Node:
         status = NodeStatus(info, self._parts.tokenizer, self._auditor, self._gate)
         node_pb2_grpc.add_NodeStatusServicer_to_server(status, self._server)  # type: ignore[no-untyped-call]
         self._health = Health(self._server, ["baton.v1.NodeStatus", self._side.service])
+        listeners = self._note, self._sessions.deliver, self._peers.deliver
         # Before the first turn, in which a data parallel node may take part in steps that the others take to warm up.
         warm_up = self._loop.run_engine_call(self._parts.warm_up)
-        self._loop.start(self._parts.role, self._deliver, self._failed, self._parts.count)
+        self._loop.start(self._parts.role, listeners, self._failed, self._parts.count)
         await self._end_of(asyncio.wrap_future(warm_up))
         await self._end_of(self._first_turn)  # from here on the metrics page has its counts
         await self._server.start()
@@ -251,16 +252,7 @@ class Node:
         except OSError as error:
             raise StartupError(f"--metrics-port: cannot listen on {listen}: {error.strerror}") from None
 
-    def _deliver(self, turn: Turn) -> None:
-        """Distribute the results of one turn. An exception must not go unnoticed here, because outputs that were not
-        sent are lost."""
-        try:
-            self._carry(turn)
-        except Exception as error:  # the process's boundary: `failure` ends it
-            log.critical("network side failed", exc_info=error)
-            self._failed(error)
-
-    def _carry(self, turn: Turn) -> None:
+    def _note(self, turn: Turn) -> None:
         if turn.idle:
             self._idle.set()
         else:
@@ -272,8 +264,6 @@ class Node:
                 self._metrics.set_steps(counts.steps.seconds, counts.steps.num_steps, counts.steps.num_tokens)
         if not self._first_turn.done():
             self._first_turn.set_result(None)
-        self._sessions.deliver(turn)
-        self._peers.deliver(turn)
 
     def _failed(self, error: BaseException) -> None:
         self._why_not = f"the engine failed: {error}"

@@ -51,14 +51,7 @@ class LocalNode:
                 failure.set_result(error)
             failed(error)
 
-        def carry(turn: Turn) -> None:
-            try:
-                deliver(turn)
-            except Exception as error:  # the node's boundary: outputs that were not delivered are lost
-                log.critical("links failed", exc_info=error)
-                fail(error)
-
-        self._loop.start(self._parts.role, carry, fail)
+        self._loop.start(self._parts.role, [deliver], fail)
         warm_up = asyncio.wrap_future(self.call(self._parts.warm_up))
         ends: list[asyncio.Future[Any]] = [warm_up, failure]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

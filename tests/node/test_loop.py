@@ -59,7 +59,7 @@ def started(role: Any):
     """A loop with the role, and what it delivers and why it failed."""
     turns, failures = asyncio.Queue(), asyncio.Queue()
     loop = NodeLoop()
-    loop.start(role, turns.put_nowait, failures.put_nowait)
+    loop.start(role, [turns.put_nowait], failures.put_nowait)
     try:
         yield loop, turns, failures
     finally:
@@ -75,7 +75,7 @@ async def test_all_events_that_wait_go_into_one_turn_and_come_out_as_one_deliver
     role: Any = Role()
     loop, turns = NodeLoop(), asyncio.Queue()
     assert [loop.post(SessionOpened(i)) for i in range(3)] == [1, 2, 3]
-    loop.start(role, turns.put_nowait, print)
+    loop.start(role, [turns.put_nowait], print)
     turn = await take(turns)
     assert [event.epoch for event in role.handled] == [0, 1, 2]
     assert len(turn.outputs) == 3
@@ -159,7 +159,7 @@ async def test_a_turn_that_hangs_is_a_failure():
     role.compute = lambda now: not end.wait(WAIT_S)
     failures = asyncio.Queue()
     loop = NodeLoop(turn_timeout_s=0.1)
-    loop.start(role, lambda turn: None, failures.put_nowait)
+    loop.start(role, [], failures.put_nowait)
     try:
         assert "not ended within 0.1 s" in str(await asyncio.wait_for(failures.get(), WAIT_S))
     finally:
@@ -172,7 +172,7 @@ async def test_a_step_that_hangs_is_a_failure():
     failures = asyncio.Queue()
     role.device_busy_since = time.monotonic()  # and no event says that it ended
     loop = NodeLoop(turn_timeout_s=0.1)
-    loop.start(role, lambda turn: None, failures.put_nowait)
+    loop.start(role, [], failures.put_nowait)
     try:
         assert "not ended within 0.1 s" in str(await asyncio.wait_for(failures.get(), WAIT_S))
         assert role.turns < 10, "it did not sleep"
@@ -190,7 +190,7 @@ async def test_turns_that_end_in_time_are_no_failure_however_many():
 
     role.compute = compute
     loop = NodeLoop(turn_timeout_s=2.0)
-    loop.start(role, lambda turn: None, failures.put_nowait)
+    loop.start(role, [], failures.put_nowait)
     until = time.monotonic() + 2.5
     while time.monotonic() < until:
         assert await asyncio.to_thread(role.turned.acquire, timeout=WAIT_S)
@@ -207,6 +207,23 @@ async def test_a_failure_ends_the_thread_and_is_told(caplog):
     with started(role) as (_, _, failures):
         assert await take(failures) is role.error
     assert "engine thread failed" in caplog.text
+
+
+async def test_a_listener_that_fails_is_a_failure_since_outputs_are_lost(caplog):
+    error, failures, heard = RuntimeError("not sent"), asyncio.Queue(), []
+
+    def fail(turn):
+        raise error
+
+    role: Any = Role()
+    loop = NodeLoop()
+    loop.start(role, [heard.append, fail], failures.put_nowait)
+    try:
+        assert await take(failures) is error
+        assert heard
+    finally:
+        assert loop.stop(WAIT_S)
+    assert "network side failed" in caplog.text
 
 
 async def test_engine_calls_run_between_turns_and_after_the_events_before_them():
