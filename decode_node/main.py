@@ -7,20 +7,15 @@ from typing import NoReturn
 
 from baton.node_info import NodeRole
 from baton.settings import parse
+from decode_node.node import make_role
 from decode_node.server import DECODE_SIDE
 from decode_node.settings import DecodeSettings
-from node.run import MakeParts, run_node
+from node.run import run_node
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Serve until a signal. Exit codes are those of `node.run`."""
-    run_node(parse(DecodeSettings, argv), NodeRole.DECODE, DECODE_SIDE, _import_parts)
-
-
-def _import_parts() -> MakeParts:
-    from decode_node.node import make_parts
-
-    return make_parts
+    run_node(parse(DecodeSettings, argv), NodeRole.DECODE, DECODE_SIDE, make_role)
 
 
 if __name__ == "__main__":

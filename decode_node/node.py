@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from decode_node.core import DecodeCore
 from kv_transfer.ranks import ReceiverRanks, SenderRanks
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.sender import KvSender
 from node.base import Base
-from node.parts import RoleParts, assemble
+from node.parts import RoleParts
 
 
 def make_role(base: Base) -> RoleParts:
@@ -20,7 +18,3 @@ def make_role(base: Base) -> RoleParts:
     addresses = [link.transport.info() for link in outward]
     core = DecodeCore(base.built.engine, receiver, sender, base.role_options)
     return RoleParts(core, receiver, (sender, addresses), count_damaged=lambda: receiver.num_damaged_pieces)
-
-
-make_parts = partial(assemble, make_role)
-"""Implements `node.run.MakeParts`."""

@@ -58,8 +58,12 @@ class RoleParts:
     count_damaged: Callable[[], int] = lambda: 0
 
 
+MakeRole = Callable[[Base], RoleParts]
+"""Builds the role on its base."""
+
+
 def assemble(
-    make_role: Callable[[Base], RoleParts],
+    make_role: MakeRole,
     settings: NodeSettings,
     wake: Callable[[], None],
     ranks: Ranks | None = None,

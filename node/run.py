@@ -33,6 +33,7 @@ from node import preflight
 from node.errors import StartupError
 from node.garbage import collected_once
 from node.loop import NodeLoop
+from node.parts import MakeRole, assemble
 from node.peers.nodes import PeerNodes
 from node.ranks.headless import run_headless
 from node.ranks.process import run_rank
@@ -48,14 +49,8 @@ while a node takes over a prompt of 32,000 tokens."""
 _PEERS_MARGIN_S = 2.0
 """Extra time for other data parallel nodes, which hear a moment later that they should drain."""
 
-MakeParts = Callable[[NodeSettings, Callable[[], None], Ranks | None], NodeParts]
-"""Loads the model and builds the role on it; the second argument wakes the engine's thread, the third is the node's
-further ranks."""
-ImportParts = Callable[[], MakeParts]
-"""Imports the role: called after bad flags and ports have been reported."""
 
-
-def run_node(settings: NodeSettings, role: NodeRole, side: RoleSide, import_parts: ImportParts) -> NoReturn:
+def run_node(settings: NodeSettings, role: NodeRole, side: RoleSide, make_role: MakeRole) -> NoReturn:
     """Serve until a signal, and exit.
 
     Skips the interpreter's teardown: everything that must be closed is closed by then, and unloading torch and
@@ -66,7 +61,7 @@ def run_node(settings: NodeSettings, role: NodeRole, side: RoleSide, import_part
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     _end_at_signals()
     try:
-        code = _run(settings, side, import_parts)
+        code = _run(settings, side, make_role)
     except StartupError as error:
         sys.stderr.write(f"{settings.prog}: {' '.join(str(error).split())}\n")
         code = 1
@@ -86,23 +81,23 @@ def _end_at_signals() -> None:
     end_at_signals()
 
 
-def _run(settings: NodeSettings, side: RoleSide, import_parts: ImportParts) -> int:
+def _run(settings: NodeSettings, side: RoleSide, make_role: MakeRole) -> int:
     if settings.node_rank:
         return run_headless(settings, run_rank)
     ranks = fork_ranks(settings, run_rank)
     try:
-        return _run_ranks(settings, side, import_parts, ranks)
+        return _run_ranks(settings, side, make_role, ranks)
     finally:
         if ranks is not None:
             ranks.close()
 
 
-def _run_ranks(settings: NodeSettings, side: RoleSide, import_parts: ImportParts, ranks: Ranks | None) -> int:
+def _run_ranks(settings: NodeSettings, side: RoleSide, make_role: MakeRole, ranks: Ranks | None) -> int:
     preflight.check_names(settings)
     preflight.check(settings)
     loop = NodeLoop(turn_timeout_s=settings.step_timeout)
     try:
-        parts = _make_frozen_parts(import_parts, settings, loop.wake, ranks)
+        parts = _make_frozen_parts(make_role, settings, loop.wake, ranks)
     except (ValueError, OSError, BatonError) as error:  # what a wrong --model, size or transport raises
         log.debug("start failed", exc_info=error)
         raise StartupError(str(error)) from error
@@ -115,17 +110,16 @@ def _run_ranks(settings: NodeSettings, side: RoleSide, import_parts: ImportParts
 
 
 def _make_frozen_parts(
-    import_parts: ImportParts, settings: NodeSettings, wake: Callable[[], None], ranks: Ranks | None = None
+    make_role: MakeRole, settings: NodeSettings, wake: Callable[[], None], ranks: Ranks | None = None
 ) -> NodeParts:
     """Make the parts, and exempt them from garbage collection."""
     with collected_once():
-        make_parts = import_parts()
         if settings.engine == "torch":
             import kv_transfer.slot_copies  # noqa: F401
             import node.build  # torch and transformers, whose objects are frozen next
             import node.structured_output.grammars  # noqa: F401
         gc.freeze()
-        return make_parts(settings, wake, ranks)
+        return assemble(make_role, settings, wake, ranks)
 
 
 async def _serve(settings: NodeSettings, side: RoleSide, parts: NodeParts, loop: NodeLoop, ranks: Ranks | None) -> int:

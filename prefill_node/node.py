@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from kv_transfer.ranks import SenderRanks
 from kv_transfer.sender import KvSender
 from node.base import Base
-from node.parts import RoleParts, assemble
+from node.parts import RoleParts
 from prefill_node.core import PrefillCore
 
 WHOLE_TOKENS = 512
@@ -27,7 +25,3 @@ def make_role(base: Base) -> RoleParts:
         whole_tokens=WHOLE_TOKENS if built.graph_sizes else 0,
     )
     return RoleParts(core, sender)
-
-
-make_parts = partial(assemble, make_role)
-"""Implements `node.run.MakeParts`."""

@@ -21,9 +21,9 @@ from baton_llm.local.router_link import RouterLink
 from baton_llm.local.settings import make_settings
 from baton_llm.prompts import Chat, Encoded, Input
 from baton_llm.sampling_params import SamplingParams, request_of
-from decode_node.node import make_parts as make_decode_parts
+from decode_node.node import make_role as make_decode_role
 from node.loop import Turn
-from prefill_node.node import make_parts as make_prefill_parts
+from prefill_node.node import make_role as make_prefill_role
 from router.http.chat_prompt import chat_prompt, read_chat
 from router.http.schemas import size_of_prompt
 from router.limits import MAX_N
@@ -52,9 +52,9 @@ class LocalBackend:
         for_prefill, for_decode = make_settings(flags)
         # What a process has allocated counts to its share: the second node's is what the first one leaves.
         half = for_prefill.gpu_memory_utilization / 2
-        self.prefill = LocalNode(for_prefill.model_copy(update={"gpu_memory_utilization": half}), make_prefill_parts)
+        self.prefill = LocalNode(for_prefill.model_copy(update={"gpu_memory_utilization": half}), make_prefill_role)
         try:
-            self.decode = LocalNode(for_decode, make_decode_parts)
+            self.decode = LocalNode(for_decode, make_decode_role)
         except BaseException:
             self.prefill.close()
             raise

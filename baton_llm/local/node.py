@@ -12,7 +12,7 @@ from baton.errors import InternalError
 from node import preflight
 from node.errors import StartupError
 from node.loop import NodeLoop, Turn
-from node.run import MakeParts
+from node.parts import MakeRole, assemble
 from node.settings import NodeSettings
 from node.shell import NodeParts, make_hello
 
@@ -25,14 +25,14 @@ _STOP_S = 10.0
 class LocalNode:
     """Made with its model loaded; works from `start` to `close`. `post` and `call` reach the role, as in NodeLoop."""
 
-    def __init__(self, settings: NodeSettings, make_parts: MakeParts) -> None:
+    def __init__(self, settings: NodeSettings, make_role: MakeRole) -> None:
         """Takes seconds. Raises ValueError, OSError or BatonError."""
         try:
             preflight.check(settings)
         except StartupError as error:
             raise ValueError(str(error)) from None
         self._loop = NodeLoop(turn_timeout_s=settings.step_timeout)
-        self._parts: NodeParts = make_parts(settings, self._loop.wake, None)
+        self._parts: NodeParts = assemble(make_role, settings, self._loop.wake)
         self.info = dataclasses.replace(self._parts.info, address=_ADDRESS)
         self.hello = make_hello(self.info, self._parts.part_blocks)
         self.tokenizer = self._parts.tokenizer

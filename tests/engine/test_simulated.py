@@ -280,13 +280,13 @@ def test_steps_are_those_of_a_model_that_computes(async_scheduling: bool) -> Non
 
 SCRIPT = """
 import sys
-import node.run, prefill_node.node, decode_node.node, prefill_node.main, decode_node.main
+import node.parts, node.run, prefill_node.node, decode_node.node, prefill_node.main, decode_node.main
 from prefill_node.settings import PrefillSettings
 from node import preflight
 from node.events import SessionOpened
 settings = PrefillSettings(model="baton-tiny", engine="simulated", profile="h200-8b")
 preflight.check(settings)
-parts = prefill_node.node.make_parts(settings, lambda: None)
+parts = node.parts.assemble(prefill_node.node.make_role, settings, lambda: None)
 parts.role.prepare(0.0)
 parts.transport.close()
 loaded = {"torch", "transformers", "numpy", "triton"} & sys.modules.keys()

@@ -4,41 +4,38 @@ raised in their callbacks; `container`, there too, as its first process; or `war
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from typing import NoReturn
 
 from baton.node_info import NodeRole
-from node.ranks.ranks import Ranks
-from node.run import MakeParts, run_node
+from node.base import Base
+from node.parts import RoleParts
+from node.run import run_node
 from node.settings import NodeSettings
-from node.shell import NodeParts
-from prefill_node.node import make_parts
+from prefill_node.node import make_role
 from prefill_node.server import PREFILL_SIDE
 
 OWN = os.getpid()
 SETTINGS = NodeSettings(model="baton-tiny", engine="simulated", profile="h200-8b", step_timeout=5.0)
 
 
-def in_load() -> NoReturn:
+def in_load(base: Base) -> NoReturn:
     with contextlib.suppress(KeyboardInterrupt):
         os.kill(OWN, signal.SIGINT)
     raise ValueError("it has gone on")
 
 
-def in_warm_up() -> MakeParts:
-    def make(settings: NodeSettings, wake: Callable[[], None], ranks: Ranks | None) -> NodeParts:
-        return dataclasses.replace(make_parts(settings, wake, ranks), warm_up=warm_up)
-
+def in_warm_up(base: Base) -> RoleParts:
     def warm_up() -> None:
         os.kill(OWN, signal.SIGINT)
         threading.Event().wait()
 
-    return make
+    parts = make_role(base)
+    parts.mover.warm_up = warm_up  # type: ignore[method-assign]
+    return parts
 
 
 if __name__ == "__main__":

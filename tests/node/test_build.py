@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer
 
 from baton.settings import flag_name
-from decode_node.node import make_parts
+from decode_node.node import make_role
 from decode_node.settings import DecodeSettings
 from engine.checkpoint import EMBEDDED
 from engine.model.errors import ModelNotFound, UnsupportedModel
@@ -21,6 +21,7 @@ from engine.model.fast.tally import FusedReport, Tally
 from engine.model.load import loader
 from node.build import build
 from node.errors import StartupError
+from node.parts import assemble
 from node.peers.rendezvous import mismatch
 from node.ranks import part, pool_size
 from node.ranks.joining import shared_flags
@@ -175,7 +176,7 @@ def test_it_is_told_before_weights_load(checkpoint, tmp_path, monkeypatch, field
 
 def test_slots_that_do_not_fit_are_named_by_their_flags(checkpoint):
     with pytest.raises(ValueError, match="--kv-slots, --kv-slot-blocks: lower them"):
-        make_parts(settings(checkpoint, num_gpu_blocks_override=40, kv_slot_blocks=10**8), lambda: None)
+        assemble(make_role, settings(checkpoint, num_gpu_blocks_override=40, kv_slot_blocks=10**8), lambda: None)
 
 
 def test_a_pool_that_does_not_fit_is_named_by_its_flags(checkpoint):

@@ -14,11 +14,12 @@ import zmq
 
 from baton.block_hash import chain
 from baton.settings import parse
-from decode_node.node import make_parts
+from decode_node.node import make_role
 from decode_node.settings import DecodeSettings
 from node.events import SessionLost, SessionOpened
 from node.kv_events.publisher import END_OF_REPLAY, KvEventPublisher, KvEvents, as_int
 from node.kv_events_config import KvEventsConfig
+from node.parts import assemble
 
 SIZE = 4
 WAIT_MS = 10_000
@@ -207,7 +208,7 @@ def test_a_core_is_followed_whether_routers_listen_or_not() -> None:
             heard.append(dict(changes))
 
     settings = parse(DecodeSettings, ["--model=baton-tiny", "--engine=simulated", "--profile=h200-8b"])
-    parts = make_parts(settings, lambda: None)
+    parts = assemble(make_role, settings, lambda: None)
     core: Any = parts.role
     core.block_changes.follow(Follower())
     blocks = core.engine.blocks

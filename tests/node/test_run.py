@@ -4,6 +4,7 @@ one tells to stop, or a Ctrl-C while it starts."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
@@ -21,17 +22,22 @@ from baton.messages import AttemptId
 from baton.settings import LONGEST_S
 from engine.model.other_ranks import Kind
 from engine.model.parallel.group import ONE_RANK
+from node.base import Base
 from node.fences import Fences
+from node.garbage import collected_once
 from node.limits import Limits
+from node.parts import RoleParts
 from node.peers.nodes import PeerNodes
 from node.ranks import process
 from node.ranks.ranks import Ranks
-from node.run import MakeParts, _make_frozen_parts, _stopped_by
+from node.run import _make_frozen_parts, _stopped_by
 from node.settings import NodeSettings
-from node.shell import NodeParts
+from prefill_node.node import make_role
+from prefill_node.settings import PrefillSettings
 from tests.fork_server import ROOT, fork_server
 
 SETTINGS = NodeSettings(model="nowhere")
+SIMULATED = PrefillSettings(model="baton-tiny", engine="simulated", profile="h200-8b")
 
 
 class Knot:
@@ -47,44 +53,36 @@ def _thawed() -> Iterator[None]:
     gc.unfreeze()
 
 
-def make(make_parts: Callable[..., object], imported: Callable[[], object] = lambda: None) -> Any:
-    def import_parts() -> MakeParts:
-        imported()
-        return cast(MakeParts, make_parts)
-
-    return _make_frozen_parts(import_parts, SETTINGS, lambda: None)
-
-
 def test_what_is_made_is_collected_once_and_stays() -> None:
     knots: list[weakref.ref[Knot]] = []
 
-    def make_parts(settings: NodeSettings, wake: Callable[[], None], ranks: object) -> NodeParts:
-        assert settings is SETTINGS
+    def role(base: Base) -> RoleParts:
+        assert base.settings is SIMULATED
         assert not gc.isenabled()
         knots.append(weakref.ref(Knot()))
         assert knots[0]() is not None
-        return cast(NodeParts, Knot())
+        return make_role(base)
 
-    parts = make(make_parts)
-    assert gc.isenabled()
-    assert knots[0]() is None
-    assert not any(known is parts for known in gc.get_objects())
-
-
-def test_what_is_imported_is_not_looked_at_even_once() -> None:
-    knots: list[weakref.ref[Knot]] = []
-    make(lambda *_: None, imported=lambda: knots.append(weakref.ref(Knot())))
-    assert knots[0]() is not None
+    with contextlib.closing(_make_frozen_parts(role, SIMULATED, lambda: None)) as parts:
+        assert gc.isenabled()
+        assert knots[0]() is None
+        assert not any(known is parts for known in gc.get_objects())
 
 
-@pytest.mark.parametrize("where", ["make_parts", "imported"])
-def test_a_start_that_fails_leaves_the_collector_on(where: str) -> None:
-    def fail(*_: object) -> None:
+def test_what_was_there_before_is_not_looked_at_even_once() -> None:
+    """As nothing is that was imported."""
+    with collected_once():
+        knot = weakref.ref(Knot())
+        _make_frozen_parts(make_role, SIMULATED, lambda: None).close()
+    assert knot() is not None
+
+
+def test_a_start_that_fails_leaves_the_collector_on() -> None:
+    def fail(base: Base) -> RoleParts:
         raise ValueError("no such model")
 
-    steps = {"make_parts": lambda *_: None, where: fail}
     with pytest.raises(ValueError, match="no such model"):
-        make(**steps)
+        _make_frozen_parts(fail, SIMULATED, lambda: None)
     assert gc.isenabled()
 
 
