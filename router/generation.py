@@ -83,7 +83,6 @@ class Generation:
         self._waiter: asyncio.Future[None] | None = None  # of `next`
         self._deliveries = deliveries
         self._listener: Callable[[], None] | None = None
-        self._told = False  # the listener is going to be called
 
     async def start(self, received: float) -> None:
         """Place all prompts. If it raises a BatonError, none is running."""
@@ -132,15 +131,16 @@ class Generation:
     def listen(self, listener: Callable[[], None] | None) -> None:
         """Have `listener` called in its turn when there is something, whether deltas or the end; None: no more. It
         must not raise."""
+        if self._listener is not None:
+            self._deliveries.discard(self._listener)
         self._listener = listener
-        if listener is not None and (self._waiting or self.is_over):
+        if self._waiting or self.is_over:
             self.tell()
 
     def tell(self) -> None:
         """Call the listener in its turn, once for all that has come until then."""
-        if self._listener is not None and not self._told:
-            self._told = True
-            self._deliveries.add(self._call_listener)
+        if self._listener is not None:
+            self._deliveries.add(self._listener)
 
     def take_waiting(self) -> list[Delta]:
         """What `next` would return without waiting. If that is not all, the listener is called again."""
@@ -158,11 +158,6 @@ class Generation:
         """Raises what the request failed with, if it did."""
         if self._error is not None:
             raise self._error
-
-    def _call_listener(self) -> None:
-        self._told = False
-        if self._listener is not None:
-            self._listener()
 
     def close(self) -> None:
         """The client left, or needs nothing more. Idempotent."""

@@ -211,6 +211,17 @@ async def test_streams_write_in_slices_and_the_loop_goes_on_between_them():
     assert order == ["first", "the loop", "second"]
 
 
+async def test_who_has_its_turn_ahead_has_it_once_unless_it_leaves():
+    deliveries, order = Deliveries(), list[str]()
+    stays, leaves = partial(order.append, "stays"), partial(order.append, "leaves")
+    for deliver in (stays, leaves, stays):
+        deliveries.add(deliver)
+    deliveries.discard(leaves)
+    deliveries.discard(leaves)
+    await asyncio.sleep(0)
+    assert order == ["stays"]
+
+
 async def test_a_token_takes_few_calls(streams):
     await streams.open(20)
     num_steps, num_calls = 20, 0

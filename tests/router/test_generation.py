@@ -1,6 +1,7 @@
 """A generation between its nodes and its reader: started and ended as a whole, read bit by bit."""
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import pytest
@@ -78,6 +79,20 @@ async def test_a_reader_that_lags_gets_all_bit_by_bit():
             ids[delta.index] += delta.token_ids
     assert read == {0: "the fox" * 500, 1: "the fox" * 500}
     assert ids == {0: list(tokens), 1: list(tokens)}
+
+
+async def test_a_listener_that_leaves_ahead_of_its_turn_is_not_called():
+    placing, called = Placing(), list[str]()
+    subject, _ = generation(placing, part("a"))
+    await subject.start(0.0)
+    subject.listen(partial(called.append, "first"))
+    placing.sinks["a"](Tokens(0, 0, (300,)))
+    subject.listen(None)
+    await asyncio.sleep(0)
+    assert called == []
+    subject.listen(partial(called.append, "second"))
+    await asyncio.sleep(0)
+    assert called == ["second"], "for what came before"
 
 
 async def test_what_cannot_be_placed_whole_is_not_placed():
