@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from baton.errors import BatonError, InternalError
-from baton.messages import Tokens
+from baton.messages import SampleEnd, Tokens
 from baton.prompt_logprobs import PromptLogprobs
 from baton.telemetry.timeline_json import log_fields
 from router.deliveries import Deliveries
 from router.nodes.dispatcher import Dispatcher
 from router.offload.threads import Pauses
 from router.requests.admission import Admitted
-from router.requests.request_state import RequestEnd, RequestEvent, RequestTimings, RoutedRequest, SampleOut
+from router.requests.request_state import RequestEnd, RequestEvent, RequestTimings, RoutedRequest
 from router.text.answer import Answer, Delta, NoAnswer, join
 from router.text.prompt_logprobs import ScoredPrompt
 
@@ -189,7 +189,7 @@ class Generation:
                     self._take_tokens(part, event)
                 case PromptLogprobs() as piece:
                     part.prompt_logprobs.append(piece)
-                case SampleOut(sample, reason, stop_token_id):
+                case SampleEnd(sample, reason, stop_token_id):
                     answer = part.answers[sample]
                     if not answer.ended:
                         self._waiting.append(part.with_prompt(sample, answer.end(reason, stop_token_id)))

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton.errors import BatonError
-from baton.messages import Tokens
+from baton.messages import SampleEnd, Tokens
 from baton.telemetry import RouterMetrics
 from baton.telemetry.timeline import Timeline
 from baton.telemetry.timeline_ring import TimelineRing
-from router.requests.request_state import RequestEnd, RequestEvent, RoutedRequest, SampleOut
+from router.requests.request_state import RequestEnd, RequestEvent, RoutedRequest
 
 
 class _ModelMetrics:
@@ -77,7 +77,7 @@ class RequestMetrics:
         match event:
             case Tokens():
                 self._tokens(account, event.sample, len(event.token_ids), now)
-            case SampleOut(_, reason, _):
+            case SampleEnd(_, reason, _):
                 account.finish_reason = reason.value
             case RequestEnd(error, timings, timeline):
                 del self._open[request_id]

@@ -29,7 +29,7 @@ from baton.messages import (
     Tokens,
 )
 from baton.prompt_logprobs import PromptLogprobs
-from baton.sampling import FinishReason, SamplingParams
+from baton.sampling import SamplingParams
 from baton.telemetry.timeline import AttemptTimeline, Timeline
 from router.requests.request_record import UNPREPARED, Preparation, RequestRecord
 from router.versions import ModelVersion
@@ -121,12 +121,6 @@ class RequestTimings:
         self.transfer_bytes = message.transfer_bytes
 
 
-class SampleOut(NamedTuple):
-    sample: int
-    reason: FinishReason
-    stop_token_id: int | None
-
-
 @dataclass(frozen=True, slots=True)
 class RequestEnd:
     """The only end of a request. `error` None: every sample ended by itself."""
@@ -136,7 +130,7 @@ class RequestEnd:
     timeline: Timeline | None = field(default=None, compare=False)
 
 
-SampleEvent = Tokens | SampleOut
+SampleEvent = Tokens | SampleEnd
 RequestEvent = PromptLogprobs | SampleEvent | RequestEnd
 """What nodes tell is passed on as it is, where all of it is new."""
 
@@ -152,7 +146,7 @@ class SampleState:
     index: int
     tokens: list[int] = field(default_factory=list)
     ended: bool = False
-    early: list[Tokens | SampleEnd] = field(default_factory=list)
+    early: list[SampleEvent] = field(default_factory=list)
     held: list[SampleEvent] = field(default_factory=list)  # accepted, but not emitted to the client yet
 
 

@@ -19,7 +19,7 @@ from router.requests.kv_flows import KvFlows
 from router.requests.live_requests import LiveRequests
 from router.requests.migrations import Migrations
 from router.requests.recovery import NodeLost, Recovery
-from router.requests.request_state import Attempt, AttemptState, RequestState, SampleOut, SampleState
+from router.requests.request_state import Attempt, AttemptState, RequestState, SampleEvent, SampleState
 
 
 class Updates:
@@ -139,9 +139,7 @@ class Updates:
         sample.tokens.extend(item.token_ids)
         return True
 
-    def _item(
-        self, state: RequestState, attempt: Attempt, item: Tokens | SampleEnd, incarnation: str, now: float
-    ) -> None:
+    def _item(self, state: RequestState, attempt: Attempt, item: SampleEvent, incarnation: str, now: float) -> None:
         sample = attempt.sample(item.sample)
         if sample is None:
             unasked = InternalError(f"{attempt.id}: sample {item.sample} was not asked for")
@@ -157,7 +155,7 @@ class Updates:
             self._after_progress(state, attempt, now)
 
     def _accept(
-        self, state: RequestState, attempt: Attempt, sample: SampleState, item: Tokens | SampleEnd, now: float
+        self, state: RequestState, attempt: Attempt, sample: SampleState, item: SampleEvent, now: float
     ) -> bool:
         """Take one item in index order. False: the attempt failed."""
         if state.lacks_prompt_logprobs:
@@ -167,7 +165,7 @@ class Updates:
         if isinstance(item, SampleEnd):
             sample.ended = True
             sample.early.clear()
-            self._outbox.tell(state, attempt, sample, SampleOut(sample.index, item.reason, item.stop_token_id), now)
+            self._outbox.tell(state, attempt, sample, item, now)
             return True
         have = len(sample.tokens)
         if item.first_index > have:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from baton.messages import AttemptId, Tokens
+from baton.messages import AttemptId, SampleEnd, Tokens
 from baton.prompt_logprobs import PromptLogprobs
 from router.requests.request_state import (
     AttemptState,
@@ -12,7 +12,6 @@ from router.requests.request_state import (
     RequestEvent,
     RequestState,
     RoutedRequest,
-    SampleOut,
 )
 
 
@@ -57,7 +56,7 @@ class Client:
                 self.got[sample] += token_ids
                 have = self.got[sample]
                 assert have == self.want[sample][: len(have)], "a token is wrong, missing or repeated"
-            case SampleOut(sample, _, _):
+            case SampleEnd(sample, _, _):
                 assert sample not in self.ended, "a sample ended twice"
                 assert self.got[sample] == self.want[sample], "a sample ended early"
                 self.ended.add(sample)

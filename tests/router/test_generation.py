@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from baton.errors import BatonError, NodeUnavailable, RequestCancelled
-from baton.messages import Tokens
+from baton.messages import SampleEnd, Tokens
 from baton.sampling import FinishReason, SamplingParams
 from router.deliveries import Deliveries
 from router.generation import Generation, Part
 from router.nodes.dispatcher import Sink
 from router.requests.admission import Admission, Full
-from router.requests.request_state import RequestEnd, RequestTimings, RoutedRequest, SampleOut
+from router.requests.request_state import RequestEnd, RequestTimings, RoutedRequest
 from router.text.answer import Answer
 from router.text.stops import StopScanner, StopStrings
 from tests.router.tiny_tokenizer import tiny_tokenizer
@@ -66,7 +66,7 @@ async def test_a_reader_that_lags_gets_all_bit_by_bit():
         for sample in range(2):
             placing.sinks["a"](Tokens(sample, 0, (token,)))
     for sample in range(2):
-        placing.sinks["a"](SampleOut(sample, FinishReason.STOP, None))
+        placing.sinks["a"](SampleEnd(sample, FinishReason.STOP, None))
     placing.end("a")
     read = {0: "", 1: ""}
     ids: dict[int, list[int]] = {0: [], 1: []}

@@ -14,7 +14,7 @@ from baton.telemetry import ROUTER, RouterMetrics, new_registry
 from router.nodes.dispatcher import Dispatcher
 from router.request_metrics import RequestMetrics
 from router.requests.core import RouterCore
-from router.requests.request_state import FirstToken, RequestEnd, RequestEvent, RoutedRequest, SampleOut
+from router.requests.request_state import FirstToken, RequestEnd, RequestEvent, RoutedRequest
 from tests.router.rig import RouterRig, info
 
 ADOPTED = Adopted(0.1, 0, 9)
@@ -49,7 +49,7 @@ def test_a_decode_node_that_overtakes_the_prefill_node_leaves_nothing_to_wait_fo
 
 def test_without_a_handoff_nothing_waits(rig: RouterRig) -> None:
     rig.say("p1", rig.submit(), Tokens(0, 0, (5,)), SampleEnd(0, FinishReason.STOP, 5), now=2.0)
-    assert [type(e.event) for e in rig.emitted] == [Tokens, SampleOut]
+    assert [type(e.event) for e in rig.emitted] == [Tokens, SampleEnd]
     alone = RouterRig("d1", with_prefill=False, first_token="decode")
     alone.say("d1", alone.submit(), Tokens(0, 0, (5,)))
     assert alone.told == [(0, 5)]
