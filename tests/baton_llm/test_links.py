@@ -139,7 +139,7 @@ def test_updates_and_work_pass_and_a_session_that_is_ended_begins_anew(nodes):
     link.open()
     assert prefill.events == [SessionOpened(7)]
     dispatcher.send("work")
-    assert prefill.events[1:] == ["work"]  # type: ignore[arg-type]
+    assert prefill.events[1:] == ["work"]
     update = Update(ATTEMPT, End())
     link.deliver(turn(update, handled=0))  # before the role knew the session
     link.deliver(turn(update, update, handled=1))

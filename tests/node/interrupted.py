@@ -34,7 +34,7 @@ def in_warm_up(base: Base) -> RoleParts:
         threading.Event().wait()
 
     parts = make_role(base)
-    parts.mover.warm_up = warm_up  # type: ignore[method-assign]
+    parts.mover.warm_up = warm_up
     return parts
 
 
