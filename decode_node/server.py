@@ -12,7 +12,6 @@ from decode_node.handoffs import HandoffServer
 from node.events import Event, FromPeer, PeerClosed, PeerOpened, TargetEvent
 from node.handoffs.decode_links import DecodeLinks
 from node.handoffs.stream import HandoffEnd
-from node.loop import Turn
 from node.sessions import Context, Sessions
 from node.shell import NodeParts, RoleSide
 
@@ -29,23 +28,11 @@ class DecodeNode(node_pb2_grpc.DecodeNodeServicer):
         await self._handoffs.serve(context)
 
 
-class HandoffStreams:
-    """The streams that other nodes opened, and those to the decode nodes that requests move to."""
-
-    def __init__(self, opened_here: HandoffServer, to_others: DecodeLinks) -> None:
-        self._both = opened_here, to_others
-
-    def deliver(self, turn: Turn) -> None:
-        for streams in self._both:
-            streams.deliver(turn)
-
-    async def close(self) -> None:
-        for streams in self._both:
-            await streams.close()
-
-
-def serve(server: grpc.aio.Server, sessions: Sessions, parts: NodeParts, ours: HandoffEnd) -> HandoffStreams:
-    """Register the service and return the streams from and to other nodes."""
+def serve(
+    server: grpc.aio.Server, sessions: Sessions, parts: NodeParts, ours: HandoffEnd
+) -> tuple[HandoffServer, DecodeLinks]:
+    """Register the service and return the streams that other nodes open, and those to the decode nodes that requests
+    move to."""
     handoffs = HandoffServer(ours)
     node_pb2_grpc.add_DecodeNodeServicer_to_server(DecodeNode(sessions, handoffs), server)  # type: ignore[no-untyped-call]
 
@@ -57,7 +44,7 @@ def serve(server: grpc.aio.Server, sessions: Sessions, parts: NodeParts, ours: H
     assert outward is not None
     hello = replace(ours.hello, endpoints=outward.endpoints)
     to_others = replace(ours, hello=hello, transport=outward.transport, post=post_of_target)
-    return HandoffStreams(handoffs, DecodeLinks(to_others))
+    return handoffs, DecodeLinks(to_others)
 
 
 DECODE_SIDE = RoleSide("baton.v1.DecodeNode", serve)

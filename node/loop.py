@@ -94,10 +94,14 @@ class NodeLoop:
         self._reported: tuple[Load, bool] | None = None
         self._next_gauge = 0.0
 
-    def post(self, event: Event) -> int:
+    def post(self, event: Event | EngineCall[Any]) -> int:
         """Queue an event and return its number: once a `Turn` has a `num_handled` of at least that, the role has
         handled the event."""
-        return self._put(event)
+        with self._lock:
+            self._inbox.append(event)
+            number = next(self._posted)
+        self._awake.set()
+        return number
 
     def wake(self) -> None:
         """Have a turn run soon: a transfer or the device made progress."""
@@ -107,7 +111,7 @@ class NodeLoop:
         """Run `call` on the role's thread between two turns, after the events posted earlier; a future of its result,
         which never completes once the loop has stopped. A call that is cancelled before it begins is not run."""
         future: Future[T] = Future()
-        self._put(EngineCall(call, future))
+        self.post(EngineCall(call, future))
         return future
 
     def start(
@@ -160,13 +164,6 @@ class NodeLoop:
             aio.call_later(left, self._watch, aio, failed)
         else:
             failed(TimeoutError(f"a turn of the engine has not ended within {limit:g} s"))
-
-    def _put(self, item: Event | EngineCall[Any]) -> int:
-        with self._lock:
-            self._inbox.append(item)
-            number = next(self._posted)
-        self._awake.set()
-        return number
 
     def _turn(self, role: Role, deliver: Callable[[Turn], object], count: Callable[[], Counts]) -> None:
         self._turn_began = self.clock()

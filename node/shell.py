@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,8 +48,8 @@ AUDIT_S = 30.0
 """Timeout of an audit, which waits for the current turn."""
 
 
-class Peers(Protocol):
-    """A role's handoff streams."""
+class PeerStreams(Protocol):
+    """A role's handoff streams in one direction."""
 
     def deliver(self, turn: Turn) -> None: ...
 
@@ -105,10 +105,11 @@ class NodeParts:
 
 @dataclass(frozen=True, slots=True)
 class RoleSide:
-    """What a role adds to the shell. `serve` registers its gRPC service, named `service`, and returns its streams."""
+    """What a role adds to the shell. `serve` registers its gRPC service, named `service`, and returns its streams to
+    other nodes."""
 
     service: str
-    serve: Callable[[grpc.aio.Server, Sessions, NodeParts, HandoffEnd], Peers]
+    serve: Callable[[grpc.aio.Server, Sessions, NodeParts, HandoffEnd], Sequence[PeerStreams]]
 
 
 def make_hello(info: NodeInfo, part_blocks: int) -> Hello:
@@ -176,11 +177,11 @@ class Node:
             limits=limits,
             silence_s=self._settings.silence_timeout,
         )
-        self._peers = self._side.serve(self._server, self._sessions, self._parts, ours)
+        self._streams = self._side.serve(self._server, self._sessions, self._parts, ours)
         status = NodeStatus(info, self._parts.tokenizer, self._auditor, self._gate)
         node_pb2_grpc.add_NodeStatusServicer_to_server(status, self._server)  # type: ignore[no-untyped-call]
         self._health = Health(self._server, ["baton.v1.NodeStatus", self._side.service])
-        listeners = self._note, self._sessions.deliver, self._peers.deliver
+        listeners = self._note, self._sessions.deliver, *(streams.deliver for streams in self._streams)
         # Before the first turn, in which a data parallel node may take part in steps that the others take to warm up.
         warm_up = self._loop.run_engine_call(self._parts.warm_up)
         self._loop.start(self._parts.role, listeners, self._failed, self._parts.count)
@@ -221,7 +222,8 @@ class Node:
         """End all streams, the engine's thread and the metrics page. False: the thread did not end in time."""
         await asyncio.to_thread(self._loop.stop, GRACE_S)  # outputs so far are the last to be sent
         self._sessions.close()
-        await self._peers.close()
+        for streams in self._streams:
+            await streams.close()
         await self._server.stop(GRACE_S)
         ended = await asyncio.to_thread(self._loop.stop, THREAD_STOP_S)
         await asyncio.to_thread(self._auditor.close)

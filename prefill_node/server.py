@@ -21,10 +21,10 @@ class PrefillNode(node_pb2_grpc.PrefillNodeServicer):
         await self._sessions.serve(context)
 
 
-def serve(server: grpc.aio.Server, sessions: Sessions, parts: NodeParts, ours: HandoffEnd) -> DecodeLinks:
+def serve(server: grpc.aio.Server, sessions: Sessions, parts: NodeParts, ours: HandoffEnd) -> list[DecodeLinks]:
     """Register the service and return the streams to decode nodes."""
     node_pb2_grpc.add_PrefillNodeServicer_to_server(PrefillNode(sessions), server)  # type: ignore[no-untyped-call]
-    return DecodeLinks(ours)
+    return [DecodeLinks(ours)]
 
 
 PREFILL_SIDE = RoleSide("baton.v1.PrefillNode", serve)

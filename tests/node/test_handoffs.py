@@ -58,7 +58,7 @@ def with_links(idle_s: float = IDLE_S, **fields) -> RoleSide:
     """A prefill side whose links have other patience."""
     return RoleSide(
         PREFILL_SIDE.service,
-        lambda server, sessions, parts, ours: DecodeLinks(dataclasses.replace(ours, **fields), idle_s=idle_s),
+        lambda server, sessions, parts, ours: [DecodeLinks(dataclasses.replace(ours, **fields), idle_s=idle_s)],
     )
 
 
@@ -418,7 +418,7 @@ async def test_a_silent_peer_is_given_up():
     def serve(server, sessions, parts, ours):
         handoffs = HandoffServer(dataclasses.replace(ours, silence_s=0.2))
         node_pb2_grpc.add_DecodeNodeServicer_to_server(DecodeNode(sessions, handoffs), server)
-        return handoffs
+        return [handoffs]
 
     async with pair(decode=RoleSide(DECODE_SIDE.service, serve)) as (_, d), opened(d) as call:
         await hear(call)
