@@ -48,8 +48,9 @@ class BodyWriter:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the client lags behind with reading: nothing should be written until `on_resumed` is called."""
-        return self._flow.write_paused
+        """Whether the client lags behind with reading: nothing should be written until `on_resumed` is called. One that
+        has left lags behind no more, so that what waits for it comes to its end."""
+        return self._flow.write_paused and not self._has_left
 
     def on_resumed(self, call: Callable[[], None]) -> None:
         self._on_resumed = call
@@ -103,6 +104,7 @@ class BodyWriter:
         self._has_left = True
         if self._on_left is not None:
             self._on_left()
+        self.resumed()
 
     def end(self) -> None:
         """The answer is complete. Forgets whom to call, as a connection keeps its last answer's writer while idle."""

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from baton.sampling import FinishReason, SamplingParams
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
 from router.deliveries import SLICE_S, Deliveries
 from router.generation import Generation, Part
+from router.http.body_writer import BodyWriter
 from router.http.chunks import ChunkEvents
 from router.http.event_stream import EventStream
 from router.http.shapes import ChatShape
@@ -72,6 +74,7 @@ class Streams:
         self.tasks: list[asyncio.Task[None]] = []
         self.attention_s = ATTENTION_S
         self.events = ChunkEvents
+        self.connect: Callable[[], Any] = Connection
 
     async def open(self, count: int) -> None:
         for number in range(count):
@@ -85,7 +88,7 @@ class Streams:
             )
             self.dispatcher.handle_node_message("d", self.updates(Adopted(0.0, 0, 0))[-1:])
             model: Any = type("Model", (), {"name": "m"})
-            connection: Any = Connection()
+            connection = self.connect()
             self.connections.append(connection)
             shape = ChatShape(generation.request_id, model, None, None)
             stream = EventStream(generation, self.events(generation, shape, None), connection)
@@ -139,6 +142,22 @@ async def test_a_client_that_does_not_read_gets_all_when_it_does(streams):
     connection.resume()
     await asyncio.sleep(0)
     assert connection.num_chunks == 2
+
+
+async def test_a_client_that_leaves_what_is_complete_unread_ends_its_stream(streams):
+    flow, transport = SimpleNamespace(write_paused=True), SimpleNamespace(write=lambda data: None)
+    cycle: Any = SimpleNamespace(flow=flow, transport=transport, scope={})
+    streams.connect = lambda: BodyWriter(cycle, asyncio.get_running_loop())
+    await streams.open(1)
+    (writer,) = streams.connections
+    streams.dispatcher.handle_node_message(
+        "d", streams.updates(Tokens(0, 1, (301,)), SampleEnd(0, FinishReason.LENGTH), End())
+    )
+    await asyncio.sleep(0)
+    assert not streams.tasks[0].done()
+    writer.left()
+    async with asyncio.timeout(10):
+        await asyncio.gather(*streams.tasks)
 
 
 class Texts(ChunkEvents):

@@ -92,13 +92,14 @@ async def test_who_writes_is_told_that_the_client_reads_again_or_has_left_until_
     assert writer.is_paused
     writer.resumed()
     writer.left()
-    assert told == ["resumed", "left"]
+    assert told == ["resumed", "left", "resumed"]
+    assert not writer.is_paused
     writer.on_left(lambda: told.append("had left"))
-    assert told[2:] == ["had left"]
+    assert told[3:] == ["had left"]
     writer.end()
     writer.resumed()
     writer.left()
-    assert len(told) == 3
+    assert len(told) == 4
 
 
 async def test_what_comes_before_the_head_is_not_held():
