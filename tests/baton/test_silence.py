@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
+import weakref
 
 import pytest
 
@@ -37,6 +39,33 @@ async def test_whoever_stood_still_has_heard_nobody() -> None:
         stand_still(3 * LIMIT_S)
         await said.wait()
         silence.heard()
+
+
+class Call:
+    """What a body reads."""
+
+
+async def test_a_body_that_is_cancelled_is_no_garbage() -> None:
+    """Else a connection to a node that was removed stays open until garbage is collected."""
+    reads = asyncio.Event()
+
+    async def read(call: Call) -> None:
+        async with until_silent(60.0) as silence:
+            silence.heard()
+            reads.set()
+            await asyncio.Event().wait()
+
+    call = Call()
+    kept, task = weakref.ref(call), asyncio.create_task(read(call))
+    await reads.wait()
+    gc.disable()
+    try:
+        task.cancel()
+        await asyncio.wait([task])
+        del call, task
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def stand_still(seconds: float) -> None:

@@ -34,7 +34,11 @@ class SilenceWatch:
         self._slice_s = limit_s / NUM_SLICES
 
     def stop(self) -> None:
+        """Also forgets the timeout, which knows the task within it. A task that ends with an error would else be in a
+        cycle with its own traceback, and keep the call that it reads, with its connection, until garbage is
+        collected."""
         self._timer.cancel()
+        del self._timeout
 
     def _slice_ended(self) -> None:
         self._num_silent += 1
