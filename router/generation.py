@@ -163,6 +163,8 @@ class Generation:
         """The client left, or needs nothing more. Idempotent."""
         for request_id in list(self._live):
             self._dispatcher.cancel(request_id)
+        if self._error is not None:
+            self._error.__traceback__ = None  # its frames know this generation, which would be garbage with all it has
 
     @property
     def usage(self) -> Usage:

@@ -1,6 +1,8 @@
 """A generation between its nodes and its reader: started and ended as a whole, read bit by bit."""
 
 import asyncio
+import gc
+import weakref
 from functools import partial
 from typing import Any
 
@@ -142,6 +144,29 @@ async def test_closing_gives_back_what_was_admitted():
     assert admission.num_requests == 0
     with pytest.raises(RequestCancelled):
         await subject.next()
+
+
+async def test_one_that_has_failed_is_no_garbage_once_it_is_closed():
+    placing = Placing()
+    subject, _ = generation(placing, part("a"))
+    await subject.start(0.0)
+    placing.end("a", NodeUnavailable("lost"))
+
+    async def read(subject: Generation) -> None:
+        try:
+            with pytest.raises(NodeUnavailable):
+                await subject.next()
+        finally:
+            subject.close()
+
+    kept = weakref.ref(subject)
+    gc.disable()
+    try:
+        await read(subject)
+        del subject
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 async def test_a_reader_waits_no_longer_than_it_wants_to():
