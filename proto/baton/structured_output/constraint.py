@@ -70,11 +70,6 @@ class StructuredOutput:
         """Stands for it where many are remembered: a text may be long."""
         return hashlib.blake2b(f"{self.kind.value}:{self.text}".encode(), digest_size=16).digest()
 
-    @property
-    def is_gbnf(self) -> bool:
-        """Whether this grammar has a rule in GBNF, `name ::= ...`, which no grammar in Lark's form has."""
-        return _GBNF_RULE.search(self.text) is not None
-
     def choices(self) -> list[str]:
         """Of kind CHOICE. Raises InvalidRequest."""
         try:
@@ -84,3 +79,8 @@ class StructuredOutput:
         if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c for c in choices):
             raise InvalidRequest("structured_outputs: choice must be a list of non-empty strings", "structured_outputs")
         return choices
+
+
+def is_gbnf(grammar: str) -> bool:
+    """Whether it has a rule in GBNF, `name ::= ...`, which no grammar in Lark's form has."""
+    return _GBNF_RULE.search(grammar) is not None

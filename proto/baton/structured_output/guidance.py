@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,12 +12,14 @@ from llguidance import LLMatcher, LLParserLimits
 from baton.errors import InvalidRequest
 from baton.structured_output.constraint import StructuredKind, StructuredOutput
 from baton.structured_output.guidance_schema import guidance_schema
-from baton.structured_output.structural_lark import structural_grammar
+from baton.structured_output.structural_lark import check_lark, structural_grammar
 from baton.structured_output.structural_tag import load_structural_tag
 
 LIMITS = LLParserLimits(max_grammar_size=200_000, verbose_errors=False)
 """Of what is compiled, for all processes alike: a router must not accept what a node refuses."""
 _NO_TOKENS: Mapping[str, int] = {}
+_PLACE = re.compile(r"^(at )?\d+\(\d+\): |\n +\d+ \| .*", re.DOTALL)
+"""Of a mistake in a grammar, and the lines around it."""
 
 
 def guidance_grammar(structured: StructuredOutput, special_tokens: Mapping[str, int] = _NO_TOKENS) -> str:
@@ -35,12 +38,7 @@ def guidance_grammar(structured: StructuredOutput, special_tokens: Mapping[str, 
         case StructuredKind.CHOICE:
             return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, structured.choices())))
         case StructuredKind.GRAMMAR:
-            if structured.is_gbnf:
-                raise InvalidRequest(
-                    "llguidance takes grammars in its variant of Lark, `start: ...`, not in GBNF",
-                    "structured_outputs",
-                )
-            return LLMatcher.grammar_from_lark(structured.text)
+            return LLMatcher.grammar_from_lark(check_lark(structured.text))
         case StructuredKind.STRUCTURAL_TAG:
             return structural_grammar(load_structural_tag(structured.text), special_tokens)
 
@@ -53,8 +51,10 @@ def _json_grammar(schema: Any) -> str:
 
 
 def why_invalid(structured: StructuredOutput) -> str | None:
-    """Why it cannot be compiled. May take seconds of CPU for a hostile one, and keeps no lock meanwhile."""
+    """Why it cannot be compiled; quotes no grammar but the client's. May take seconds of CPU for a hostile one, and
+    keeps no lock meanwhile."""
     try:
-        return LLMatcher.validate_grammar(guidance_grammar(structured), None, limits=LIMITS) or None
+        reason = LLMatcher.validate_grammar(guidance_grammar(structured), None, limits=LIMITS)
     except InvalidRequest as error:
         return error.message
+    return (reason if structured.kind is StructuredKind.GRAMMAR else _PLACE.sub("", reason)) or None

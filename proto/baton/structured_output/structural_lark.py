@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from baton.errors import InvalidRequest
+from baton.structured_output.constraint import is_gbnf
 from baton.structured_output.guidance_schema import guidance_schema
 from baton.structured_output.structural_tag import PARAM, Format, trigger_of
 
@@ -65,7 +66,7 @@ class _Writer:
             case "regex":
                 return f"/{_escaped(wanted['pattern'])}/"
         name = f"grammar_{len(self._others)}"
-        self._others.append({"name": name, "lark_grammar": wanted["grammar"]})
+        self._others.append({"name": name, "lark_grammar": check_lark(wanted["grammar"])})
         return f"@{name}"
 
     def _tag(self, tag: Format, begin: str, ends: Sequence[str]) -> str:
@@ -131,6 +132,13 @@ class _Writer:
         name = f"rule_{len(self._rules)}"
         self._rules.append(f"{name}{attributes}: {body}")
         return name
+
+
+def check_lark(grammar: str) -> str:
+    """The grammar of a client. Raises InvalidRequest for one in the other backend's form."""
+    if is_gbnf(grammar):
+        raise InvalidRequest("llguidance takes grammars in its variant of Lark, `start: ...`, not in GBNF", PARAM)
+    return grammar
 
 
 def _escaped(pattern: str) -> str:

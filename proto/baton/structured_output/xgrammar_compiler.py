@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from baton.errors import InvalidRequest
-from baton.structured_output.constraint import MAX_JSON_WHITESPACE, StructuredKind, StructuredOutput
+from baton.structured_output.constraint import MAX_JSON_WHITESPACE, StructuredKind, StructuredOutput, is_gbnf
 from baton.structured_output.structural_tag import Format, load_structural_tag
 from baton.structured_output.xgrammar_schema import why_unsupported, why_unsupported_regex
 from baton.tokenizer_decoder import replace_metaspace
@@ -77,8 +77,8 @@ class XgrammarCompiler:
             case StructuredKind.CHOICE:
                 return self._compiler.compile_grammar("root ::= " + " | ".join(map(json.dumps, structured.choices())))
             case StructuredKind.GRAMMAR:
-                if not structured.is_gbnf:
-                    raise ValueError("XGrammar takes grammars in GBNF, `root ::= ...`, not in Lark's form")
+                if reason := _why_not_gbnf(structured.text):
+                    raise ValueError(reason)
                 return self._compiler.compile_grammar(structured.text)
             case StructuredKind.STRUCTURAL_TAG:
                 wanted = load_structural_tag(structured.text)
@@ -102,7 +102,13 @@ def _why_unsupported(wanted: Format) -> str | None:
             return why_unsupported(wanted["json_schema"])
         case "regex":
             return why_unsupported_regex(wanted["pattern"])
+        case "grammar":
+            return _why_not_gbnf(wanted["grammar"])
     return None
+
+
+def _why_not_gbnf(grammar: str) -> str | None:
+    return None if is_gbnf(grammar) else "XGrammar takes grammars in GBNF, `root ::= ...`, not in Lark's form"
 
 
 def _vocabulary(tokenizer: dict[str, Any], vocab_size: int) -> list[str]:

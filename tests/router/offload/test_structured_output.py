@@ -18,6 +18,7 @@ import pytest
 from baton.errors import BatonError, InvalidRequest, Overloaded
 from baton.node_info import GenerationDefaults
 from baton.structured_output.constraint import MAX_STRUCTURED_CHARS, StructuredBackend, StructuredKind, StructuredOutput
+from baton.structured_output.guidance import why_invalid
 from router import refusals
 from router.offload import grammars
 from router.offload.grammars import GrammarChecker
@@ -253,6 +254,22 @@ async def test_a_process_that_dies_is_started_again_and_answers_are_remembered(c
     assert checker.worker.ended, "what is known needs no process"
     with pytest.raises(InvalidRequest, match="regex"):
         await checker.says(StructuredOutput(StructuredKind.REGEX, "(a"))
+
+
+@pytest.mark.parametrize(
+    ("within", "reason"),
+    [
+        ({"type": "json_schema", "json_schema": {"type": "frob"}}, "failed to compile JSON schema: Invalid type: frob"),
+        ({"type": "regex", "pattern": "(a"}, 'invalid regex "(a" (in regex): regex parse error:\n    (a\n    ^\n'),
+    ],
+)
+def test_a_reason_quotes_nothing_that_the_client_has_not_written(within: object, reason: str) -> None:
+    """Behind reasoning or beside tools, a constraint is a part of a grammar of the router's own."""
+    elements = [{"type": "const_string", "value": "first"}, within]
+    tag = json.dumps({"type": "structural_tag", "format": {"type": "sequence", "elements": elements}})
+    told = why_invalid(StructuredOutput(StructuredKind.STRUCTURAL_TAG, tag)) or ""
+    assert told.startswith(reason)
+    assert "start:" not in told
 
 
 async def test_a_long_text_is_remembered_by_its_digest_alone(checker: Checker) -> None:
