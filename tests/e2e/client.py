@@ -58,7 +58,9 @@ class Client:
 
     def __init__(self, router: Router) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        self._http = httpx.AsyncClient(base_url=router.url, trust_env=False, timeout=PATIENCE_S, limits=limits)
+        self._http = httpx.AsyncClient(
+            base_url=router.url, trust_env=False, verify=False, timeout=PATIENCE_S, limits=limits
+        )
         self._channel = grpc.aio.insecure_channel(str(router.grpc), options=CHANNEL_OPTIONS)
         self.generation = generation_pb2_grpc.GenerationStub(self._channel)
         self._requests: list[Request] = []

@@ -85,7 +85,7 @@ class Member:
         self.log = folder / f"{name}.log"
         self._module, self._args = module, args
         self._process: ForkedProcess | None = None
-        self._client = httpx.Client(trust_env=False, timeout=PAGE_TIMEOUT_S)
+        self._client = httpx.Client(trust_env=False, verify=False, timeout=PAGE_TIMEOUT_S)
 
     def start(self) -> None:
         """Begin a new life; `wait_*` tells when it serves."""
