@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from baton_kernels.gated_activation import Activation, gated_activation
 from baton_kernels.linear import gated_linear, linear
@@ -111,7 +112,7 @@ class LinearMethod(ABC):
 
 
 class UnquantizedLinear(LinearMethod):
-    """weight: [out_features, in_features], as in nn.Linear; bias: [out_features]."""
+    """weight: [out_features, in_features], as in nn.Linear, with any strides; bias: [out_features]."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
@@ -272,12 +273,15 @@ def attach(module: nn.Module, method: LinearMethod) -> None:
 
 def method_of(module: object) -> LinearMethod | None:
     """The method that computes the module: the attached one; or a new one over its weights, for a linear layer that
-    transformers made and loaded; None if it is not a linear layer."""
+    transformers made and loaded (of GPT-2's with inputs as rows: over a view); None if it is not a linear layer."""
     if not isinstance(module, nn.Module):
         return None
     attached: LinearMethod | None = module.__dict__.get(_METHOD)
     if attached is None and type(module) is nn.Linear and module.weight.is_floating_point():
         return UnquantizedLinear(module.weight, module.bias)
+    if attached is None and type(module) is Conv1D:
+        weight, bias = module.parameters()
+        return UnquantizedLinear(weight.t(), bias)
     return attached
 
 

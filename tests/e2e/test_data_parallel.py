@@ -13,8 +13,9 @@ from baton.address import HostPort
 from deploy.ports import HeldPort
 from tests.e2e.client import Client
 from tests.e2e.cluster import Cluster, Node, Role, wait_until, wait_whole
+from tests.e2e.random_model import MAX_TOKENS
 from tests.e2e.reference_file import Reference
-from tests.e2e.test_expert_parallel import MAX_TOKENS, embedded, eplb
+from tests.e2e.test_expert_parallel import embedded, eplb
 from tests.summary import COMPARED, EXPERT_TIES
 
 pytestmark = pytest.mark.timeout(300)

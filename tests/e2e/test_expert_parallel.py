@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -16,19 +15,15 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, GptOssConfig, Qwen3MoeConfig
 
 from engine.checkpoint import EMBEDDED
-from engine.model.load.checkpoint import Checkpoint
 from tests.e2e import references
 from tests.e2e.asked_twice import check_twice
 from tests.e2e.cluster import Cluster, Node, wait_until
+from tests.e2e.random_model import MAX_TOKENS, NUM_PROMPTS, SEED, SHAPE, made
 from tests.e2e.reference_file import NEAR_TIE, Reference
 
 pytestmark = pytest.mark.timeout(300)
 
-TINY = EMBEDDED["baton-tiny"]
 MOE = "baton-tiny-moe"
-SEED = 20_26
-NUM_PROMPTS = 16
-MAX_TOKENS = 20
 YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 16}
 WAYS = ("1", "tp2", "tp4", "ep2", "ep4")
 """Ranks, and whether each has a part of every expert or some of them whole."""
@@ -47,7 +42,7 @@ async def test_answers_are_those_of_transformers(
     family: str, prefill: str, decode: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     """Blocks and slots are whole after it."""
-    folder, wanted = await (asyncio.to_thread(embedded) if family == MOE else asyncio.to_thread(made, family, tmp_path))
+    folder, wanted = await asyncio.to_thread(*(embedded,) if family == MOE else (made, config_of(family), tmp_path))
     (tmp_path / "logs").mkdir()
     with Cluster(tmp_path / "logs") as cluster:
         nodes = node(cluster, folder, "prefill", prefill), node(cluster, folder, "decode", decode)
@@ -132,49 +127,9 @@ def embedded() -> tuple[Path, list[Reference]]:
     return folder, [references.generate(model, [], "ids", prompt, MAX_TOKENS, True) for prompt in prompts]
 
 
-def made(family: str, root: Path) -> tuple[Path, list[Reference]]:
-    """A small random mixture with baton-tiny's tokenizer, the same each time, and what transformers makes of prompts
-    in fp32."""
-    tokenizer = Checkpoint.open(TINY)
-    shape: dict[str, Any] = {
-        "vocab_size": tokenizer.vocab_size,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 512,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-        "initializer_range": 0.2,  # logits far apart, and experts
-    }
-    config: Any = (
-        GptOssConfig(
-            **shape,
-            intermediate_size=64,
-            sliding_window=32,
-            num_local_experts=8,
-            num_experts_per_tok=3,
-            rope_parameters=YARN,
-        )
-        if family == "gpt_oss"
-        else Qwen3MoeConfig(**shape, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=3)
-    )
-    folder = root / "model"
-    torch.set_num_threads(1)
-    torch.manual_seed(SEED)
-    auto: Any = AutoModelForCausalLM
-    model = auto.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("bias", "sinks")):
-                parameter.normal_(0, 0.2)
-    model.save_pretrained(folder)
-    for file in TINY.glob("*token*"):
-        shutil.copy(file, folder)
-    model.generation_config = GenerationConfig()
-    rng = Random(SEED)
-    prompts = [
-        [rng.randrange(10, tokenizer.vocab_size) for _ in range(rng.randrange(1, 120))] for _ in range(NUM_PROMPTS)
-    ]
-    return folder, [references.generate(model, [], "ids", prompt, MAX_TOKENS, True) for prompt in prompts]
+def config_of(family: str) -> Any:
+    """Of a small mixture."""
+    if family == "gpt_oss":
+        own = {"sliding_window": 32, "num_local_experts": 8, "num_experts_per_tok": 3, "rope_parameters": YARN}
+        return GptOssConfig(**SHAPE, intermediate_size=64, **own)
+    return Qwen3MoeConfig(**SHAPE, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=3)

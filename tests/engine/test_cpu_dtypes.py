@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GPT2Config
 
 from baton_kernels.packed_linear import can_pack_int4, can_pack_int8
 from benchmarks.engine.cpu.baton_side import EngineRunner
@@ -22,6 +22,7 @@ from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.probe import Probe, probe
 from engine.model.quantization.linear import LinearOfFourBits, QuantizedLinear
+from tests.engine import tiny_models
 from tools.quantize import write
 from tools.tiny.training.evaluate import heldout, prompt_ids
 
@@ -77,6 +78,18 @@ def test_bf16_is_packed_and_each_weight_is_there_once(exact: torch.Tensor) -> No
     assert error(logits(model, probed), exact) < 0.03
     left = {name for name, p in model.named_parameters() if p.ndim == 2 and p.numel()}
     assert left == {"model.embed_tokens.weight"}  # which also makes the logits, and is packed besides
+
+
+def test_weights_with_inputs_as_rows_are_packed(tmp_path: Path) -> None:
+    """Of GPT-2."""
+    config = GPT2Config(vocab_size=160, n_positions=128, n_embd=64, n_layer=2, n_head=8)
+    model = loader.load_model(Checkpoint.open(tiny_models.save(config, tmp_path)), "bfloat16")
+    probed = probe(model, 128)
+    expected = logits(model, probed)
+    assert fast.apply(model, probed, 128).num_packed == 2 * 4 + 1
+    assert error(logits(model, probed), expected) < 0.01
+    left = {name for name, p in model.named_parameters() if p.ndim == 2 and p.numel()}
+    assert left == {"transformer.wte.weight", "transformer.wpe.weight"}
 
 
 def test_layers_whose_joint_product_differs_are_packed_one_by_one(

@@ -98,7 +98,7 @@ def check_same(folder: Path, size: int, *, fused: bool, whole_experts: bool = Fa
     assert float(error.max()) < 1e-5
     num_heads = whole.shape[3]
     for rank, pool in enumerate(pools):
-        held = kv_slice(Checkpoint.open(folder).config, rank, size)
+        held = kv_slice(Checkpoint.open(folder).text_config, rank, size)
         assert held.head_end <= num_heads
         mine = whole[:, :, :, held.head_start : held.head_end]
         torch.testing.assert_close(pool, mine, atol=1e-4, rtol=1e-4, equal_nan=True)
@@ -352,20 +352,19 @@ def test_each_rank_has_whole_groups_of_heads_and_all_have_equally_many(
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(1, 3), st.data())
-def test_runs_are_the_elements_of_the_cut(shape: list[int], sections: int, data: st.DataObject) -> None:
-    """In their order, each once; rows beyond the tensor are not in it."""
+def test_runs_are_the_elements_of_the_cut(shape: list[int], num_spans: int, data: st.DataObject) -> None:
+    """Those of each span in their order, each once; rows beyond the tensor are not in it."""
     dim = data.draw(st.integers(0, len(shape) - 1))
-    section, beyond = shape[dim], 3 if dim == 0 and sections == 1 else 0
-    first = data.draw(st.integers(0, section + beyond))
-    end = data.draw(st.integers(first, section + beyond))
-    whole = (*shape[:dim], section * sections, *shape[dim + 1 :])
-    cut = Cut(dim, first, end, whole, sections)
-    numbers = torch.arange(math.prod(whole)).view(whole).unflatten(dim, (sections, section))
-    own = numbers.narrow(dim + 1, min(first, section), max(0, min(end, section) - min(first, section)))
-    runs = cut.runs()
-    found = [runs.first + run * runs.pitch + at for run in range(runs.num_runs) for at in range(runs.length)]
-    assert found == own.flatten().tolist()
-    assert cut.shape == (*shape[:dim], (end - first) * sections, *shape[dim + 1 :])
+    size, beyond = shape[dim], 3 if dim == 0 and num_spans == 1 else 0
+    ends = st.tuples(*[st.integers(0, size + beyond)] * 2).map(sorted).map(lambda span: (span[0], span[1]))
+    spans = tuple(data.draw(ends) for _ in range(num_spans))
+    cut = Cut(dim, spans, tuple(shape))
+    numbers = torch.arange(math.prod(shape)).view(shape)
+    for (first, end), runs in zip(spans, cut.runs(), strict=True):
+        own = numbers.narrow(dim, min(first, size), min(end, size) - min(first, size))
+        found = [runs.first + run * runs.pitch + at for run in range(runs.num_runs) for at in range(runs.length)]
+        assert found == own.flatten().tolist()
+    assert cut.shape == (*shape[:dim], sum(end - first for first, end in spans), *shape[dim + 1 :])
 
 
 def test_ranks_give_back_the_same_blocks_behind_windows(tmp_path: Path) -> None:

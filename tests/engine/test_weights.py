@@ -248,19 +248,21 @@ def test_conversions_that_compute_are_left_to_transformers(tmp_path: Path, monke
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_runs_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """One by one where they are long; else several at a time, and each value once."""
+    """One by one where they are long; else several at a time, and each value once; into some columns of a tensor."""
     numbers = torch.arange(5 * 7 * 6, dtype=torch.float32).view(5, 7, 6)
     (tmp_path / "file").write_bytes(b"head" + numbers.numpy().tobytes())
     monkeypatch.setattr(parallel_read, "SPAN_BYTES", 100)
     read: list[int] = []
     for shortest in (8, 13):
         monkeypatch.setattr(parallel_read, "MIN_RUN_BYTES", shortest)
-        target = torch.full((5, 7, 2), float("nan"), dtype=dtype)
-        runs = Cut(2, 3, 5, (5, 7, 6)).runs()
-        spans = list(parallel_read.run_spans(tmp_path / "file", 4, torch.float32, target, runs))
+        target = torch.full((5, 7, 4), float("nan"), dtype=dtype)
+        (runs,) = Cut(2, ((3, 5),), (5, 7, 6)).runs()
+        rows = target.view(35, 4)[:, 1:3]
+        spans = list(parallel_read.run_spans(tmp_path / "file", 4, torch.float32, rows, runs))
         assert len(spans) == {8: 35, 13: 9}[shortest]
         parallel_read.read_spans(spans, read.append)
-        assert torch.equal(target, numbers[:, :, 3:5].to(dtype))
+        assert torch.equal(target[:, :, 1:3], numbers[:, :, 3:5].to(dtype))
+        assert bool(target[:, :, [0, 3]].isnan().all())
     assert sum(read) == 2 * 5 * 7 * 2 * 4
 
 

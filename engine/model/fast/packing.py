@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.model.fast.target import Target
+from engine.model.linear_method import method_of
 
 MIN_FP32_BYTES = 64 << 20
 """In fp32, models whose weights have fewer bytes keep torch's own products: they fit a processor's cache, and parity
@@ -48,7 +49,7 @@ def _parameters(model: nn.Module) -> tuple[dict[int, list[nn.Parameter]], set[in
     others = set()
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            if type(module) is nn.Linear:
+            if method_of(module) is not None:
                 layers.setdefault(_place(parameter), []).append(parameter)
             else:
                 others.add(_place(parameter))

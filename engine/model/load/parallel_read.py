@@ -67,11 +67,12 @@ def cut_spans(file: Path, offset: int, dtype: torch.dtype, target: Tensor) -> It
         yield FileSpan(file, offset + start * dtype.itemsize, dtype, flat[start : start + step])
 
 
-def run_spans(file: Path, offset: int, dtype: torch.dtype, target: Tensor, runs: Runs) -> Iterator[FileSpan]:
-    """Like `cut_spans`, for values in runs of a tensor that begins at `offset`. Short runs are read together with the
-    gaps between them."""
+def run_spans(file: Path, offset: int, dtype: torch.dtype, rows: Tensor, runs: Runs) -> Iterator[FileSpan]:
+    """Like `cut_spans`, for values in runs of a tensor that begins at `offset`. rows: the targets of the runs,
+    [num_runs, length], each contiguous. Short runs are read together with the gaps between them."""
     size, (first, length, pitch, num_runs) = dtype.itemsize, runs
-    rows = target.view(-1)[: num_runs * length].view(num_runs, length)
+    if not length:
+        return
     if length * size >= MIN_RUN_BYTES or pitch * size > SPAN_BYTES // 2:
         for run in range(num_runs):
             yield from cut_spans(file, offset + (first + run * pitch) * size, dtype, rows[run])

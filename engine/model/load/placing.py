@@ -49,7 +49,7 @@ class Place(NamedTuple):
 
     def is_in(self, cut: Cut | None) -> bool:
         """Whether that part of the model's tensor contains any of the stored tensor. None: the whole tensor."""
-        return cut is None or self.expert is None or cut.dim > 0 or cut.first <= self.expert < cut.end
+        return cut is None or self.expert is None or cut.dim > 0 or cut.spans[0][0] <= self.expert < cut.spans[0][1]
 
     def cut(self, cut: Cut | None) -> Cut | None:
         """The part of the stored tensor that is in that part of the model's tensor; None: all of it."""
@@ -58,15 +58,19 @@ class Place(NamedTuple):
         if cut.dim == 0:
             return None
         shape = self.stored_shape(cut.whole)
-        if cut.dim == 1 and cut.sections != self.num_parts:
-            raise UnsupportedModel(f"{self.name}: {self.num_parts} parts of an expert cannot be divided so")
-        return Cut(cut.dim - 1, cut.first, cut.end, shape)
+        spans = cut.spans
+        if cut.dim == 1 and self.num_parts > 1:
+            if len(spans) != self.num_parts:
+                raise UnsupportedModel(f"{self.name}: {self.num_parts} parts of an expert cannot be divided so")
+            first, end = (index - self.part * shape[0] for index in spans[self.part])
+            spans = ((first, end),)
+        return Cut(cut.dim - 1, spans, shape)
 
     def slices(self, cut: Cut | None, shape: tuple[int, ...]) -> tuple[int | slice, ...]:
         """Where the stored tensor goes in the part `cut` of the model's tensor, which has the shape `shape`."""
         if self.expert is None:
             return ()
-        first = cut.first if cut is not None and cut.dim == 0 else 0
+        first = cut.spans[0][0] if cut is not None and cut.dim == 0 else 0
         rows = shape[1] // self.num_parts
         return self.expert - first, slice(self.part * rows, (self.part + 1) * rows)
 

@@ -6,6 +6,7 @@ says why.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
@@ -62,8 +63,7 @@ class Source(NamedTuple):
         """The size of the wanted part of the stored tensor."""
         if self.cut is None:
             return self.stored.num_bytes
-        runs = self.cut.runs()
-        return runs.num_runs * runs.length * DTYPES[self.stored.dtype].itemsize
+        return sum(runs.num_runs * runs.length for runs in self.cut.runs()) * DTYPES[self.stored.dtype].itemsize
 
 
 def match(
@@ -170,9 +170,12 @@ def _spans(source: Source) -> Iterator[FileSpan]:
         assert stored.num_bytes == target.numel() * dtype.itemsize, source
         yield from cut_spans(stored.file, stored.offset, dtype, target)
         return
-    runs = source.cut.runs()
-    yield from run_spans(stored.file, stored.offset, dtype, target, runs)
-    target.view(-1)[runs.num_runs * runs.length :].zero_()
+    rows, start = target.flatten(source.cut.dim).view(math.prod(target.shape[: source.cut.dim]), -1), 0
+    for runs in source.cut.runs():
+        end = start + runs.length
+        yield from run_spans(stored.file, stored.offset, dtype, rows[:, start:end], runs)
+        start = end
+    rows[:, start:].zero_()
 
 
 def _kept_in_fp32(model: PreTrainedModel) -> list[str]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+Span = tuple[int, int]
+"""Indices from the first up to, and without, the second."""
+
 
 class Runs(NamedTuple):
     """Elements in `num_runs` runs of `length` elements. The first run begins at `first`, each further one `pitch`
@@ -17,26 +20,23 @@ class Runs(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Indices [first, end) along dimension `dim` of a tensor with the shape `whole`. If the dimension consists of
-    several equal `sections` (gate and up in one tensor), the indices count within each section. Indices beyond the end
-    of dimension 0 stand for zeros."""
+    """The indices of `spans` along dimension `dim` of a tensor with the shape `whole`, one span after another: several
+    for a tensor that consists of several (q, k and v; gate and up). Indices beyond the end of dimension 0 stand for
+    zeros."""
 
     dim: int
-    first: int
-    end: int
+    spans: tuple[Span, ...]
     whole: tuple[int, ...]
-    sections: int = 1
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the part."""
-        part = (self.end - self.first) * self.sections
+        part = sum(end - first for first, end in self.spans)
         return (*self.whole[: self.dim], part, *self.whole[self.dim + 1 :])
 
-    def runs(self) -> Runs:
-        """Where the part's elements are in the whole tensor, in order."""
-        section = self.whole[self.dim] // self.sections
-        inner = math.prod(self.whole[self.dim + 1 :])
-        first, end = (min(index, section) for index in (self.first, self.end))
-        num_runs = math.prod(self.whole[: self.dim]) * self.sections if end > first else 0
-        return Runs(first * inner, (end - first) * inner, section * inner, num_runs)
+    def runs(self) -> list[Runs]:
+        """Where the elements of each span are in the whole tensor, in order."""
+        size, inner = self.whole[self.dim], math.prod(self.whole[self.dim + 1 :])
+        clipped = [tuple(min(index, size) for index in span) for span in self.spans]
+        num_runs = math.prod(self.whole[: self.dim])
+        return [Runs(first * inner, (end - first) * inner, size * inner, num_runs) for first, end in clipped]

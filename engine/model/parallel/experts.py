@@ -58,16 +58,13 @@ def expert_cuts(
             if num_redundant is None
             else _slots(name, of.num_experts, num_redundant, rank, size)
         )
-        return {own: Cut(0, first, end, shape) for own, shape in shapes.items()}
+        return {own: Cut(0, ((first, end),), shape) for own, shape in shapes.items()}
     first, end = _features(of.intermediate_size, block, rank, size, name)
     rows, columns = (2, 1) if is_transposed(module) else (1, 2)
-    gate_up = (2 * first, 2 * end) if of.interleaved else (first, end)
-    cuts = {
-        own: Cut(dim, *gate_up, shapes[own], 1 if of.interleaved else 2)
-        for own, dim in ((NAMES[0], rows), (_BIASES[0], 1))
-        if own in shapes
-    }
-    return cuts | {NAMES[1]: Cut(columns, first, end, shapes[NAMES[1]])}
+    width = of.intermediate_size
+    gate_up = ((2 * first, 2 * end),) if of.interleaved else ((first, end), (width + first, width + end))
+    cuts = {own: Cut(dim, gate_up, shapes[own]) for own, dim in ((NAMES[0], rows), (_BIASES[0], 1)) if own in shapes}
+    return cuts | {NAMES[1]: Cut(columns, ((first, end),), shapes[NAMES[1]])}
 
 
 def _features(number: int, block: int, rank: int, size: int, name: str) -> tuple[int, int]:

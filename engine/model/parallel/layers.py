@@ -18,6 +18,7 @@ from engine.model.parallel.data_parallel import DataParallel
 from engine.model.parallel.expert_slots import connect_slots
 from engine.model.parallel.experts import connect_experts, sum_block
 from engine.model.parallel.group import RankGroup
+from engine.model.parallel.plan import KV_HEADS
 from engine.model.parallel.sharding import Sharding, WideNorm
 from engine.model.tolerance import Tolerance, close
 
@@ -38,8 +39,9 @@ def connect(model: PreTrainedModel, sharding: Sharding, group: RankGroup, expert
         summed[name.rpartition(".")[0]].append(module)
     for module in sharding.row_parallel:
         ranks = experts.everyone if module in within else group
-        if module.bias is not None and ranks.rank:
-            module.bias.zero_()  # only rank 0 adds it to the sum
+        bias: Any = module.bias
+        if bias is not None and ranks.rank:
+            bias.zero_()  # only rank 0 adds it to the sum
         if module in within:
             summed[within[module]].append(module)
         else:
@@ -64,20 +66,21 @@ class _Reached(Exception):
 def _require_separable(model: PreTrainedModel, sharding: Sharding) -> None:
     """Refuse an MLP in which a feature depends on others (Gemma 3n keeps those far above their mean), of which other
     ranks hold some: half of its features must come out the same without the other half."""
-    columns, names = set(sharding.column_parallel), {module: name for name, module in model.named_modules()}
+    columns, names = sharding.column_parallel, {module: name for name, module in model.named_modules()}
     for down in sharding.row_parallel:
         name = names[down].rpartition(".")[0]
         mlp = model.get_submodule(name)
-        before = [child for child in mlp.children() if child in columns]
-        if hasattr(mlp, "k_proj"):
+        before = {child: len(columns[child]) for child in mlp.children() if child in columns}
+        if any(KV_HEADS in columns[child] for child in before):
             continue  # attention, whose features are heads
         whole, half = (_features(mlp, before, down, share, _few_tokens(model)) for share in (1, 2))
         if not close(half, whole[..., : half.shape[-1]]):
             raise UnsupportedModel(f"{name}: its features depend on one another, and cannot be divided among ranks")
 
 
-def _features(mlp: nn.Module, before: list[nn.Linear], down: nn.Linear, share: int, x: Tensor) -> Tensor:
-    """What `down` gets if each layer before it returns the first of `share` parts of its features, all random."""
+def _features(mlp: nn.Module, before: dict[nn.Module, int], down: nn.Module, share: int, x: Tensor) -> Tensor:
+    """What `down` gets if each layer before it returns the first of `share` parts of its features, all random. before:
+    these layers, each with the number of layers whose features it has: of each, it returns the first ones."""
     found: list[Tensor] = []
 
     def stop(_: nn.Module, inputs: tuple[Tensor]) -> None:
@@ -86,11 +89,12 @@ def _features(mlp: nn.Module, before: list[nn.Linear], down: nn.Linear, share: i
 
     own = [layer.forward for layer in before]
     hook = down.register_forward_pre_hook(stop)
-    for seed, layer in enumerate(before):
-        generator, size = torch.Generator().manual_seed(seed), (*x.shape[:-1], layer.out_features)
+    for seed, (layer, num) in enumerate(before.items()):
+        width = _method(layer).out_features // num
+        generator, size = torch.Generator().manual_seed(seed), (*x.shape[:-1], num, width)
         # The default dtype, which another thread may change meanwhile, would decide which values are drawn.
         values = torch.randn(size, generator=generator, dtype=torch.float32).to(x)
-        layer.forward = partial(_first, values, layer.out_features // share)  # type: ignore[method-assign]
+        layer.forward = partial(_first, values, width // share)
     try:
         mlp(x)
     except _Reached:
@@ -98,12 +102,12 @@ def _features(mlp: nn.Module, before: list[nn.Linear], down: nn.Linear, share: i
     finally:
         hook.remove()
         for layer, forward in zip(before, own, strict=True):
-            layer.forward = forward  # type: ignore[method-assign]
+            layer.forward = forward
     return found[0]
 
 
 def _first(values: Tensor, number: int, _: Tensor) -> Tensor:
-    return values[..., :number]
+    return values[..., :number].flatten(-2)
 
 
 class _Collective(LinearMethod):

@@ -1,6 +1,7 @@
 """Which part of a model each rank holds, following transformers' tensor-parallel plan of the model.
 
-    q, k, v, gate, up    some of the outputs (whole heads); a KV head is on several ranks if there are fewer than ranks
+    q, k, v, gate, up    some of the outputs (whole heads), also of a layer that computes several of these (`Packed`); a
+                         KV head is on several ranks if there are fewer than ranks
     o, down              some of the inputs: each rank's product is a partial sum
     experts              a part of each expert, or some experts (`engine.model.parallel.experts`)
     embedding, head      some of the vocabulary
@@ -12,6 +13,7 @@ collectives are in `engine.model.parallel.layers`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,21 +21,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from baton.layout import KvSlice
 from engine.model.errors import UnsupportedModel
 from engine.model.experts import expert_modules, is_transposed
 from engine.model.linear_method import Quantization
 from engine.model.missing_modules import MissingModule, num_held_layers
-from engine.model.parallel.cut import Cut
+from engine.model.parallel.cut import Cut, Span
 from engine.model.parallel.experts import expert_cuts
 from engine.model.parallel.group import RankGroup
-from engine.model.parallel.plan import HEADS, KV_HEADS, REPLICATED, styles
+from engine.model.parallel.plan import FEATURES, HEADS, KV_HEADS, REPLICATED, Packed, Style, styles
 from engine.model.parallel.stages import WHOLE, Stage
 
 Shape = tuple[int, ...]
 
 _KV = ("k_proj", "v_proj")
+_WIDTHS: Mapping[type, tuple[tuple[str, int], tuple[str, int]]] = {
+    nn.Linear: (("out_features", 0), ("in_features", 1)),
+    Conv1D: (("nf", 1), ("nx", 0)),
+}
+"""By class of linear layers: the attributes with the numbers of their outputs and inputs, and the dimensions of the
+weight that these run along."""
 _NORMED = {"q_proj": "q_norm", "k_proj": "k_norm"}
 _OVER_HEADS = {"colwise_gather_output": "colwise", "rowwise_split_input": "rowwise"}
 """Attention that norms q and k over all heads: its layers besides the norms."""
@@ -64,8 +73,9 @@ class Sharding:
 
     place: the rank's, among those of its stage. block_place: its place among the ranks that divide blocks of experts,
     possibly of several nodes. whole_experts, num_redundant_experts: see `RankPart`. cuts: by the id of each parameter
-    that is a part of a stored tensor. column_parallel: modules that have some of the outputs. row_parallel: modules
-    whose results are partial sums. experts, blocks: modules of experts, and the blocks that they are in, by name.
+    that is a part of a stored tensor. column_parallel: modules that have some of the outputs, with their parts (see
+    `Packed`). row_parallel: modules whose results are partial sums. experts, blocks: modules of experts, and the blocks
+    that they are in, by name.
     """
 
     place: Place
@@ -74,8 +84,8 @@ class Sharding:
     whole_experts: bool = False
     num_redundant_experts: int | None = None
     cuts: dict[int, Cut] = field(default_factory=dict)
-    column_parallel: list[nn.Linear] = field(default_factory=list)
-    row_parallel: list[nn.Linear] = field(default_factory=list)
+    column_parallel: dict[nn.Module, tuple[str, ...]] = field(default_factory=dict)
+    row_parallel: list[nn.Module] = field(default_factory=list)
     wide_norms: list[WideNorm] = field(default_factory=list)
     experts: dict[str, nn.Module] = field(default_factory=dict)
     blocks: dict[str, nn.Module] = field(default_factory=dict)
@@ -118,17 +128,19 @@ class Sharding:
             cut = self.cuts.pop(id(former))
             for name, parameter in module.named_parameters(recurse=False):
                 own, part = f"{names[module]}.{name}", tuple(parameter.shape)
-                whole = stored.get(own)
+                whole, along = stored.get(own), cut
                 if module not in experts:
                     dim = quantization.stored_dim(name, cut.dim)
                 elif name.startswith(weight):
                     kind = name.removeprefix(weight).removeprefix("_")
                     dim = quantization.expert_stored_dim(names[module], kind, _by_rows(module, cut))
                     whole = whole or quantization.expert_parameter_shape(names[module], name, cut.whole)
+                    if dim != 1:  # gate and up follow each other in dimension 1, whatever runs there
+                        along = _first_span(cut)
                 else:
                     continue
                 if dim is not None and id(parameter) not in self.cuts and whole not in (None, part):
-                    self.cuts[id(parameter)] = _in_proportion(own, cut, dim, whole, part)
+                    self.cuts[id(parameter)] = _in_proportion(own, along, dim, whole, part)
 
 
 def shard(
@@ -157,20 +169,22 @@ def shard(
         head.weight = embedding.weight
     _cut_experts(sharding, model, expert_block)
     done = {embedding, head, *sharding.experts.values()}
-    num_attentions = 0
     for name, module in list(model.named_modules()):
         style = style_of(name)
         if isinstance(module, MissingModule) or module in done:
             continue
         if style is not None and style not in REPLICATED:
             _cut_linear(sharding, config, name, module, style, model.get_submodule(name.rpartition(".")[0]))
-            num_attentions += name.endswith(_KV[0])
         for own, parameter in module.named_parameters(prefix=name, recurse=False):
             if (by := style_of(own)) in (HEADS, KV_HEADS):
-                heads = kv.head_start, kv.head_end
-                first, end = heads if by == KV_HEADS else _exactly(len(parameter), place, own)
-                _shrink(sharding, module, own.rpartition(".")[2], Cut(0, first, end, tuple(parameter.shape)))
-    if num_attentions != num_held_layers(model):
+                spans = _spans_of(sharding, config, own, (by,), len(parameter))
+                _shrink(sharding, module, own.rpartition(".")[2], Cut(0, spans, tuple(parameter.shape)))
+    attentions = {
+        name.rpartition(".")[0]
+        for name, module in model.named_modules()
+        if KV_HEADS in sharding.column_parallel.get(module, ())
+    }
+    if len(attentions) != num_held_layers(model):
         raise UnsupportedModel(f"{config.model_type} has no tensor-parallel plan for its attention")
     return sharding
 
@@ -189,8 +203,7 @@ def _cut_experts(sharding: Sharding, model: PreTrainedModel, expert_block: Calla
 
 def kv_slice(config: Any, rank: int, size: int, stage: Stage = WHOLE) -> KvSlice:
     """The KV that a rank of the stage holds. Raises UnsupportedModel for heads that cannot be divided."""
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    heads, kv_heads = _num_heads(config)
     if heads % size:
         raise UnsupportedModel(f"{config.model_type}: {heads} attention heads cannot be divided among {size} ranks")
     if kv_heads % size and size % kv_heads:
@@ -199,6 +212,12 @@ def kv_slice(config: Any, rank: int, size: int, stage: Stage = WHOLE) -> KvSlice
     first = rank * kv_heads // size
     layers = stage.layers(config.num_hidden_layers)
     return KvSlice(layers.start, layers.stop, first, first + num)
+
+
+def _num_heads(config: Any) -> tuple[int, int]:
+    """Of a model: attention heads, KV heads."""
+    heads = config.num_attention_heads
+    return heads, getattr(config, "num_key_value_heads", None) or heads
 
 
 def _vocabulary(model: PreTrainedModel) -> tuple[nn.Embedding | None, nn.Linear | None]:
@@ -211,33 +230,61 @@ def _vocabulary(model: PreTrainedModel) -> tuple[nn.Embedding | None, nn.Linear 
     return (*(None if isinstance(module, MissingModule) else module for module in (embedding, head)),)  # type: ignore[return-value]
 
 
-def _cut_linear(sharding: Sharding, config: Any, name: str, module: nn.Module, style: str, parent: nn.Module) -> None:
+def _cut_linear(sharding: Sharding, config: Any, name: str, module: Any, style: Style, parent: nn.Module) -> None:
     part = name.rpartition(".")[2]
     over_heads = style in _OVER_HEADS and {own for own, _ in parent.named_children()} == _WIDE_ATTENTION
     if over_heads:
-        style = _OVER_HEADS[style]
-    if type(module) is not nn.Linear or style not in ("colwise", "rowwise"):
+        style = _OVER_HEADS[str(style)]
+    if style == "colwise":
+        style = Packed((KV_HEADS if part in _KV else FEATURES,))
+    if type(module) not in _WIDTHS or not (isinstance(style, Packed) or style == "rowwise"):
         raise UnsupportedModel(f"{config.model_type}: {name} has the tensor-parallel style {style}, which is not known")
-    place = sharding.place_of(name)
-    if style == "rowwise":
-        first, end = _exactly(module.in_features, place, name)
-        _shrink(sharding, module, "weight", Cut(1, first, end, tuple(module.weight.shape)))
-        module.in_features = end - first
+    (outputs, rows), (inputs, columns) = _WIDTHS[type(module)]
+    weight = tuple(module.weight.shape)
+    if not isinstance(style, Packed):
+        span = _exactly(getattr(module, inputs), sharding.place_of(name), name)
+        cut = Cut(columns, (span,), weight)
+        _shrink(sharding, module, "weight", cut)
+        setattr(module, inputs, cut.shape[columns])
         sharding.row_parallel.append(module)
         return
-    if part in _KV:
-        head_dim = module.out_features // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-        first, end = sharding.kv.head_start * head_dim, sharding.kv.head_end * head_dim
-    else:
-        first, end = _exactly(module.out_features, place, name)
-    for parameter in ("weight", "bias"):
-        if getattr(module, parameter) is not None:
-            _shrink(sharding, module, parameter, Cut(0, first, end, tuple(getattr(module, parameter).shape)))
+    width = getattr(module, outputs)
+    spans = _spans_of(sharding, config, name, style.parts, width)
+    cut = Cut(rows, spans, weight)
+    _shrink(sharding, module, "weight", cut)
+    if module.bias is not None:
+        _shrink(sharding, module, "bias", Cut(0, spans, tuple(module.bias.shape)))
     if over_heads and part in _NORMED:
-        _require_wide(name, getattr(parent, _NORMED[part]), module.out_features)
-        sharding.wide_norms.append(WideNorm(parent, _NORMED[part], first, end))
-    module.out_features = end - first
-    sharding.column_parallel.append(module)
+        _require_wide(name, getattr(parent, _NORMED[part]), width)
+        sharding.wide_norms.append(WideNorm(parent, _NORMED[part], *spans[0]))
+    setattr(module, outputs, cut.shape[rows])
+    sharding.column_parallel[module] = style.parts
+    for attribute, kind in style.counts:
+        _divide_count(sharding, config, parent, attribute, kind)
+
+
+def _spans_of(sharding: Sharding, config: Any, name: str, parts: tuple[str, ...], width: int) -> tuple[Span, ...]:
+    """What the rank holds of each of the parts, of which the layer of that name has `width` outputs."""
+    (heads, kv_heads), kv = _num_heads(config), sharding.kv
+    numbers = {HEADS: heads, KV_HEADS: kv_heads, FEATURES: width // len(parts)}
+    per_entry, start, spans = width // sum(numbers[part] for part in parts), 0, list[Span]()
+    place = sharding.place_of(name)
+    for part in parts:
+        first, end = (kv.head_start, kv.head_end) if part == KV_HEADS else _exactly(numbers[part], place, name)
+        spans.append(((start + first) * per_entry, (start + end) * per_entry))
+        start += numbers[part]
+    return tuple(spans)
+
+
+def _divide_count(sharding: Sharding, config: Any, module: Any, path: str, kind: str) -> None:
+    """Make a number of the module, or of its copy of the configuration that all share, that of this rank."""
+    owner, _, attribute = path.rpartition(".")
+    if owner:
+        setattr(module, owner, copy.copy(getattr(module, owner)))
+        module = getattr(module, owner)
+    (_, kv_heads), kv = _num_heads(config), sharding.kv
+    own, whole = (kv.head_end - kv.head_start, kv_heads) if kind == KV_HEADS else (1, sharding.place.size)
+    setattr(module, attribute, getattr(module, attribute) * own // whole)
 
 
 def _require_wide(name: str, norm: nn.Module, width: int) -> None:
@@ -255,7 +302,7 @@ def _cut_vocabulary(sharding: Sharding, module: nn.Embedding | nn.Linear, vocab_
     else:
         module.out_features = end - first
     for name, parameter in list(module.named_parameters(recurse=False)):
-        _shrink(sharding, module, name, Cut(0, first, end, tuple(parameter.shape)))
+        _shrink(sharding, module, name, Cut(0, ((first, end),), tuple(parameter.shape)))
 
 
 def _shrink(sharding: Sharding, module: nn.Module, name: str, cut: Cut) -> None:
@@ -271,23 +318,26 @@ def _by_rows(module: nn.Module, cut: Cut) -> int:
     return 3 - cut.dim if is_transposed(module) and cut.dim else cut.dim
 
 
+def _first_span(cut: Cut) -> Cut:
+    """Of a cut with a span in each of several equal tensors, that in the first one."""
+    whole, section = list(cut.whole), cut.whole[cut.dim] // len(cut.spans)
+    whole[cut.dim] = section
+    return Cut(cut.dim, cut.spans[:1], tuple(whole))
+
+
 def _in_proportion(name: str, cut: Cut, dim: int, whole: tuple[int, ...], part: tuple[int, ...]) -> Cut:
     """The cut of a tensor whose entries along `dim` each stand for equally many entries of the weight along its own
     cut. whole, part: the tensor's shape in the files and on this rank. Raises UnsupportedModel if the cut does not fall
     between entries."""
-    sections = cut.sections if dim == 1 else 1  # gate and up follow each other in dimension 1, whatever runs there
-    num_entries = whole[dim] // sections if len(whole) > dim else 1
-    per_entry, rest = divmod(cut.whole[cut.dim] // cut.sections, num_entries)
-    found = Cut(dim, cut.first // max(1, per_entry), cut.end // max(1, per_entry), whole, sections)
-    if (
-        rest
-        or not per_entry
-        or cut.first % per_entry
-        or cut.end % per_entry
-        or len(whole) <= dim
-        or part != found.shape
-    ):
-        raise UnsupportedModel(f"{name} is {whole}, of which {cut.first} to {cut.end} of {cut.whole} cannot be taken")
+    per_entry, rest = divmod(cut.whole[cut.dim], whole[dim] if len(whole) > dim else 1)
+    ends = [index for span in cut.spans for index in span]
+    if not per_entry or rest or any(index % per_entry for index in ends) or len(whole) <= dim:
+        found = None
+    else:
+        found = Cut(dim, tuple((first // per_entry, end // per_entry) for first, end in cut.spans), whole)
+    if found is None or found.shape != part:
+        spans = " and ".join(f"{first} to {end}" for first, end in cut.spans)
+        raise UnsupportedModel(f"{name} is {whole}, of which {spans} of {cut.whole} cannot be taken")
     return found
 
 
