@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, GPT2Config
+from transformers import AutoTokenizer, GPT2Config, LongcatFlashConfig
 
 from baton_kernels.packed_linear import can_pack_int4, can_pack_int8
 from benchmarks.engine.cpu.baton_side import EngineRunner
@@ -90,6 +90,23 @@ def test_weights_with_inputs_as_rows_are_packed(tmp_path: Path) -> None:
     assert error(logits(model, probed), expected) < 0.01
     left = {name for name, p in model.named_parameters() if p.ndim == 2 and p.numel()}
     assert left == {"transformer.wte.weight", "transformer.wpe.weight"}
+
+
+def test_a_weight_that_another_module_reads_stays(tmp_path: Path) -> None:
+    """LongCat-Flash's routers multiply by a weight of a layer that they do not call."""
+    attention = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    experts = {"moe_topk": 2, "n_routed_experts": 4, "zero_expert_num": 2, "expert_ffn_hidden_size": 32}
+    sizes = {"hidden_size": 64, "ffn_hidden_size": 96, "num_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+    tokens = {"vocab_size": 160, "bos_token_id": 0, "eos_token_id": 9}
+    config = LongcatFlashConfig(**attention, **experts, **sizes, **tokens)
+    model = loader.load_model(Checkpoint.open(tiny_models.save(config, tmp_path)), "bfloat16")
+    probed = probe(model, 128)
+    expected = logits(model, probed)
+    report = fast.apply(model, probed, 128)
+    routers = [name for name, _ in report.pieces["linear"].refused]
+    assert routers == [f"model.layers.{index}.mlp.router.classifier" for index in (0, 1)]
+    assert report.num_packed > 20
+    assert error(logits(model, probed), expected) < 0.03
 
 
 def test_layers_whose_joint_product_differs_are_packed_one_by_one(

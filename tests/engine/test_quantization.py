@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import HunYuanMoEV1Config
 
 from engine.model.linear_method import UnquantizedLinear, method_of
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.loader import load_model
 from engine.model.quantization import choose_quantization
 from engine.model.quantization.compressed_tensors import CompressedTensors
+from tests.engine import tiny_models
 from tests.engine.quantized_files import TINY, check_loads_alike, linear_weights
 from tools.quantize import FORMATS, write
 
@@ -49,6 +51,15 @@ def test_a_plain_checkpoint_is_quantized_while_it_loads(load_format: Any, method
         relative = (weight - plain[name]).abs() / largest
         assert float(relative.max()) <= values, name
         assert (name == "lm_head") == (not relative.any()), name
+
+
+@pytest.mark.parametrize("method", ["fp8", "int8"])
+def test_routers_of_several_modules_stay_as_they_are(method: str, tmp_path: Path) -> None:
+    config = HunYuanMoEV1Config(**tiny_models.SHAPE, num_experts=4, moe_topk=2)
+    checkpoint = Checkpoint.open(tiny_models.save(config, tmp_path))
+    plain, quantized = (linear_weights(load_model(checkpoint, quantization=form)) for form in (None, method))
+    same = {name for name, weight in quantized.items() if torch.equal(weight, plain[name])}
+    assert same == {"lm_head", "model.layers.0.mlp.gate.wg", "model.layers.1.mlp.gate.wg"}
 
 
 def test_random_weights_of_a_quantized_checkpoint(tmp_path: Path) -> None:

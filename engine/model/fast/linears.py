@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from engine.model.fast.forwards import UnpagedAttention, run_model
 from engine.model.fast.tally import Tally
 from engine.model.fast.target import FusedQkv, Target
 from engine.model.linear_method import LinearMethod, fusable, fuse, method_of
@@ -14,9 +15,13 @@ from engine.model.tolerance import close
 
 def fuse_linears(target: Target, tally: Tally) -> None:
     """Replace the products that no other piece computes: o_proj, down_proj, lm_head."""
+    called = _called(target)
     for name, module in target.model.named_modules():
         method = method_of(module)
         if method is not None and module not in target.absorbed:
+            if module not in called and target.model.get_submodule(name.rpartition(".")[0]) in called:
+                tally.add(name, "the module around it does not call it, and may read its weight")
+                continue
             x = target.inputs(method.in_features)
             product = method.make_product()
             exact = close(product(x), module(x), method.tolerance)
@@ -24,6 +29,20 @@ def fuse_linears(target: Target, tally: Tally) -> None:
                 target.patches.set_forward(module, product)
                 target.products.append(method)
             tally.add(name, None if exact else "differs")
+
+
+def _called(target: Target) -> set[nn.Module]:
+    """The modules that a forward of a few tokens calls."""
+    called = set[nn.Module]()
+    hooks = [
+        module.register_forward_pre_hook(lambda module, _: called.add(module)) for module in target.model.modules()
+    ]
+    try:
+        run_model(target, UnpagedAttention())
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return called
 
 
 def fuse_qkv(target: Target, tally: Tally) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -18,8 +18,8 @@ from engine.model.quantization.linear import install, stays_quantized
 log = logging.getLogger(__name__)
 
 _UNQUANTIZED = ("lm_head", "embed_out", "gate", "router", "shared_expert_gate")
-"""Last parts of the names of layers that stay as they are: they compute logits, of tokens or experts. They are small,
-and decide between close values."""
+"""Layers that stay as they are: those with one of these in their names. They compute logits, of tokens or experts. They
+are small, and decide between close values."""
 
 
 _HEADS = ("lm_head", "embed_out")
@@ -40,16 +40,16 @@ class _Online(Quantization):
         """Nothing to do: the files have nn.Linear's parameters."""
 
     def process_weights_after_loading(self, name: str, module: nn.Linear, dtype: torch.dtype) -> LinearMethod:
-        if self._leaves(name.rpartition(".")[2], module, dtype):
+        if self._leaves(name.split("."), module, dtype):
             return super().process_weights_after_loading(name, module, dtype)
         others = self._columns.get(module, ONE_RANK)
         parts = [quantize_columns(rows, self.values, others) for rows in torch.split(module.weight.detach(), _ROWS)]
         values, scale = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         return install(module, QuantizedWeight(values, scale), dtype)
 
-    def _leaves(self, part: str, module: nn.Linear, dtype: torch.dtype) -> bool:
-        """Whether the module stays unquantized. part: the last part of its name."""
-        return part in _UNQUANTIZED
+    def _leaves(self, name: Sequence[str], module: nn.Linear, dtype: torch.dtype) -> bool:
+        """Whether the module stays unquantized. name: its parts."""
+        return not set(_UNQUANTIZED).isdisjoint(name)
 
 
 class OnlineFp8(_Online):
@@ -71,6 +71,6 @@ class OnlineInt8(_Online):
 
     values = torch.int8
 
-    def _leaves(self, part: str, module: nn.Linear, dtype: torch.dtype) -> bool:
+    def _leaves(self, name: Sequence[str], module: nn.Linear, dtype: torch.dtype) -> bool:
         stays = not module.weight.is_cuda and stays_quantized(torch.int8, dtype)
-        return super()._leaves(part, module, dtype) and not (stays and part in _HEADS)
+        return super()._leaves(name, module, dtype) and not (stays and name[-1] in _HEADS)
