@@ -59,7 +59,7 @@ def rope(mrope_section: list[int], **named: Any) -> dict[str, Any]:
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 CONFIGS = {
-    "phi3": Phi3Config(**SHAPE, sliding_window=20),
+    "phi3": tiny_models.CONFIGS["phi3"],
     "phi4_multimodal": Phi4MultimodalConfig(
         **SHAPE, vision_config={**PIXELS, "image_size": 28}, audio_config={**SOUND, "ext_pw_out_channel": 32}
     ),

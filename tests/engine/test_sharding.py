@@ -183,9 +183,12 @@ def check_parts(
     return whole, [models[rank] for rank in range(size)]
 
 
-@pytest.mark.parametrize(("ahead", "divided"), [(False, False), (True, False), (True, True)])
+ENGINES = [("qwen3", False, False), ("qwen3", True, False), ("qwen3", True, True), ("phi3", True, True)]
+
+
+@pytest.mark.parametrize(("family", "ahead", "divided"), ENGINES)
 def test_an_engine_says_the_same_over_several_ranks(
-    ahead: bool, divided: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, ahead: bool, divided: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With prefix hits, forks whose last block is copied, prompt logprobs, preemptions, and a request that leaves;
     also where the next step takes tokens that only the device of rank 0 knows, and where rows are divided."""
@@ -197,7 +200,7 @@ def test_an_engine_says_the_same_over_several_ranks(
         groups.append(DividedRows(group, shared))
         return groups[-1] if divided else group
 
-    folder = tiny_models.save(tiny_models.CONFIGS["qwen3"], tmp_path)
+    folder = tiny_models.save(tiny_models.CONFIGS[family], tmp_path)
     config = dataclasses.replace(
         SIZES, num_blocks=26, max_num_batched_tokens=32, max_model_len=64, block_size=4, async_scheduling=ahead
     )

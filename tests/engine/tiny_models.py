@@ -20,6 +20,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     OlmoeConfig,
+    Phi3Config,
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2Config,
@@ -54,6 +55,7 @@ CONFIGS = {
     "qwen2": Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=24, max_window_layers=1),
     "qwen3": Qwen3Config(**SHAPE),
     "mistral": MistralConfig(**SHAPE, sliding_window=20),
+    "phi3": Phi3Config(**SHAPE, sliding_window=20),
     "gemma2": Gemma2Config(**SHAPE, sliding_window=20, query_pre_attn_scalar=16, attn_logit_softcapping=3.0),
     "gpt_oss": GptOssConfig(**SHAPE, sliding_window=20, num_local_experts=2, num_experts_per_tok=1),
 }
