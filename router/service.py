@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from baton.block_hash import BlockHash, chain
 from baton.errors import InvalidRequest, NodeUnavailable
 from baton.sampling import SamplingParams
+from baton.structured_output.constraint import StructuredBackend, StructuredKind, StructuredOutput
 from baton.telemetry.trace_context import current_trace
 from router.api_keys import salted
 from router.deliveries import Deliveries
@@ -172,6 +173,8 @@ class Service:
         read = time.monotonic()
         if tenant is not None:
             wanted = salted(wanted, tenant)
+        for tool, definition in wanted.definitions:
+            await self._check_definition(tool, definition, model, client)
         if (structured := wanted.sampling.get("structured_outputs")) is not None:
             await self._grammars.check(structured, model, client)
         prompts = await self._prompts(model, wanted)
@@ -191,6 +194,19 @@ class Service:
         await generation.start(received)
         log.debug("placed prompts=%d n=%d", len(prompts), wanted.n)
         return generation
+
+    async def _check_definition(
+        self, tool: str, definition: StructuredOutput, model: ServedModel, client: Hashable
+    ) -> None:
+        """Raises InvalidRequest, or Overloaded. Of Lark, XGrammar says nothing."""
+        kind = definition.kind
+        if kind is StructuredKind.GRAMMAR and model.structured_outputs_backend is not StructuredBackend.GUIDANCE:
+            return
+        try:
+            await self._grammars.check(definition, model, client)
+        except InvalidRequest as error:
+            reason = error.message.removeprefix(f"structured_outputs: {kind.value}: ")
+            raise InvalidRequest(f"The {kind.value} of the tool `{tool}` is refused: {reason}", "tools") from None
 
     async def _bad_words(self, model: ServedModel, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         size = 2 * sum(map(len, words))

@@ -7,6 +7,10 @@ from typing import Any
 
 from router.tool_parsers import CallArguments, CallStart, Content, Part, Thought
 
+_FUNCTION = ("function", "arguments")
+_CUSTOM = ("custom", "input")
+"""Types of calls, and the field for what comes."""
+
 
 def message_of(parts: Sequence[Part]) -> dict[str, Any]:
     """Content is null where there is something else instead. `refusal` is null, as it has to be there."""
@@ -48,9 +52,10 @@ def _calls(parts: Sequence[Part]) -> list[dict[str, Any]]:
     calls: dict[int, dict[str, Any]] = {}
     for part in parts:
         if isinstance(part, CallStart):
-            function = {"name": part.name, "arguments": ""}
-            calls[part.index] = {"index": part.index, "id": part.id, "type": "function", "function": function}
+            kind, text = _CUSTOM if part.is_custom else _FUNCTION
+            calls[part.index] = {"index": part.index, "id": part.id, "type": kind, kind: {"name": part.name, text: ""}}
         elif isinstance(part, CallArguments):
-            call = calls.setdefault(part.index, {"index": part.index, "function": {"arguments": ""}})
-            call["function"]["arguments"] += part.text
+            kind, text = _CUSTOM if part.is_custom else _FUNCTION
+            call = calls.setdefault(part.index, {"index": part.index, kind: {text: ""}})
+            call[kind][text] += part.text
     return list(calls.values())

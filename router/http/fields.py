@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from baton.sampling import MAX_BIAS, MAX_LOGIT_BIAS, RANGES
 from router.http.text_parts import parts_schema, read_text
@@ -22,6 +23,7 @@ from router.limits import (
 
 CONFIG = ConfigDict(strict=True, extra="allow", frozen=True)
 
+_FUNCTION_NAME = r"^[a-zA-Z0-9_-]{1,128}$"
 _MAX_ID_DIGITS = 10
 _MAX_NAMED = 8
 """Of the wrong names in an object, so many are told."""
@@ -88,6 +90,12 @@ def _message_text(value: Any) -> Any:
     if value is None or isinstance(value, str):
         return value or ""
     return read_text(value, _TEXT_PARTS)
+
+
+def _function_name(value: str) -> str:
+    if not re.fullmatch(_FUNCTION_NAME[1:-1], value):
+        raise ValueError(f"must be 1 to 128 letters, digits, `_` or `-`, not {value[:129]!r}")
+    return value
 
 
 def _text_or_object(value: Any) -> Any:
@@ -185,6 +193,9 @@ _PROMPTS = {"anyOf": [_STRING, _IDS, {"type": "array", "items": {"anyOf": [_STRI
 
 Whole = Annotated[int, BeforeValidator(_whole)]
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
+FunctionName = Annotated[
+    str, AfterValidator(_function_name), WithJsonSchema({"type": "string", "pattern": _FUNCTION_NAME})
+]
 Role = Annotated[str, Field(max_length=MAX_ROLE_CHARS, examples=["user", "assistant", "system", "tool"])]
 Strings = Annotated[
     tuple[str, ...],

@@ -101,7 +101,8 @@ class GenerateRoutes:
         if body.tools:
             body = body.with_allowed_tools(self._parsers)
         parallel = body.parallel_tool_calls is not False
-        plan = call_plan(self._parsers, body.tools, body.tool_choice, parallel)
+        backend = model.structured_outputs_backend
+        plan = call_plan(self._parsers, body.tools, body.tool_choice, parallel, backend)
         if body.response_format and plan.is_forced:
             body = body.without_response_format()
         size = size_of_prompt(body)

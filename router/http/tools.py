@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, Discriminator, Field, Tag, WithJsonSchema
 
 from baton.errors import InvalidRequest
-from router.http.fields import CONFIG, Name, TextOrObject, ValueLimits, bound_values, num_chars
+from baton.structured_output.constraint import StructuredBackend
+from router.http.custom_tools import ChatCustomTool, CustomToolCall
+from router.http.fields import CONFIG, FunctionName, Name, TextOrObject, ValueLimits, bound_values, num_chars
 from router.http.parse import is_quick, parse_begun, parse_json
 from router.limits import MAX_TOOL_CALLS, MAX_TOOL_CHARS, MAX_TOOL_DEPTH, MAX_TOOL_VALUES, MAX_TOOLS
 from router.text.answer_reader import Parsers
 from router.text.call_plan import NO_CALLS, CallMode, CallPlan, OfferedTool, plan_calls
 
-_NAME = r"^[a-zA-Z0-9_-]{1,128}$"
 _LIMITS = ValueLimits(MAX_TOOL_VALUES, MAX_TOOL_CHARS, MAX_TOOL_DEPTH)
-
-
-def _function_name(value: str) -> str:
-    if not re.fullmatch(_NAME[1:-1], value):
-        raise ValueError(f"must be 1 to 128 letters, digits, `_` or `-`, not {value[:129]!r}")
-    return value
-
-
-FunctionName = Annotated[str, AfterValidator(_function_name), WithJsonSchema({"type": "string", "pattern": _NAME})]
 
 
 def bound_schema(value: dict[str, Any]) -> dict[str, Any]:
@@ -36,6 +27,10 @@ def bound_schema(value: dict[str, Any]) -> dict[str, Any]:
 
 
 Schema = Annotated[dict[str, Any], AfterValidator(bound_schema)]
+
+
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+"""Of a function that says nothing of them, as at OpenAI."""
 
 
 class Function(BaseModel):
@@ -50,6 +45,14 @@ class Tool(BaseModel):
     model_config = CONFIG
     type: Literal["function"] | None = None
     function: Function
+    kind: ClassVar = "function"
+
+    @property
+    def name(self) -> str:
+        return self.function.name
+
+    def offered(self, _: StructuredBackend) -> OfferedTool:
+        return OfferedTool(self.name, self.function.parameters or _NO_PARAMETERS, bool(self.function.strict))
 
     def plain(self) -> dict[str, Any]:
         """The tool in the form for a chat template."""
@@ -104,18 +107,40 @@ class ToolCall(BaseModel):
         raise InvalidRequest(f"{where} must be a JSON object, not {given[:64]!r}.", "messages")
 
 
-_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-"""Of a function that says nothing of them, as at OpenAI."""
+_KINDS = ("function", "custom")
 
-ToolList = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
-ToolCalls = Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS)]
+
+def _kind_of(value: Any) -> str | None:
+    """Of a tool or a call."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "function" if kind is None else kind if kind in _KINDS else None
+
+
+_BY_KIND = Discriminator(
+    _kind_of, custom_error_type="kind", custom_error_message="`type` must be 'function' or 'custom'"
+)
+AnyTool = Tool | ChatCustomTool
+AnyToolCall = ToolCall | CustomToolCall
+ToolList = Annotated[
+    list[Annotated[Annotated[Tool, Tag("function")] | Annotated[ChatCustomTool, Tag("custom")], _BY_KIND]],
+    Field(max_length=MAX_TOOLS),
+]
+ToolCalls = Annotated[
+    list[Annotated[Annotated[ToolCall, Tag("function")] | Annotated[CustomToolCall, Tag("custom")], _BY_KIND]],
+    Field(max_length=MAX_TOOL_CALLS),
+]
 _NAMED = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "function"},
-        "function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
-    },
-    "required": ["function"],
+    "anyOf": [
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": kind},
+                kind: {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+            },
+            "required": [kind] if kind == "function" else ["type", kind],
+        }
+        for kind in _KINDS
+    ]
 }
 _ALLOWED_TOOLS = "allowed_tools"
 _ALLOWED = {
@@ -144,37 +169,43 @@ ToolChoice = Annotated[
 ]
 
 
-def check_tools(tools: Sequence[Tool] | None, choice: str | dict[str, Any] | None) -> None:
+def check_tools(tools: Sequence[AnyTool] | None, choice: str | dict[str, Any] | None) -> None:
     """Raises InvalidRequest for a choice that is not possible, and for tools that cannot be told apart."""
     if isinstance(choice, dict):
         check = _check_allowed if choice.get("type") == _ALLOWED_TOOLS else _check_named
         check(tools, choice)
     elif choice not in (None, "none", "auto", "required"):
-        known = "'none', 'auto', 'required' or a function"
+        known = "'none', 'auto', 'required' or a tool"
         raise InvalidRequest(f"`tool_choice` must be {known}, not {choice[:64]!r}.", "tool_choice")
     elif choice == "required" and not tools:
         raise InvalidRequest("`tool_choice` 'required' needs `tools`.", "tool_choice")
     if tools is None:
         return
-    name, count = Counter(tool.function.name for tool in tools).most_common(1)[0] if tools else ("", 0)
+    name, count = Counter(tool.name for tool in tools).most_common(1)[0] if tools else ("", 0)
     if count > 1:
-        raise InvalidRequest(f"`tools` has {count} functions called `{name}`, of at most 1.", "tools")
+        raise InvalidRequest(f"`tools` has {count} tools called `{name}`, of at most 1.", "tools")
     size = sum(tool.size for tool in tools)
     if size > MAX_TOOL_CHARS:
         raise InvalidRequest(f"`tools` has {size} characters, of at most {MAX_TOOL_CHARS}.", "tools")
 
 
-def _check_named(tools: Sequence[Tool] | None, choice: dict[str, Any]) -> None:
-    function = choice.get("function")
-    name = function.get("name") if isinstance(function, dict) else None
-    if choice.get("type") not in (None, "function") or not isinstance(name, str):
-        form = '{"type": "function", "function": {"name": ...}}'
+def _check_named(tools: Sequence[AnyTool] | None, choice: dict[str, Any]) -> None:
+    kind = _kind_of(choice)
+    named = choice.get(kind) if kind is not None else None
+    name = named.get("name") if isinstance(named, dict) else None
+    if not isinstance(name, str):
+        form = '{"type": "function", "function": {"name": ...}}, or the same with "custom"'
         raise InvalidRequest(f"`tool_choice` as an object must be {form}.", "tool_choice")
-    if name not in [tool.function.name for tool in tools or ()]:
+    if (kind, name) not in [(tool.kind, tool.name) for tool in tools or ()]:
         raise InvalidRequest(f"`tool_choice` names `{name[:64]}`, which `tools` lacks.", "tool_choice")
 
 
-def _check_allowed(tools: Sequence[Tool] | None, choice: dict[str, Any]) -> None:
+def _name_in(choice: dict[str, Any]) -> str:
+    """The name of a tool in a checked choice."""
+    return str(choice[_kind_of(choice) or ""]["name"])
+
+
+def _check_allowed(tools: Sequence[AnyTool] | None, choice: dict[str, Any]) -> None:
     allowed = choice.get(_ALLOWED_TOOLS)
     mode, named = (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, dict) else (None, None)
     if mode not in ("auto", "required") or not isinstance(named, list) or not named:
@@ -184,28 +215,32 @@ def _check_allowed(tools: Sequence[Tool] | None, choice: dict[str, Any]) -> None
         _check_named(tools, one if isinstance(one, dict) else {})
 
 
-def allowed_tools(tools: Sequence[Tool], choice: dict[str, Any]) -> tuple[Sequence[Tool], str | dict[str, Any]]:
+def allowed_tools(tools: Sequence[AnyTool], choice: dict[str, Any]) -> tuple[Sequence[AnyTool], str | dict[str, Any]]:
     """The tools that a checked choice of the type `allowed_tools` leaves, and its mode: the model sees no others. With
-    the choice of one function, both as they are."""
+    the choice of one tool, both as they are."""
     if choice.get("type") != _ALLOWED_TOOLS:
         return tools, choice
-    names = {one["function"]["name"] for one in choice[_ALLOWED_TOOLS]["tools"]}
-    return [tool for tool in tools if tool.function.name in names], choice[_ALLOWED_TOOLS]["mode"]
+    names = set(map(_name_in, choice[_ALLOWED_TOOLS]["tools"]))
+    return [tool for tool in tools if tool.name in names], choice[_ALLOWED_TOOLS]["mode"]
 
 
 def call_plan(
-    parsers: Parsers, tools: Sequence[Tool] | None, choice: str | dict[str, Any] | None, parallel_tool_calls: bool
+    parsers: Parsers,
+    tools: Sequence[AnyTool] | None,
+    choice: str | dict[str, Any] | None,
+    parallel_tool_calls: bool,
+    backend: StructuredBackend = StructuredBackend.GUIDANCE,
 ) -> CallPlan:
-    """How answers may call these tools, as a checked `choice` has it. Raises InvalidRequest."""
+    """How answers may call these tools, as a checked `choice` has it, where `backend` constrains them. Raises
+    InvalidRequest."""
     if not tools or choice == "none":
         return NO_CALLS
-    name = choice["function"]["name"] if isinstance(choice, dict) else None
-    functions = [tool.function for tool in tools if name is None or tool.function.name == name]
-    offered = [OfferedTool(f.name, f.parameters or _NO_PARAMETERS, bool(f.strict)) for f in functions]
+    name = _name_in(choice) if isinstance(choice, dict) else None
+    offered = [tool.offered(backend) for tool in tools if name is None or tool.name == name]
     mode = CallMode.ONE if name is not None else CallMode.REQUIRED if choice == "required" else CallMode.AUTO
     return plan_calls(parsers, offered, mode, parallel_tool_calls)
 
 
-def plain_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
+def plain_tools(tools: Sequence[AnyTool] | None) -> list[dict[str, Any]] | None:
     """The tools in the form for a chat template, None if there are none."""
     return [tool.plain() for tool in tools] if tools else None

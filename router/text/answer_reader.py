@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from baton.structured_output.structural_tag import Format
 from router.reasoning_parsers import ReasoningDelta, ReasoningMarks, ReasoningParser
 from router.text.answer import Delta
-from router.tool_parsers import CallListParser, CallStart, Content, Part, Piece, Thought, ToolParser, Tools, merge
+from router.tool_parsers import (
+    CallListParser,
+    CallStart,
+    Content,
+    CustomCalls,
+    Part,
+    Piece,
+    Thought,
+    ToolParser,
+    Tools,
+    merge,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +47,8 @@ class AnswerReading:
     """How the answers to one request are read. `tools`: those that may be called, if any; of a request without
     `parallel_tool_calls`, an answer's first call is kept. `prompt`: the chat as the template wrote it. `call_parser`:
     of answers that are constrained to call tools, which need no flags; `is_named`: they call the one that was named.
-    `begun`: the text with which the prompt has begun the answer's message; None: it has not."""
+    `begun`: the text with which the prompt has begun the answer's message; None: it has not. `custom`: the names of
+    tools whose calls have an input."""
 
     parsers: Parsers
     prompt: str
@@ -45,6 +57,7 @@ class AnswerReading:
     call_parser: type[ToolParser] | None = None
     is_named: bool = False
     begun: str | None = None
+    custom: Collection[str] = ()
     _reasoning: ReasoningParser | None = field(init=False)
     """Says what all answers need, and then parts the first one."""
     _keeps_to_format: bool = field(default=False, init=False)
@@ -76,7 +89,8 @@ class AnswerReading:
     def reader(self) -> AnswerReader:
         """A fresh one, for one answer."""
         reasoning = self._new_reasoning() if self._readers else self._reasoning
-        reader = AnswerReader(self._tool_maker(), reasoning, self.parallel_tool_calls)
+        custom = CustomCalls(self.custom) if self.custom else None
+        reader = AnswerReader(self._tool_maker(), reasoning, self.parallel_tool_calls, custom)
         self._readers.append(reader)
         return reader
 
@@ -116,7 +130,8 @@ class AnswerReading:
 
 
 class AnswerReader:
-    """One answer: `read` each piece of its text, the last one with `ended`. `tool` makes a parser of calls.
+    """One answer: `read` each piece of its text, the last one with `ended`. `tool` makes a parser of calls; `custom`
+    changes those of custom tools.
 
     The tokens of a piece count for the first part that it shows; of a piece that shows none, with those of the next.
     """
@@ -126,6 +141,7 @@ class AnswerReader:
         tool: Callable[[], ToolParser] | None,
         reasoning: ReasoningParser | None,
         parallel_tool_calls: bool,
+        custom: CustomCalls | None = None,
     ) -> None:
         self.num_reasoning_tokens = 0
         self._num_pending = 0  # tokens that have shown nothing yet
@@ -137,6 +153,7 @@ class AnswerReader:
         self._ids: set[str] = set()  # of the calls
         self._reasoning = reasoning
         self._parallel_tool_calls = parallel_tool_calls
+        self._custom = custom
 
     def read(self, text: str, ended: bool, num_tokens: int = 0) -> list[Part]:
         """What is new, in the order of the text. `num_tokens`: those of the text."""
@@ -194,7 +211,8 @@ class AnswerReader:
             ]
         self._num_calls += sum(isinstance(piece, CallStart) for piece in pieces)
         pieces = [replace(piece, id=self._own_id(piece)) if isinstance(piece, CallStart) else piece for piece in pieces]
-        return [piece for piece in pieces if self._is_kept(piece)]
+        kept = [piece for piece in pieces if self._is_kept(piece)]
+        return kept if self._custom is None else self._custom.read(kept)
 
     def _own_id(self, call: CallStart) -> str:
         """The call's id; another one if the model has given it to an earlier call, since results name calls by it."""

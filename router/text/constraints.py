@@ -21,6 +21,10 @@ def constrained(wanted: GenerationRequest, plan: CallPlan, reading: AnswerReadin
     """The request as the nodes and the reading of its answers need it. Raises InvalidRequest."""
     if reading is not None and reading.keeps_special_tokens:
         wanted = dataclasses.replace(wanted, skip_special_tokens=False)
+    if plan.custom:
+        found = [(name, custom.constraint) for name, custom in plan.custom.items()]
+        definitions = [(name, constraint) for name, constraint in found if constraint is not None]
+        wanted = dataclasses.replace(wanted, definitions=definitions)
     reasoning = reading.reasoning_format() if reading else None
     asked: StructuredOutput | None = wanted.sampling.get("structured_outputs")
     if asked is not None and plan.is_forced:

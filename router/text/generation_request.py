@@ -19,6 +19,7 @@ from baton.sampling import (
     NAMES,
     SamplingParams,
 )
+from baton.structured_output.constraint import StructuredOutput
 from router.limits import MAX_COUNTED_CHARS, MAX_N, MAX_PROMPT_LOGPROBS, MAX_STOP_CHARS, MAX_STOP_STRINGS
 from router.text.bad_words import check_bad_words
 from router.text.models import ServedModel
@@ -43,7 +44,8 @@ class GenerationRequest:
 
     Each of `prompts` (text or token ids) gets `n` answers. `sampling`: what the client says of SamplingParams, by name.
     The rest takes the model's generation defaults, or follows from the context. `default_max_tokens`: what a request
-    without `max_tokens` gets at most. `prompt_only`: the answers are dropped.
+    without `max_tokens` gets at most. `prompt_only`: the answers are dropped. `definitions`: what else must compile, as
+    the named tools define it, even where answers need not match it.
     """
 
     request_id: str
@@ -64,6 +66,7 @@ class GenerationRequest:
     cache_salt: str = ""
     priority: int = 0
     default_max_tokens: int | None = None
+    definitions: Sequence[tuple[str, StructuredOutput]] = ()
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest, naming the parameter."""

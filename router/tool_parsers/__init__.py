@@ -7,6 +7,7 @@ A parser is a state machine for one answer. It knows neither tokens nor HTTP. Ot
 from router.tool_parsers.base import ToolParser, Tools
 from router.tool_parsers.call_form import CallForm
 from router.tool_parsers.call_list import CallListParser
+from router.tool_parsers.custom_calls import CustomCalls
 from router.tool_parsers.pieces import CallArguments, CallStart, Content, Part, Piece, Thought, merge
 from router.tool_parsers.registry import TOOL_PARSERS, find_tool_parser
 
@@ -16,6 +17,7 @@ __all__ = [
     "CallListParser",
     "CallStart",
     "Content",
+    "CustomCalls",
     "Part",
     "Piece",
     "TOOL_PARSERS",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,19 +15,21 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """A call begins. `index` counts the answer's calls from 0."""
+    """A call begins. `index` counts the answer's calls from 0; `is_custom`: of a custom tool (see CustomCalls)."""
 
     index: int
     id: str
     name: str
+    is_custom: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """The next part of a call's arguments, which are the text of a JSON object."""
+    """The next part of a call's arguments, which are the text of a JSON object; of the input, if `is_custom`."""
 
     index: int
     text: str
+    is_custom: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,6 @@ def _joined(first: Part, texts: list[str]) -> Part:
             return Thought("".join(texts))
         case Content():
             return Content("".join(texts))
-        case CallArguments(index):
-            return CallArguments(index, "".join(texts))
+        case CallArguments():
+            return replace(first, text="".join(texts))
     return first

@@ -186,6 +186,28 @@ async def test_enforced_calls_are_the_same_on_every_way(
     assert "".join(part["arguments"] for part in parts) == called["arguments"]
 
 
+async def test_a_custom_tool_gets_what_its_grammar_says_on_every_way(handed_off: Asker, alone: Asker) -> None:
+    lark = 'start: line+ "END"\nline: "\\"" /[a-c]{1,3}/ "\\"" LF\n%import common.LF'
+    tool = {
+        "name": "write",
+        "format": {"type": "grammar", "grammar": {"syntax": "lark", "definition": lark}},
+    }
+    fields = {
+        "tools": [{"type": "custom", "custom": tool}],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    }
+    whole, other, deltas = await asyncio.gather(
+        handed_off.chat(**fields), alone.chat(**fields), handed_off.chat_deltas(**fields)
+    )
+    [called] = [call["custom"] for call in whole["message"]["tool_calls"]]
+    assert called["name"] == "write"
+    assert re.fullmatch(r'("[a-c]{1,3}"\n)+END', called["input"])
+    assert [call["custom"] for call in other["message"]["tool_calls"]] == [called]
+    parts = [delta["tool_calls"][0]["custom"] for delta in deltas if "tool_calls" in delta]
+    assert "".join(part["input"] for part in parts) == called["input"]
+
+
 async def test_a_structural_tag_leaves_text_free_around_what_it_constrains(handed_off: Asker, alone: Asker) -> None:
     number = {"type": "tag", "begin": "<", "content": {"type": "regex", "pattern": "[0-9]{3}"}, "end": ">"}
     tags = {"type": "triggered_tags", "triggers": ["<"], "tags": [number], "at_least_one": True}

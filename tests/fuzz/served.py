@@ -35,7 +35,16 @@ CHAT_BODY = {
     "logprobs": True,
     "top_logprobs": 1,
     "stream": False,
-    "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+    "tools": [
+        {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},
+        {
+            "type": "custom",
+            "custom": {
+                "name": "c",
+                "format": {"type": "grammar", "grammar": {"syntax": "lark", "definition": 'start: "a" | /b+/'}},
+            },
+        },
+    ],
     "tool_choice": "none",
     "parallel_tool_calls": False,
     "documents": [{"title": "a", "text": "b"}],
@@ -84,6 +93,7 @@ RESPONSE_BODY = {
     "input": [
         {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "custom_tool_call", "call_id": "d", "name": "c", "input": "a"},
         {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "x"}]},
     ],
     "instructions": "x",
@@ -94,7 +104,10 @@ RESPONSE_BODY = {
         {
             "type": "namespace",
             "name": "n",
-            "tools": [{"type": "function", "name": "f"}, {"type": "custom", "name": "c"}],
+            "tools": [
+                {"type": "function", "name": "f"},
+                {"type": "custom", "name": "c", "format": {"type": "grammar", "syntax": "regex", "definition": "a+"}},
+            ],
         },
     ],
     "tool_choice": "none",

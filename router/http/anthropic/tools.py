@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 
 from baton.errors import InvalidRequest
 from router.http import tools as chats
-from router.http.fields import CONFIG, Name, Whole
+from router.http.fields import CONFIG, FunctionName, Name, Whole
 from router.limits import MAX_TOOL_CHARS, MAX_TOOLS
 
 MIN_BUDGET_TOKENS = 1024
@@ -20,7 +20,7 @@ class CustomTool(BaseModel):
 
     model_config = CONFIG
     type: Literal["custom"] | None = None
-    name: chats.FunctionName
+    name: FunctionName
     description: str | None = Field(None, max_length=MAX_TOOL_CHARS)
     input_schema: chats.Schema
     strict: bool | None = None

@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from router.http.responses_api.items import FunctionCall, FunctionCallOutput, InputMessage, ReasoningInput
+from router.http.custom_tools import CalledTool, CustomToolCall
+from router.http.responses_api.items import (
+    CustomCall,
+    CustomCallOutput,
+    FunctionCall,
+    FunctionCallOutput,
+    InputMessage,
+    ReasoningInput,
+)
 from router.http.responses_api.tools import chat_name
 from router.http.schemas import ChatMessage
-from router.http.tools import CalledFunction, ToolCall
+from router.http.tools import AnyToolCall, CalledFunction, ToolCall
 
-AnyItem = InputMessage | FunctionCall | FunctionCallOutput | ReasoningInput
+AnyItem = InputMessage | FunctionCall | FunctionCallOutput | CustomCall | CustomCallOutput | ReasoningInput
 
 
 def messages_of(items: Iterable[AnyItem], instructions: str | None = None) -> list[ChatMessage]:
@@ -30,10 +38,10 @@ class _Chat:
 
     def __init__(self) -> None:
         self.messages: list[ChatMessage] = []
-        self._names: dict[str, str] = {}  # of the functions called, by the calls' ids
+        self._names: dict[str, str] = {}  # of the tools called, by the calls' ids
         self._reasoning: list[str] = []
         self._texts: list[str] = []
-        self._calls: list[ToolCall] = []
+        self._calls: list[AnyToolCall] = []
 
     def take(self, item: AnyItem) -> None:
         match item:
@@ -49,7 +57,11 @@ class _Chat:
                 name = self._names[item.call_id] = chat_name(item.name, item.namespace)
                 function = CalledFunction.model_construct(name=name, arguments=item.arguments)
                 self._calls.append(ToolCall.model_construct(id=item.call_id, function=function))
-            case FunctionCallOutput():
+            case CustomCall():
+                name = self._names[item.call_id] = chat_name(item.name, item.namespace)
+                custom = CalledTool.model_construct(name=name, input=item.input)
+                self._calls.append(CustomToolCall.model_construct(id=item.call_id, type="custom", custom=custom))
+            case FunctionCallOutput():  # and a CustomCallOutput
                 called = self._names.get(item.call_id)
                 self.add("tool", item.output, tool_call_id=item.call_id, **({"name": called} if called else {}))
 

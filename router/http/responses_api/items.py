@@ -1,5 +1,5 @@
-"""The items of a conversation that clients send: messages, calls of functions and their results, reasoning. The output
-of a response has the same form, so that clients can send it back."""
+"""The items of a conversation that clients send: messages, calls of tools and their results, reasoning. The output of a
+response has the same form, so that clients can send it back."""
 
 from __future__ import annotations
 
@@ -93,6 +93,33 @@ class FunctionCallOutput(BaseModel):
         return {"type": self.type, "call_id": self.call_id, "output": self.output, "status": "completed"}
 
 
+class CustomCall(BaseModel):
+    """A call of a custom tool that the model made in an earlier turn."""
+
+    model_config = CONFIG
+    type: Literal["custom_tool_call"]
+    call_id: Name
+    name: Name
+    input: str
+    id: Name | None = None
+    namespace: Name | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.name) + len(self.input)
+
+    def kept(self) -> dict[str, Any]:
+        call = {"call_id": self.call_id, "name": self.name, "input": self.input}
+        named = {} if self.namespace is None else {"namespace": self.namespace}
+        return {"type": self.type, **call, **named, "status": "completed"}
+
+
+class CustomCallOutput(FunctionCallOutput):
+    """The result of such a call."""
+
+    type: Literal["custom_tool_call_output"]  # type: ignore[assignment]  # another one
+
+
 class ReasoningInput(BaseModel):
     """What the model thought in an earlier turn. Of a summary and the text itself, the text is used."""
 
@@ -116,7 +143,10 @@ class ReasoningInput(BaseModel):
         return {"type": self.type, "summary": summary, "content": content, "status": "completed"}
 
 
-_KINDS = ("message", "function_call", "function_call_output", "reasoning")
+_KINDS = (
+    *("message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"),
+    "reasoning",
+)
 _UNKNOWN = f"there is no such item here: only {', '.join(_KINDS)}"
 
 
@@ -147,6 +177,8 @@ Item = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[FunctionCall, Tag("function_call")]
     | Annotated[FunctionCallOutput, Tag("function_call_output")]
+    | Annotated[CustomCall, Tag("custom_tool_call")]
+    | Annotated[CustomCallOutput, Tag("custom_tool_call_output")]
     | Annotated[ReasoningInput, Tag("reasoning")],
     Discriminator(_kind, custom_error_type="item", custom_error_message=_UNKNOWN),
 ]

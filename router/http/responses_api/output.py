@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from router.tool_parsers import CallArguments, CallStart, Content, Part, Thought
 
@@ -87,24 +87,39 @@ class _MessageItem(_TextItem):
 
 
 class _CallItem(_Item):
+    prefix: ClassVar = "fc"
+    kind: ClassVar = "function_call"
+    text: ClassVar = "arguments"
+    """The field for what comes."""
+    events: ClassVar = "function_call_arguments"
+    told: ClassVar[tuple[str, ...]] = ("name", "arguments")
+    """Fields in the last event."""
+
     def __init__(self, index: int, call: CallStart, named: Mapping[str, str]) -> None:
-        super().__init__("fc", index, type="function_call", call_id=call.id, **named, arguments="")
+        super().__init__(self.prefix, index, type=self.kind, call_id=call.id, **named, **{self.text: ""})
         self._texts: list[str] = []
 
     def write(self, text: str) -> Iterator[Event]:
         self._texts.append(text)
-        yield self._event("function_call_arguments.delta", delta=text)
+        yield self._event(f"{self.events}.delta", delta=text)
 
     def end(self, status: str) -> Iterator[Event]:
-        self.content["arguments"] = "".join(self._texts)
-        done = {name: self.content[name] for name in ("name", "arguments")}
-        yield self._event("function_call_arguments.done", **done)
+        self.content[self.text] = "".join(self._texts)
+        yield self._event(f"{self.events}.done", **{name: self.content[name] for name in self.told})
         yield from super().end(status)
+
+
+class _CustomCallItem(_CallItem):
+    prefix = "ctc"
+    kind = "custom_tool_call"
+    text = "input"
+    events = "custom_tool_call_input"
+    told = ("input",)
 
 
 class Output:
     """`read` what comes, then `end`; each gives events. At most one item is open, the last one. `namespaces`: for each
-    function in one its `name` and `namespace`, by its name in chats."""
+    tool in one its `name` and `namespace`, by its name in chats."""
 
     def __init__(self, namespaces: Mapping[str, Mapping[str, str]]) -> None:
         self._namespaces = namespaces
@@ -148,7 +163,8 @@ class Output:
                 yield from self._open.write(text, logprobs=self._take_logprobs())
             case CallStart():
                 named = self._namespaces.get(part.name) or {"name": part.name}
-                yield from self._begin(_CallItem(len(self._items), part, named))
+                kind = _CustomCallItem if part.is_custom else _CallItem
+                yield from self._begin(kind(len(self._items), part, named))
                 self._take_logprobs()
             case CallArguments(_, text):
                 assert isinstance(self._open, _CallItem)  # a call's arguments follow its start

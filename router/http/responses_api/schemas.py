@@ -12,7 +12,7 @@ from baton.sampling import MAX_LOGPROBS, RANGES
 from router.http.fields import CONFIG, Name, TemplateValues, TextOrObject, Whole, between
 from router.http.responses_api.conversation import AnyItem, messages_of
 from router.http.responses_api.items import InputMessage, Items
-from router.http.responses_api.tools import MAX_NAME_CHARS, FunctionTools
+from router.http.responses_api.tools import MAX_NAME_CHARS, ToolList
 from router.http.responses_api.unsupported import IN_RESPONSES, SHARED
 from router.http.schemas import ChatRequest, GenerationFields
 from router.http.template_fields import effort_variables
@@ -75,7 +75,7 @@ class ResponsesRequest(GenerationFields):
     top_logprobs: Whole | None = between(0, MAX_LOGPROBS)
     include: list[str] | None = Field(None, description=f"{LOGPROBS}; {_ENCRYPTED} changes nothing")
     text: TextConfig | None = None
-    tools: FunctionTools | None = None
+    tools: ToolList | None = None
     tool_choice: TextOrObject | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
@@ -159,9 +159,9 @@ class ResponsesRequest(GenerationFields):
             return choice
         if choice.get("type") == "allowed_tools":
             named = choice.get("tools")
-            tools = [_named_function(one) for one in named] if isinstance(named, list) else None
+            tools = [_named_tool(one) for one in named] if isinstance(named, list) else None
             return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
-        return _named_function(choice)
+        return _named_tool(choice)
 
     def _check_parts(self) -> None:
         """What is within objects, where unknown fields would pass."""
@@ -222,10 +222,10 @@ class InputTokensRequest(ResponsesRequest):
     model_config = ConfigDict(**CONFIG, json_schema_extra=_counted)
 
 
-def _named_function(choice: Any) -> dict[str, Any]:
-    """A choice of one function, as chats have it. Raises InvalidRequest."""
+def _named_tool(choice: Any) -> dict[str, Any]:
+    """A choice of one tool, as chats have it. Raises InvalidRequest."""
     kind, name = (choice.get("type"), choice.get("name")) if isinstance(choice, dict) else (None, None)
-    if kind != "function" or not isinstance(name, str):
-        shown = repr(str(kind)[:64])
-        raise InvalidRequest(f"`tool_choice` of type {shown} is not supported here: 'function' is.", "tool_choice")
-    return {"type": "function", "function": {"name": name}}
+    if kind not in ("function", "custom") or not isinstance(name, str):
+        text = f"`tool_choice` of type {str(kind)[:64]!r} is not supported here: 'function' and 'custom' are"
+        raise InvalidRequest(f"{text}, with a `name`.", "tool_choice")
+    return {"type": kind, kind: {"name": name}}

@@ -138,9 +138,7 @@ def _echo(body: ResponsesRequest) -> dict[str, Any]:
         "service_tier": "default",
         "text": {"format": _echoed_format(body.text.format if body.text else None)},
         "tool_choice": _echoed_choice(body.tool_choice),
-        "tools": [
-            {"parameters": None, "strict": None, **tool.model_dump(exclude_unset=True)} for tool in body.tools or ()
-        ],
+        "tools": [tool.echoed() for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "truncation": "disabled",
     }

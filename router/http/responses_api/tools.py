@@ -1,4 +1,5 @@
-"""Tools of the Responses API: functions, which may be in namespaces, and what agents list beside them."""
+"""Tools of the Responses API: functions and custom tools, which may be in namespaces, and what agents list beside
+them."""
 
 from __future__ import annotations
 
@@ -6,13 +7,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field
 
-from router.http.fields import CONFIG
-from router.http.tools import Function, FunctionName, Schema, Tool
+from router.http.custom_tools import ChatCustomTool, Custom, Grammar, GrammarFormat, TextFormat
+from router.http.fields import CONFIG, FunctionName
+from router.http.tools import Function, Schema, Tool
 from router.limits import MAX_TOOL_CHARS, MAX_TOOLS
 
-_LEFT_OUT = frozenset({"custom", "image_generation", "tool_search", "web_search"})
-"""Types that Codex lists with every request beside its functions. A model may always do without a tool, so it is not
-shown these. Alone they are refused: nothing would be left of what the client wants."""
+_LEFT_OUT = frozenset({"image_generation", "tool_search", "web_search"})
+"""Types that Codex lists with every request beside its tools. A model may always do without a tool, so it is not shown
+these. Alone they are refused: nothing would be left of what the client wants."""
 MAX_NAME_CHARS = 128
 
 
@@ -37,14 +39,51 @@ class FunctionTool(BaseModel):
         function = Function.model_construct(name=self.chat_name, **fields)
         return Tool.model_construct(type="function", function=function)
 
+    def echoed(self) -> dict[str, Any]:
+        """The tool as the response repeats it."""
+        return {"parameters": None, "strict": None, **self.model_dump(exclude_unset=True)}
+
+
+class ResponseGrammar(Grammar):
+    type: Literal["grammar"]
+
+    def of_chat(self) -> GrammarFormat:
+        return GrammarFormat.model_construct(type="grammar", grammar=self)
+
+
+class ResponseCustomTool(BaseModel):
+    """A custom tool, in the flat form of this API."""
+
+    model_config = CONFIG
+    type: Literal["custom"]
+    name: FunctionName
+    description: str | None = Field(None, max_length=MAX_TOOL_CHARS)
+    format: Annotated[TextFormat | ResponseGrammar, Field(discriminator="type")] | None = None
+    defer_loading: bool | None = None
+    namespace: FunctionName | None = None
+
+    @property
+    def chat_name(self) -> str:
+        return chat_name(self.name, self.namespace)
+
+    def of_chat(self) -> ChatCustomTool:
+        wanted = self.format.of_chat() if isinstance(self.format, ResponseGrammar) else self.format
+        custom = Custom.model_construct(name=self.chat_name, description=self.description, format=wanted)
+        return ChatCustomTool.model_construct(type="custom", custom=custom)
+
+    def echoed(self) -> dict[str, Any]:
+        """Without fields of the format that nobody knows: they may be what JSON cannot say."""
+        known = self.format.model_dump(include=set(type(self.format).model_fields)) if self.format else {"type": "text"}
+        return {**self.model_dump(exclude_unset=True, exclude={"format"}), "format": known}
+
 
 def chat_name(name: str, namespace: str | None) -> str:
-    """A function's name in chats, which have no namespaces."""
+    """A tool's name in chats, which have no namespaces."""
     return name if namespace is None else f"{namespace}__{name}"
 
 
-def _functions(value: Any) -> Any:
-    """Take functions out of their namespaces, and leave out what no model is shown."""
+def _tools(value: Any) -> Any:
+    """Take tools out of their namespaces, and leave out what no model is shown."""
     if not isinstance(value, list):
         return value
     found: list[Any] = []
@@ -63,4 +102,5 @@ def _is_left_out(kind: Any) -> bool:
     return isinstance(kind, str) and kind in _LEFT_OUT
 
 
-FunctionTools = Annotated[list[FunctionTool], BeforeValidator(_functions), Field(max_length=MAX_TOOLS)]
+AnyTool = Annotated[FunctionTool | ResponseCustomTool, Field(discriminator="type")]
+ToolList = Annotated[list[AnyTool], BeforeValidator(_tools), Field(max_length=MAX_TOOLS)]

@@ -286,7 +286,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"name": "f"}]}, "input_schema"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
     ({"tools": [{**OTHER, "name": "a b"}]}, "1 to 128 letters"),
-    ({"tools": [OTHER, OTHER]}, "2 functions called `other`"),
+    ({"tools": [OTHER, OTHER]}, "2 tools called `other`"),
     ({"tool_choice": {"type": "tool"}}, "needs a `name`"),
     ({"tool_choice": {"type": "tool", "name": "x"}}, "`x`, which `tools` lacks"),
     ({"tool_choice": {"type": "all"}}, "tool_choice.type"),

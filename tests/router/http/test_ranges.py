@@ -62,6 +62,7 @@ def out_of_range(field: dict[str, Any]) -> Iterator[tuple[Any, str]]:
 
 
 def item(schema: dict[str, Any]) -> Any:
+    (schema, *_) = schema.get("oneOf", [schema])
     schema = SCHEMAS[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
     if "properties" in schema:
         return {name: item(schema["properties"][name]) for name in schema.get("required", ())}

@@ -103,10 +103,9 @@ async def test_functions_may_be_in_namespaces(official, client, nodes):
 
 async def test_tools_that_agents_list_beside_functions_are_not_shown_to_the_model(client, nodes):
     """As Codex does with every request."""
-    custom = {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark"}}
     hosted = [{"type": "web_search"}, {"type": "image_generation"}, {"type": "tool_search", "execution": "client"}]
-    namespace = {"type": "namespace", "name": "n", "tools": [custom, {**TOOL, "name": "f"}]}
-    body = await post(client, tools=[*hosted, TOOL, custom, namespace])
+    namespace = {"type": "namespace", "name": "n", "tools": [hosted[0], {**TOOL, "name": "f"}]}
+    body = await post(client, tools=[*hosted, TOOL, namespace])
     assert [tool["name"] for tool in body["tools"]] == ["get_weather", "f"]
     prompt = tiny_tokenizer().decode(nodes.prefills[-1].prompt_tokens)
     assert [tool["function"]["name"] for tool in json.loads(prompt.partition("|")[0])] == ["get_weather", "n__f"]
