@@ -1,7 +1,7 @@
 """Lark grammars as regular expressions: a grammar may be one if no rule of it leads back to itself.
 
-Tools get text in a JSON string. llguidance and XGrammar constrain what such a string says by a regular expression, the
-`pattern` of its schema, and by nothing else.
+Tools get text in a JSON string. llguidance constrains what such a string says by a regular expression, the `pattern` of
+its schema, and by nothing else.
 """
 
 from __future__ import annotations
