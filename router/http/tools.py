@@ -116,17 +116,19 @@ def _kind_of(value: Any) -> str | None:
     return "function" if kind is None else kind if kind in _KINDS else None
 
 
-_BY_KIND = Discriminator(
-    _kind_of, custom_error_type="kind", custom_error_message="`type` must be 'function' or 'custom'"
+TOOL_BY_KIND = Discriminator(
+    _kind_of,
+    custom_error_type="kind",
+    custom_error_message="`type` must be 'function' or 'custom': there are no other tools here",
 )
 AnyTool = Tool | ChatCustomTool
 AnyToolCall = ToolCall | CustomToolCall
 ToolList = Annotated[
-    list[Annotated[Annotated[Tool, Tag("function")] | Annotated[ChatCustomTool, Tag("custom")], _BY_KIND]],
+    list[Annotated[Annotated[Tool, Tag("function")] | Annotated[ChatCustomTool, Tag("custom")], TOOL_BY_KIND]],
     Field(max_length=MAX_TOOLS),
 ]
 ToolCalls = Annotated[
-    list[Annotated[Annotated[ToolCall, Tag("function")] | Annotated[CustomToolCall, Tag("custom")], _BY_KIND]],
+    list[Annotated[Annotated[ToolCall, Tag("function")] | Annotated[CustomToolCall, Tag("custom")], TOOL_BY_KIND]],
     Field(max_length=MAX_TOOL_CALLS),
 ]
 _NAMED = {

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, Field, Tag
 
 from router.http.custom_tools import ChatCustomTool, Custom, Grammar, GrammarFormat, TextFormat
 from router.http.fields import CONFIG, FunctionName
-from router.http.tools import Function, Schema, Tool
+from router.http.tools import TOOL_BY_KIND, Function, Schema, Tool
 from router.limits import MAX_TOOL_CHARS, MAX_TOOLS
 
 _LEFT_OUT = frozenset({"image_generation", "tool_search", "web_search"})
@@ -102,5 +102,7 @@ def _is_left_out(kind: Any) -> bool:
     return isinstance(kind, str) and kind in _LEFT_OUT
 
 
-AnyTool = Annotated[FunctionTool | ResponseCustomTool, Field(discriminator="type")]
+AnyTool = Annotated[
+    Annotated[FunctionTool, Tag("function")] | Annotated[ResponseCustomTool, Tag("custom")], TOOL_BY_KIND
+]
 ToolList = Annotated[list[AnyTool], BeforeValidator(_tools), Field(max_length=MAX_TOOLS)]
