@@ -17,8 +17,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from engine.model.parallel.group import ONE_RANK, GlooRanks, RankGroup
+from engine.model.parallel.star import Star
 
-_TAGS = *_TAGS_OF_GLOO_RANKS, _TO_ALL = 0, 1, 2
+_TAGS = _TAG_OF_GLOO_RANKS, _STAR, _TO_ALL = 0, 1, 2
 
 
 class _Letter:
@@ -130,17 +131,24 @@ class _ThreadGroup:
         parts[0][self._rank].copy_(tensors[0])
         return _Done()
 
-    def broadcast(self, tensors: list[Tensor], options: Any) -> _Done:
-        if self._rank == options.rootRank:
-            self._wait([self.send(tensors, other, _TO_ALL) for other in self._others], options)
-        else:
-            self._wait([self.recv(tensors, options.rootRank, _TO_ALL)], options)
-        return _Done()
-
     @staticmethod
     def _wait(started: Iterable[_Letter | _Receiving], options: Any) -> None:
         for each in started:
             each.wait(options.timeout)
+
+
+class _ThreadStar(Star):
+    """As `Star`."""
+
+    def __init__(self, post: Post, name: str, rank: int, timeout: timedelta) -> None:
+        self._post, self._name, self._rank, self._timeout = post, name, rank, timeout
+        self._links = {}
+
+    def send(self, x: Tensor, to: int) -> None:
+        self._post.send(_Letter(x.clone()), self._name, self._rank, to, _STAR)
+
+    def receive(self, x: Tensor, of: int) -> None:
+        _Receiving(x, self._post.box(self._name, of, self._rank, _STAR)).wait(self._timeout)
 
 
 class ThreadRanks(GlooRanks):
@@ -151,6 +159,7 @@ class ThreadRanks(GlooRanks):
         self._store, self._timeout = post.store, timedelta(seconds=timeout_s)
         self._post, self._name, self._parts = post, name, list[ThreadRanks]()
         self._group = _ThreadGroup(post, name, rank, size)
+        self._star = _ThreadStar(post, name, rank, self._timeout)
 
     def part(self, size: int) -> RankGroup:
         if size == self.size:
