@@ -1,11 +1,10 @@
 """Processes of ours for tests, forked from one that has imported what takes seconds: torch, transformers, our modules.
 
-    test process --asks--> fork server --forks--> keeper --forks--> the process, which becomes `python -m MODULE ...`
+    test process --asks--> fork server --forks--> the process, which becomes `python -m MODULE ...`
 
 A start is then a matter of milliseconds. Beyond that nothing is shared: the process has its own pid, threads, sockets,
-environment, exit code and native libraries that its module loads (UCX must not be loaded before a fork). The keeper
-only waits for it: whoever waits for a process must be its parent, and a fork server that waits cannot fork. Parallel
-workers of pytest share one fork server, which forks another for each of them.
+environment, exit code and native libraries that its module loads (UCX must not be loaded before a fork). The fork
+server tells how it ended. Parallel workers of pytest share one fork server, which forks another for each of them.
 
 Each is killed when its parent dies (`deploy.child`), so none outlives the test process.
 """
@@ -26,9 +25,12 @@ import socket
 import subprocess
 import sys
 import threading
+import traceback
+import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
 from baton.process.parent import die_with
 from deploy import child
@@ -51,10 +53,10 @@ ROOT = Path(__file__).resolve().parent.parent
 class ForkedProcess:
     """`python -m MODULE ARGUMENT...` with an empty stdin; of `subprocess.Popen` what tests need."""
 
-    def __init__(self, keeper: socket.socket) -> None:
-        """`keeper`: the end of its socket pair, closed once the process has ended."""
-        self._keeper = keeper
-        said, fds, _, _ = socket.recv_fds(keeper, 64, 1)
+    def __init__(self, server: socket.socket) -> None:
+        """`server`: what it says of this process alone; closed once the process has ended."""
+        self._server = server
+        said, fds, _, _ = socket.recv_fds(server, 64, 1)
         assert said, "the fork server has ended"
         (self._pidfd,) = fds
         self.pid = int(said)
@@ -74,17 +76,17 @@ class ForkedProcess:
     def send_signal(self, number: int) -> None:
         """Nothing happens if it has ended."""
         if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # its keeper has reaped it, and not said so yet
+            with contextlib.suppress(ProcessLookupError):  # the server has reaped it, and not said so yet
                 signal.pidfd_send_signal(self._pidfd, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
     def _wait(self, timeout_s: float | None) -> int | None:
-        if self.returncode is None and select.select([self._keeper], [], [], timeout_s)[0]:
-            said = self._keeper.recv(64)
-            self.returncode = int(said) if said else -signal.SIGKILL  # the keeper was killed, and so it was
-            self._keeper.close()
+        if self.returncode is None and select.select([self._server], [], [], timeout_s)[0]:
+            said = self._server.recv(64)
+            self.returncode = int(said) if said else -signal.SIGKILL  # the server was killed, and so it was
+            self._server.close()
             os.close(self._pidfd)
         return self.returncode
 
@@ -203,11 +205,15 @@ def main() -> None:
     is_shared = bool(asked.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
     if is_shared:
         select.select([asked], [], [])  # perhaps nobody ever asks
+    gc.disable()  # collections would take a third of the imports' time
     for name in sys.argv[2:]:
         importlib.import_module(name)
     _check_forkable()
     gc.collect()
     gc.freeze()  # or the first collection of each process would copy all that it looks at
+    gc.enable()
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # torch would take down its tables of operators at the end of each process, for 30 ms
     _serve(_next_client(asked) if is_shared else asked)
 
 
@@ -225,20 +231,48 @@ def _next_client(listener: socket.socket) -> socket.socket:
         _reap()
 
 
+@dataclass(frozen=True)
+class _Child:
+    pid: int
+    pidfd: int  # readable once it has ended
+    client: socket.socket
+
+    def tell_end(self) -> None:
+        _, status = os.waitpid(self.pid, 0)
+        with contextlib.suppress(BrokenPipeError):  # nobody waits for it
+            self.client.send(str(os.waitstatus_to_exitcode(status)).encode())
+
+    def close(self) -> None:
+        os.close(self.pidfd)
+        self.client.close()
+
+
 def _serve(requests: socket.socket) -> None:
-    """Until the client is gone; also returns in each process that was asked for, when it has done its work."""
-    server = os.getpid()
+    """Until the client is gone."""
+    server, children = os.getpid(), dict[int, _Child]()
     while True:
+        watched: list[socket.socket | int] = [requests, *children]
+        readable, _, _ = select.select(watched, [], [])
+        for pidfd in readable:
+            if pidfd in children:
+                child = children.pop(pidfd)
+                child.tell_end()
+                child.close()
+        if requests not in readable:
+            continue
         data, fds, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 3)
         if not data:
             return
-        if os.fork() == 0:
+        if (pid := os.fork()) == 0:
             requests.close()
-            _keep(server, json.loads(data), fds)
-            return
-        for fd in fds:
+            for child in children.values():
+                child.close()
+            _become(server, json.loads(data), fds)
+        for fd in fds[1:]:
             os.close(fd)
-        _reap()
+        child = _Child(pid, os.pidfd_open(pid), socket.socket(fileno=fds[0]))
+        socket.send_fds(child.client, [str(pid).encode()], [child.pidfd])
+        children[child.pidfd] = child
 
 
 def _reap() -> None:
@@ -255,25 +289,7 @@ def _check_forkable() -> None:
     assert not loaded, f"{loaded} must not be loaded before a fork"
 
 
-def _keep(server: int, request: dict[str, object], fds: Sequence[int]) -> None:
-    """In a fork of the server. Returns in the process that was asked for, when its module is done."""
-    if not die_with(server):
-        os._exit(1)
-    keeper = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        _become(keeper, request, fds)
-        return
-    for fd in fds[1:]:
-        os.close(fd)
-    with socket.socket(fileno=fds[0]) as client:
-        socket.send_fds(client, [str(pid).encode()], [os.pidfd_open(pid)])
-        _, status = os.waitpid(pid, 0)
-        client.send(str(os.waitstatus_to_exitcode(status)).encode())
-    os._exit(0)
-
-
-def _become(keeper: int, request: dict[str, object], fds: Sequence[int]) -> None:
+def _become(server: int, request: dict[str, object], fds: Sequence[int]) -> NoReturn:
     connection, out, err = fds
     os.close(connection)
     for target, fd in enumerate((os.open(os.devnull, os.O_RDONLY), out, err)):
@@ -288,8 +304,33 @@ def _become(keeper: int, request: dict[str, object], fds: Sequence[int]) -> None
     sys.path[0] = str(request["cwd"])  # where `python -m` looks first
     random.seed()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where nohup started the tests
-    sys.argv = ["deploy.child", str(keeper), str(request["module"]), *arguments]
-    child.main()
+    sys.argv = ["deploy.child", str(server), str(request["module"]), *arguments]
+    _exit_with(_run())
+
+
+def _run() -> int:
+    """The exit code, and on stderr why, as Python's interpreter has them. But a Ctrl-C is left to that."""
+    try:
+        child.main()
+    except SystemExit as end:
+        if isinstance(end.code, int | None):
+            return end.code or 0
+        sys.stderr.write(f"{end.code}\n")
+        return 1
+    except Exception:  # noqa: BLE001 - whatever it is, it is told
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _exit_with(code: int) -> NoReturn:
+    """As an interpreter, but for its teardown: to take down all that was imported, whose pages the process shares until
+    then, takes a quarter of a second."""
+    threading._shutdown()  # type: ignore[attr-defined] # waits for threads
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code & 0xFF)
 
 
 if __name__ == "__main__":

@@ -51,8 +51,12 @@ print(sorted(os.listdir("/proc/self/fd")), file=sys.stderr)
 threading.Timer(0.05, print, ["after main"]).start()
 sys.exit(7)
 """
+    (beside := tmp_path / "beside").mkdir()
+    other = start(server, beside, "import signal; signal.pause()")
     process = start(server, tmp_path, program, "an", "argument")
     assert process.wait(WAIT_S) == 7
+    other.kill()
+    assert other.wait(WAIT_S) == -signal.SIGKILL
     assert process.poll() == process.returncode == 7
     first, second = (tmp_path / "out").read_text().splitlines()
     argv = [str(tmp_path / "program.py"), "an", "argument"]
@@ -64,6 +68,20 @@ sys.exit(7)
 def test_its_failure_is_told(server: ForkServer, tmp_path: Path) -> None:
     assert start(server, tmp_path, "1 / 0").wait(WAIT_S) == 1
     assert "ZeroDivisionError" in (tmp_path / "err").read_text()
+
+
+def test_it_ends_in_order_but_takes_nothing_down(server: ForkServer, tmp_path: Path) -> None:
+    program = """
+import atexit, sys
+class Kept:
+    def __del__(self):
+        print("taken down")
+kept = Kept()
+atexit.register(print, "at exit")
+sys.exit("why")
+"""
+    assert start(server, tmp_path, program).wait(WAIT_S) == 1
+    assert [(tmp_path / name).read_text() for name in ("out", "err")] == ["at exit\n", "why\n"]
 
 
 def test_it_can_be_killed_and_waited_for(server: ForkServer, tmp_path: Path) -> None:
