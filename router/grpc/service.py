@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 
 from baton import wire
 from baton.errors import PARAM_KEY, BatonError, InternalError, InvalidRequest, RequestCancelled
+from baton.rpc.aborting import abort
 from baton.sampling import NAMES
 from baton.telemetry import request_scope
 from baton.telemetry.trace_context import HEADER as TRACE_HEADER
@@ -281,7 +282,7 @@ async def _answered(
     try:
         result = await run()
     except BatonError as named:
-        error = named
+        error = named.with_traceback(None)  # which has this frame, and so the error, and the request with it
     except Exception as unnamed:  # a request's boundary
         error = InternalError(f"internal error: {type(unnamed).__name__}")
         if context.cancelled():
@@ -298,10 +299,9 @@ async def _answered(
     _log_end(method, error.grpc_status, received)
     try:
         async with asyncio.timeout(_ABORT_S):
-            await context.abort(grpc.StatusCode[error.grpc_status], _details(error), _beside(error))
+            await abort(context, grpc.StatusCode[error.grpc_status], _details(error), _beside(error))
     except (TimeoutError, grpc.aio.InternalError):  # the client does not read earlier messages, or has left
         raise asyncio.CancelledError from None
-    raise error  # abort raises; this tells the type checker
 
 
 def _details(error: BatonError) -> str:

@@ -15,6 +15,8 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from baton.rpc.aborting import abort
+
 
 class SingleRequests(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # generic in its stubs alone
     """For `grpc.aio.server(interceptors=...)`. `timeout_s`: from a call's begin until its request has come."""
@@ -68,14 +70,14 @@ class SingleRequests(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # ge
         except TimeoutError:
             await self._abort_late(context)
         if data is grpc.aio.EOF:  # type: ignore[attr-defined]  # not in the stubs
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no request")
+            await abort(context, grpc.StatusCode.INVALID_ARGUMENT, "the call has no request")
         try:
             return parse(data) if parse else data
         except DecodeError:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "malformed message: its bytes are no message")
+            await abort(context, grpc.StatusCode.INVALID_ARGUMENT, "malformed message: its bytes are no message")
 
     async def _abort_late(self, context: Any) -> NoReturn:
         if self._stopping:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
-        await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"the request did not come within {self._timeout_s:g} s")
-        raise AssertionError  # abort raises
+            await abort(context, grpc.StatusCode.UNAVAILABLE, "the server is stopping")
+        late = f"the request did not come within {self._timeout_s:g} s"
+        await abort(context, grpc.StatusCode.DEADLINE_EXCEEDED, late)

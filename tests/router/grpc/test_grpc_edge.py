@@ -1,6 +1,7 @@
 """What one client may take of the gRPC port."""
 
 import asyncio
+import gc
 import math
 from typing import Any
 
@@ -9,6 +10,7 @@ import grpc.aio
 import pytest
 
 from baton.address import HostPort
+from baton.errors import BatonError
 from baton.settings import LONGEST_S
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
@@ -102,3 +104,20 @@ async def test_a_call_whose_request_does_not_come_ends(nodes, method):
             assert await silent.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             assert await silent.details() == "the request did not come within 0.2 s"
             assert await without.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_call_that_is_refused_is_no_garbage(nodes):
+    """Its message may have megabytes, and collections are rare in a router."""
+
+    def num_errors() -> int:
+        return sum(isinstance(found, BatonError | grpc.aio.AbortError) for found in gc.get_objects())
+
+    gc.disable()
+    try:
+        before = num_errors()
+        async with running(nodes) as (router, _), channel_to(router) as channel:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await generation_pb2_grpc.GenerationStub(channel).Tokenize(pb.TokenizeRequest(prompt="x", model="none"))
+        assert num_errors() == before
+    finally:
+        gc.enable()
