@@ -24,15 +24,16 @@ _CHUNKED = b"transfer-encoding: chunked\r\n"
 
 class BodyWriter:
     """Stands in for the transport of one answer, whose `cycle` begins, and is in its scope. The head is held back until
-    something follows it, at most until the next turn of the event loop.
+    something follows it, at most until the next turn of the event loop. `close`: closes the connection.
 
     It does not know the cycle, which knows it: each of the two would keep the other, and all of the request with them,
-    until garbage is collected."""
+    until garbage is collected. So it forgets `close` with the end of the answer."""
 
-    def __init__(self, cycle: RequestResponseCycle, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, cycle: RequestResponseCycle, loop: asyncio.AbstractEventLoop, close: Callable[[], None]) -> None:
         self._flow = cycle.flow
         self._transport = cycle.transport
         self._loop = loop
+        self._close = close
         self._head = b""
         self._head_has_come = False
         self._has_left = False
@@ -83,7 +84,7 @@ class BodyWriter:
 
     def close(self) -> None:
         self.flush()
-        self._transport.close()
+        self._close()
 
     def is_closing(self) -> bool:
         return self._transport.is_closing()
@@ -102,6 +103,7 @@ class BodyWriter:
 
     def left(self) -> None:
         self._has_left = True
+        self._close = self._transport.close
         if self._on_left is not None:
             self._on_left()
         self.resumed()
@@ -109,6 +111,7 @@ class BodyWriter:
     def end(self) -> None:
         """The answer is complete. Forgets whom to call, as a connection keeps its last answer's writer while idle."""
         self.flush()
+        self._close = self._transport.close
         self._on_resumed = self._on_left = None
 
 

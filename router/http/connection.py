@@ -267,7 +267,7 @@ class Connection(BoundedWrites, HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        self._body_writer = BodyWriter(cycle, self.loop)
+        self._body_writer = BodyWriter(cycle, self.loop, self._close)
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
@@ -282,6 +282,20 @@ class Connection(BoundedWrites, HttpToolsProtocol):
         elif self._reading is not _Reading.NOTHING:  # the next has begun
             self._unset_keepalive_if_required()
             self._watch()
+
+    def _close(self) -> None:
+        """After an answer that is the last. Whoever still sends the request would find the connection reset, and might
+        not get to read the answer."""
+        answered = self._running is not None and self._running is self.cycle and self._running.response_complete
+        if answered and self._reading is _Reading.BODY:
+            self._refused = True
+            self._half_close()
+        else:
+            self.transport.close()
+
+    def _half_close(self) -> None:
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -300,8 +314,7 @@ class Connection(BoundedWrites, HttpToolsProtocol):
             return
         body = json.dumps(error_body(self._addressed(), status, message)).encode()
         self.transport.write(_answer(status, body, self.server_state.default_headers))
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
+        self._half_close()
         self.flow.resume_reading()
         self._read_timer = self._later(self._limits.linger_s, self.transport.abort)
 

@@ -145,9 +145,9 @@ async def test_a_client_that_does_not_read_gets_all_when_it_does(streams):
 
 
 async def test_a_client_that_leaves_what_is_complete_unread_ends_its_stream(streams):
-    flow, transport = SimpleNamespace(write_paused=True), SimpleNamespace(write=lambda data: None)
+    flow, transport = SimpleNamespace(write_paused=True), SimpleNamespace(write=lambda data: None, close=None)
     cycle: Any = SimpleNamespace(flow=flow, transport=transport, scope={})
-    streams.connect = lambda: BodyWriter(cycle, asyncio.get_running_loop())
+    streams.connect = lambda: BodyWriter(cycle, asyncio.get_running_loop(), cycle.transport.close)
     await streams.open(1)
     (writer,) = streams.connections
     streams.dispatcher.handle_node_message(

@@ -35,7 +35,7 @@ class Transport:
 def begun() -> Any:
     """An answer whose head has come."""
     cycle: Any = Cycle()
-    BodyWriter(cycle, asyncio.get_running_loop())
+    BodyWriter(cycle, asyncio.get_running_loop(), cycle.transport.close)
     cycle.transport.write(b"head ")
     return cycle
 
@@ -104,7 +104,7 @@ async def test_who_writes_is_told_that_the_client_reads_again_or_has_left_until_
 
 async def test_what_comes_before_the_head_is_not_held():
     cycle: Any = Cycle()
-    BodyWriter(cycle, asyncio.get_running_loop())
+    BodyWriter(cycle, asyncio.get_running_loop(), cycle.transport.close)
     cycle.transport.write(b"HTTP/1.1 100 Continue")
     assert cycle.writes == [b"HTTP/1.1 100 Continue"]
     cycle.transport.write(b"head ")

@@ -376,6 +376,18 @@ async def test_a_request_answered_early_may_end_and_the_next_come():
         assert (await client.answer())[0] == 401
 
 
+@pytest.mark.parametrize("head", [b"HTTP/1.1\r\nconnection: close", b"HTTP/1.0"])
+@on_uvloop
+async def test_who_closes_with_the_answer_gets_to_read_it_while_sending(head):
+    """A connection that is closed before all has come is reset, and so is the answer that was not read yet."""
+    async with serving(refuse) as port, peer(port) as client:
+        await client.send(b"POST /a " + head + b"\r\ncontent-length: 9999999\r\n\r\n")
+        for _ in range(50):
+            await client.send(bytes(65536))
+        assert (await client.answer())[0] == 401
+        assert await client.rest() == b""
+
+
 @on_uvloop
 async def test_one_that_goes_on_is_cut_off():
     async with serving(refuse, linger_s=0.3) as port, peer(port) as client:
