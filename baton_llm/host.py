@@ -22,6 +22,7 @@ from baton_llm.background import STOP_S, Background
 from baton_llm.outputs import Collector, RequestOutput
 from baton_llm.prompts import Asked, Encoded, Salted
 from baton_llm.sampling_params import SamplingParams, request_of
+from node.garbage import uncollected
 
 log = logging.getLogger(__name__)
 
@@ -187,13 +188,14 @@ def make_backend(
         return RemoteBackend(router, model, api_key, ssl_ca_certs)
     if api_key is not None or ssl_ca_certs is not None:
         raise TypeError("api_key and ssl_ca_certs are for a router")
-    try:
-        from baton_llm.local.backend import LocalBackend  # imports torch, which a client of a router need not have
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{error}: engines in this process need the extra, pip install 'baton-serve[node]'", name=error.name
-        ) from error
-    return LocalBackend({"model": model or DEFAULT_MODEL, **flags})
+    with uncollected():
+        try:
+            from baton_llm.local.backend import LocalBackend  # imports torch, which a client of a router need not have
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"{error}: engines in this process need the extra, pip install 'baton-serve[node]'", name=error.name
+            ) from error
+        return LocalBackend({"model": model or DEFAULT_MODEL, **flags})
 
 
 _open_hosts: weakref.WeakSet[Host] = weakref.WeakSet()

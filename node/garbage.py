@@ -13,6 +13,18 @@ from contextlib import contextmanager
 
 
 @contextmanager
+def uncollected() -> Iterator[None]:
+    """Load within it, in a process that is not ours: collections are on or off afterwards as they were before."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@contextmanager
 def collected_once() -> Iterator[None]:
     """Load within it: garbage is collected once, at the end, and what is left is exempt from collections. Call
     `gc.freeze` after the imports, so that even that collection leaves their objects out."""

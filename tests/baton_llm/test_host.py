@@ -4,16 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import gc
+import sys
 import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
+from types import ModuleType
 from typing import Any
 
+import pytest
+
 from baton.errors import NodeUnavailable, RequestCancelled
-from baton_llm.host import Host
+from baton_llm.host import Host, make_backend
 from baton_llm.prompts import Encoded
 
 PATIENCE_S = 20.0
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_a_start_of_engines_is_not_interrupted_by_collections(was_on, monkeypatch):
+    collected: list[bool] = []
+    backend: Any = ModuleType("backend")
+    backend.LocalBackend = lambda flags: collected.append(gc.isenabled())
+    monkeypatch.setitem(sys.modules, "baton_llm.local.backend", backend)
+    try:
+        if not was_on:
+            gc.disable()
+        make_backend("a-model", None, None, None, {})
+        assert (collected, gc.isenabled()) == ([False], was_on)
+    finally:
+        gc.enable()
 
 
 class SlowToEnd:
