@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from baton.errors import InvalidRequest
 from baton.structured_output.constraint import StructuredBackend, StructuredKind, StructuredOutput
-from router.text.lark_regex import lark_regex
+from router.text.lark_regex import for_json, lark_regex
 from router.tool_parsers.custom_calls import INPUT
 
 Syntax = Literal["lark", "regex"]
@@ -52,7 +52,7 @@ class CustomInput:
 
     def schema(self) -> dict[str, Any]:
         """Of the arguments of the function that stands for the tool."""
-        return self._schema({} if self.pattern is None else {"pattern": f"^(?:{self.pattern})$"})
+        return self._schema({} if self.pattern is None else {"pattern": f"^(?:{for_json(self.pattern)})$"})
 
     def described(self) -> dict[str, Any]:
         """The same as a chat template gets it."""

@@ -30,6 +30,12 @@ _TOKEN = re.compile(
 )
 _MARKS = {"(": "(?:", "[": "(?:", "]": ")?"}
 _META = re.compile(r"[\\.+*?()|\[\]{}^$]")
+_PART = re.compile(
+    r"""\\. | (?P<anchor>[\^$]) | \(\?P?<\w+(?P<named>>)
+    | \[ (?P<negated>\^(?:-+|\]?))? (?P<class> \]? (?:\\.|\[(?:\\.|[^\]\\])*\]|[^\]\\\[])* \])""",
+    re.VERBOSE | re.DOTALL,
+)
+"""Of a regular expression: escapes, anchors, beginnings of named groups, and classes with those in them."""
 _FLOAT = r"([0-9]+\.[0-9]*|\.[0-9]+)([eE](\+|-)?[0-9]+)?|[0-9]+[eE](\+|-)?[0-9]+"
 _COMMON = {
     "DIGIT": "[0-9]",
@@ -64,6 +70,24 @@ _COMMON = {
 def lark_regex(grammar: str) -> str:
     """A regular expression for the texts of a grammar that compiles. Raises InvalidRequest if this finds none."""
     return _Grammar(grammar).regex_of("start", 0)
+
+
+def for_json(regex: str) -> str:
+    """The expression as a `pattern`: its negated classes leave out NUL. To llguidance (1.9), one that has all control
+    characters has quotes and backslashes, too, even if it says that it has not."""
+    return _PART.sub(_without_nul, regex)
+
+
+def _without_nul(part: re.Match[str]) -> str:
+    if part["negated"] is None:
+        return part[0]
+    return r"[^\x00" + re.sub(r"[-\]]", r"\\\g<0>", part["negated"][1:]) + part["class"]
+
+
+def _within(part: re.Match[str]) -> str:
+    """As part of a larger expression. Anchors of a terminal that compiles are at its ends, and say nothing; names of
+    groups would be there twice if the terminal is."""
+    return "(?:)" if part["anchor"] else "(" if part["named"] else part[0]
 
 
 class _Grammar:
@@ -103,10 +127,12 @@ class _Grammar:
             escaped = _META.sub(r"\\\g<0>", _value(token["string"]))
             return f"(?{token['ignores_case']}:{escaped})"
         if token["regex"] is not None:
-            return f"(?{token['flags'].replace('u', '')}:{token['regex']})"
+            if "x" in token["flags"]:
+                raise InvalidRequest("the flag `x` is in it")
+            return f"(?{token['flags'].replace('u', '')}:{_PART.sub(_within, token['regex'])})"
         if token["least"] is not None:
             return f"{{{token['least']},{token['most'] or token['least']}}}"
-        return _MARKS.get(token[0], token[0])
+        return _MARKS.get(token[0], token[0].replace("{,", "{0,"))
 
 
 def _tokens(text: str) -> Iterator[re.Match[str]]:
@@ -132,7 +158,8 @@ def _imported(token: re.Match[str]) -> Mapping[str, str] | None:
 
 def _value(string: str) -> str:
     """Of a string, which may have the escapes of JSON, and those like `\\x0a`."""
+    as_json = re.sub(r"\\(.)", lambda found: r"\u00" if found[1] == "x" else found[0], string)
     try:
-        return str(json.loads('"' + re.sub(r"\\(x?)", lambda found: r"\u00" if found[1] else "\\", string) + '"'))
+        return str(json.loads(f'"{as_json}"'))
     except ValueError:
         raise InvalidRequest(f"the string {string[:64]!r} cannot be read") from None

@@ -40,6 +40,10 @@ GRAMMARS = {
     'start: "a.b" | "(" | "\\x41\\u0042\\"\\\\n"': (["a.b", "(", 'AB"\\n'], ["axb", "A"]),
     'start: "q"i | /r/i | /s.t/s | /u.v/': (["q", "Q", "R", "s\nt", "u-v"], ["u\nv"]),
     'start: "a"~2 | "b"~1..2 | "c"{3} | "d"{1,2}': (["aa", "b", "bb", "ccc", "dd"], ["a", "bbb", "cc", "ddd"]),
+    'start: "a"{,2} "b"': (["b", "aab"], ["aaab"]),
+    'start: "\\\\x41"': ([r"\x41"], [r"\u0041", "A", r"\A"]),
+    r"start: /^a$/ /[$^]|b$/": (["a$", "a^", "ab"], ["a", "^a$b"]),
+    "start: a a\na: /(?P<x>[b(?P<x>]+),/": (["b,(?P<x>,"], ["b,"]),
     r"start: /a\/b|[\/\"]+/": (["a/b", '/"'], ["a", "b"]),
     'start: A (" " B)*\nA: /[a-c]+/\nB: A "!"': (["ab", "a b! c!"], ["ab c", "a b!c!"]),
     "start: WORD _W N+\n%import common (WORD, DIGIT)\n%import common.WS_INLINE -> _W\nN: DIGIT": (["ab \t12"], ["ab1"]),
@@ -76,6 +80,7 @@ def test_it_matches_what_the_grammar_does(grammar: str) -> None:
         ('start: "a', "is in it"),
         ('start: "\\q"', "cannot be read"),
         ("start: /a/l", "is in it"),
+        ("start: /a # b/x", "the flag `x` is in it"),
     ],
 )
 def test_there_is_a_reason_where_there_is_none(grammar: str, why: str) -> None:

@@ -1,0 +1,27 @@
+"""What custom tools take, as the string in JSON that has it."""
+
+import json
+
+import pytest
+
+from baton.structured_output.constraint import StructuredKind, StructuredOutput
+from router.text.custom_input import CustomInput
+from tests.router.matching import matches
+
+QUOTED = 'start: "<" ESCAPED_STRING ">"\n%import common.ESCAPED_STRING'
+
+
+@pytest.mark.parametrize(
+    ("syntax", "definition", "good", "bad"),
+    [
+        ("regex", r'"[^"]*"', ['""', '"a\n\\é"'], ['"a"b"', '"a\\"b"']),
+        ("regex", r"[^\\]+", ['"', "\n"], ["\\", "a\\"]),
+        ("regex", r"[^]\"][^-\"]\[[^b]", ["aa[a", "-][a"], ["]a[a", '"a[a', "a-[a", 'a"[a', "aa[b"]),
+        ("lark", QUOTED, [r'<"a\"b">', '<"">'], ['<"a"b">', '<"\\">']),
+    ],
+)
+def test_a_string_in_json_matches_as_the_text_does(syntax, definition: str, good: list[str], bad: list[str]) -> None:
+    schema = json.dumps(CustomInput.defined(syntax, definition).schema())
+    for text in good + bad:
+        arguments = json.dumps({"input": text}, ensure_ascii=False)
+        assert matches(StructuredOutput(StructuredKind.JSON, schema), arguments) is (text in good), text
