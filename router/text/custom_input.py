@@ -31,9 +31,9 @@ class CustomInput:
     def defined(cls, syntax: Syntax, definition: str) -> CustomInput:
         """Takes a millisecond for a thousand tokens of Lark."""
         if syntax == "regex":
-            return cls(syntax, definition, definition)
+            return cls(syntax, definition, for_json(definition))
         try:
-            return cls(syntax, definition, lark_regex(definition))
+            return cls(syntax, definition, for_json(lark_regex(definition)))
         except InvalidRequest as error:
             return cls(syntax, definition, why_free=f"it is no regular expression: {error.message}")
 
@@ -52,7 +52,7 @@ class CustomInput:
 
     def schema(self) -> dict[str, Any]:
         """Of the arguments of the function that stands for the tool."""
-        return self._schema({} if self.pattern is None else {"pattern": f"^(?:{for_json(self.pattern)})$"})
+        return self._schema({} if self.pattern is None else {"pattern": f"^(?:{self.pattern})$"})
 
     def described(self) -> dict[str, Any]:
         """The same as a chat template gets it."""

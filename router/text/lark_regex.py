@@ -32,10 +32,11 @@ _MARKS = {"(": "(?:", "[": "(?:", "]": ")?"}
 _META = re.compile(r"[\\.+*?()|\[\]{}^$]")
 _PART = re.compile(
     r"""\\. | (?P<anchor>[\^$]) | \(\?P?<\w+(?P<named>>)
-    | \[ (?P<negated>\^(?:-+|\]?))? (?P<class> \]? (?:\\.|\[(?:\\.|[^\]\\])*\]|[^\]\\\[])* \])""",
+    | \[ (?P<negated>\^(?:-+|\]?))? (?P<class> \]? (?:\\.|\[(?:\\.|[^\]\\])*(?:\]|\Z)|[^\]\\\[])* (?:\]|\\?\Z))""",
     re.VERBOSE | re.DOTALL,
 )
-"""Of a regular expression: escapes, anchors, beginnings of named groups, and classes with those in them."""
+"""Of a regular expression: escapes, anchors, beginnings of named groups, and classes with those in them. One
+that is not closed ends with the expression: looking for its end again and again would take minutes."""
 _FLOAT = r"([0-9]+\.[0-9]*|\.[0-9]+)([eE](\+|-)?[0-9]+)?|[0-9]+[eE](\+|-)?[0-9]+"
 _COMMON = {
     "DIGIT": "[0-9]",
