@@ -22,7 +22,7 @@ _TOKEN = re.compile(
     | "(?P<string>(?:\\.|[^"\\\n])*)"(?P<ignores_case>i?)
     | /(?P<regex>(?:\\.|[^/\\])+)/(?P<flags>[imsux]*)(?!l)
     | %import\s+common(?:\.(?P<one>\w+)(?:\s*->\s*(?P<alias>\w+))?|\s*\((?P<several>[^)]*)\))
-    | (?P<begun>[!?]*[\w-]+)(?:\.-?\d+)?\s*:(?!:)
+    | (?P<begun>[!?]{0,2}[\w-]+)(?:\.-?\d+)?\s*:(?!:)
     | (?P<name>[A-Za-z_][\w-]*)
     | (?P<mark>[()|\[\]*+?]|\{[\d,\s]*\})
     | ~\s*(?P<least>\d+)(?:\s*\.\.\s*(?P<most>\d+))?""",

@@ -96,4 +96,6 @@ def test_it_stays_short_and_quick() -> None:
         lark_regex(f'start: a59\na0: "abcdefgh"\n{rules}')
     with pytest.raises(InvalidRequest, match="more than 32768 characters"):
         lark_regex(f"start: {'a ' * 100_000}\na: /{'x' * 60_000}/")
+    with pytest.raises(InvalidRequest, match="more than 32768 characters"):
+        lark_regex(f"start: {'?' * 100_000}")
     assert time.process_time() - begun < 1
