@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field
 
 from baton.structured_output.constraint import StructuredBackend
 from router.http.fields import CONFIG, FunctionName, Name
@@ -35,11 +36,13 @@ class Grammar(BaseModel):
     def input(self) -> CustomInput:
         return CustomInput.defined(self.syntax, self.definition)
 
-    @model_validator(mode="after")
-    def _read(self) -> Grammar:
-        """Here, since large bodies are read on another thread."""
-        _ = self.input
-        return self
+
+def read_grammars(grammars: Sequence[Grammar]) -> None:
+    """For the validation of a body: large ones are read on another thread. Not if they are too large together, as they
+    are refused then."""
+    if sum(grammar.size for grammar in grammars) <= MAX_TOOL_CHARS:
+        for grammar in grammars:
+            _ = grammar.input
 
 
 class GrammarFormat(BaseModel):
@@ -84,6 +87,10 @@ class ChatCustomTool(BaseModel):
         """The function that a chat template gets in place of the tool."""
         described = {} if self.custom.description is None else {"description": self.custom.description}
         return {"type": "function", "function": {"name": self.name, **described, "parameters": self._input.described()}}
+
+    @property
+    def grammar(self) -> Grammar | None:
+        return self.custom.format.grammar if isinstance(self.custom.format, GrammarFormat) else None
 
     @property
     def _input(self) -> CustomInput:

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, Discriminator, Field, Tag, WithJ
 
 from baton.errors import InvalidRequest
 from baton.structured_output.constraint import StructuredBackend
-from router.http.custom_tools import ChatCustomTool, CustomToolCall
+from router.http.custom_tools import ChatCustomTool, CustomToolCall, read_grammars
 from router.http.fields import CONFIG, FunctionName, Name, TextOrObject, ValueLimits, bound_values, num_chars
 from router.http.parse import is_quick, parse_begun, parse_json
 from router.limits import MAX_TOOL_CALLS, MAX_TOOL_CHARS, MAX_TOOL_DEPTH, MAX_TOOL_VALUES, MAX_TOOLS
@@ -122,10 +122,18 @@ TOOL_BY_KIND = Discriminator(
     custom_error_message="`type` must be 'function' or 'custom': there are no other tools here",
 )
 AnyTool = Tool | ChatCustomTool
+
+
+def _read_custom(tools: list[AnyTool]) -> list[AnyTool]:
+    read_grammars([tool.grammar for tool in tools if isinstance(tool, ChatCustomTool) and tool.grammar])
+    return tools
+
+
 AnyToolCall = ToolCall | CustomToolCall
 ToolList = Annotated[
     list[Annotated[Annotated[Tool, Tag("function")] | Annotated[ChatCustomTool, Tag("custom")], TOOL_BY_KIND]],
     Field(max_length=MAX_TOOLS),
+    AfterValidator(_read_custom),
 ]
 ToolCalls = Annotated[
     list[Annotated[Annotated[ToolCall, Tag("function")] | Annotated[CustomToolCall, Tag("custom")], TOOL_BY_KIND]],

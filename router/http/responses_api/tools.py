@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, Tag
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, Tag
 
-from router.http.custom_tools import ChatCustomTool, Custom, Grammar, GrammarFormat, TextFormat
+from router.http.custom_tools import ChatCustomTool, Custom, Grammar, GrammarFormat, TextFormat, read_grammars
 from router.http.fields import CONFIG, FunctionName
 from router.http.tools import TOOL_BY_KIND, Function, Schema, Tool
 from router.limits import MAX_TOOL_CHARS, MAX_TOOLS
@@ -105,4 +105,12 @@ def _is_left_out(kind: Any) -> bool:
 AnyTool = Annotated[
     Annotated[FunctionTool, Tag("function")] | Annotated[ResponseCustomTool, Tag("custom")], TOOL_BY_KIND
 ]
-ToolList = Annotated[list[AnyTool], BeforeValidator(_tools), Field(max_length=MAX_TOOLS)]
+
+
+def _read_custom(tools: list[Any]) -> list[Any]:
+    formats = [tool.format for tool in tools if isinstance(tool, ResponseCustomTool)]
+    read_grammars([wanted for wanted in formats if isinstance(wanted, Grammar)])
+    return tools
+
+
+ToolList = Annotated[list[AnyTool], BeforeValidator(_tools), Field(max_length=MAX_TOOLS), AfterValidator(_read_custom)]

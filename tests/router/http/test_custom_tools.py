@@ -1,6 +1,7 @@
 """Custom tools in chats: the model is shown functions with one string, and clients get the string."""
 
 import json
+import time
 from typing import Any
 
 import httpx
@@ -15,7 +16,7 @@ from baton.structured_output.constraint import StructuredBackend
 from tests.router.conftest import on_shared_loop, running_router, says, shared_fixtures
 from tests.router.fake_node import FakeCluster
 from tests.router.http.tool_chats import CALL, CHATS, PARSERS, WEATHER, chunks_of, prompt_of, shared_with_tools
-from tests.router.http_shapes import CHAT, allowed
+from tests.router.http_shapes import CHAT, allowed, error_of
 from tests.router.matching import matches
 from tests.router.text.test_lark_regex import APPLY_PATCH, PATCH
 from tests.router.tiny_tokenizer import tiny_tokenizer
@@ -197,6 +198,25 @@ async def test_mistakes_are_named(client, fields, param, why):
     found, message = await refusal_of(client, **fields)
     assert found == param
     assert why in message
+
+
+@pytest.mark.parametrize("path", [CHATS, "/v1/responses"])
+async def test_grammars_that_are_too_large_together_are_not_read(client, path):
+    definition = "start: " + "?" * 200_000
+    if path == CHATS:
+        form = {"type": "grammar", "grammar": {"syntax": "lark", "definition": definition}}
+        body = {**CHAT, "tools": [custom(f"f{i}", form) for i in range(30)]}
+    else:
+        wanted = {"type": "grammar", "syntax": "lark", "definition": definition}
+        body = {
+            "model": "tiny",
+            "input": "hi",
+            "tools": [{"type": "custom", "name": f"f{i}", "format": wanted} for i in range(30)],
+        }
+    begun = time.process_time()
+    response = await client.post(path, json=body)
+    assert time.process_time() - begun < 2
+    assert "has 6000210 characters, of at most" in error_of(response)["message"]
 
 
 # ---- prompts ----
