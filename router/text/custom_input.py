@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from baton.errors import InvalidRequest
 from baton.structured_output.constraint import StructuredBackend, StructuredKind, StructuredOutput
-from router.text.lark_regex import for_json, lark_regex
+from router.text.lark_regex import lark_regex
 from router.tool_parsers.custom_calls import INPUT
 
 Syntax = Literal["lark", "regex"]
@@ -31,9 +31,9 @@ class CustomInput:
     def defined(cls, syntax: Syntax, definition: str) -> CustomInput:
         """Takes a millisecond for a thousand tokens of Lark."""
         if syntax == "regex":
-            return cls(syntax, definition, for_json(definition))
+            return cls(syntax, definition, definition)
         try:
-            return cls(syntax, definition, for_json(lark_regex(definition)))
+            return cls(syntax, definition, lark_regex(definition))
         except InvalidRequest as error:
             return cls(syntax, definition, why_free=f"it is no regular expression: {error.message}")
 

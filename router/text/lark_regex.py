@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from baton.errors import InvalidRequest
+from baton.structured_output.json_pattern import REGEX_PART
 
 _MAX_DEPTH = 64
 """Of rules within rules."""
@@ -30,13 +31,6 @@ _TOKEN = re.compile(
 )
 _MARKS = {"(": "(?:", "[": "(?:", "]": ")?"}
 _META = re.compile(r"[\\.+*?()|\[\]{}^$]")
-_PART = re.compile(
-    r"""\\. | (?P<anchor>[\^$]) | \(\?P?<\w+(?P<named>>)
-    | \[ (?P<negated>\^(?:-+|\]?))? (?P<class> \]? (?:\\.|\[(?:\\.|[^\]\\])*(?:\]|\Z)|[^\]\\\[])* (?:\]|\\?\Z))""",
-    re.VERBOSE | re.DOTALL,
-)
-"""Of a regular expression: escapes, anchors, beginnings of named groups, and classes with those in them. One
-that is not closed ends with the expression: looking for its end again and again would take minutes."""
 _FLOAT = r"([0-9]+\.[0-9]*|\.[0-9]+)([eE](\+|-)?[0-9]+)?|[0-9]+[eE](\+|-)?[0-9]+"
 _COMMON = {
     "DIGIT": "[0-9]",
@@ -71,18 +65,6 @@ _COMMON = {
 def lark_regex(grammar: str) -> str:
     """A regular expression for the texts of a grammar that compiles. Raises InvalidRequest if this finds none."""
     return _Grammar(grammar).regex_of("start", 0)
-
-
-def for_json(regex: str) -> str:
-    """The expression as a `pattern`: its negated classes leave out NUL. To llguidance (1.9), one that has all control
-    characters has quotes and backslashes, too, even if it says that it has not."""
-    return _PART.sub(_without_nul, regex)
-
-
-def _without_nul(part: re.Match[str]) -> str:
-    if part["negated"] is None:
-        return part[0]
-    return r"[^\x00" + re.sub(r"[-\]]", r"\\\g<0>", part["negated"][1:]) + part["class"]
 
 
 def _within(part: re.Match[str]) -> str:
@@ -130,7 +112,7 @@ class _Grammar:
         if token["regex"] is not None:
             if "x" in token["flags"]:
                 raise InvalidRequest("the flag `x` is in it")
-            return f"(?{token['flags'].replace('u', '')}:{_PART.sub(_within, token['regex'])})"
+            return f"(?{token['flags'].replace('u', '')}:{REGEX_PART.sub(_within, token['regex'])})"
         if token["least"] is not None:
             return f"{{{token['least']},{token['most'] or token['least']}}}"
         return _MARKS.get(token[0], token[0].replace("{,", "{0,"))

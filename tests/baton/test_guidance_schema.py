@@ -10,6 +10,7 @@ import pytest
 from baton.errors import InvalidRequest
 from baton.structured_output.constraint import StructuredKind, StructuredOutput
 from baton.structured_output.guidance import guidance_grammar, why_invalid
+from tests.router.matching import matches
 
 MIXED = {"type": "array", "prefixItems": [{"type": "string"}], "additionalItems": False}
 """Of which the library (1.9) drops `prefixItems`: it takes [1]."""
@@ -46,3 +47,12 @@ def test_keywords_of_two_drafts_are_refused_by_name(schema: dict[str, Any], kind
 )
 def test_keywords_of_one_draft_and_other_texts_are_not(schema: dict[str, Any]) -> None:
     assert why_invalid(StructuredOutput(StructuredKind.JSON, json.dumps(schema))) is None
+
+
+@pytest.mark.parametrize(("pattern", "good", "bad"), [('^[^"]*$', "a\n", 'a"b'), ("^<[^\\\\>]*>$", '<">', "<\\>")])
+def test_negated_classes_are_enforced(pattern: str, good: str, bad: str) -> None:
+    """To the library (1.9), a class that has all control characters has quotes and backslashes, too."""
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}, "required": ["a"]}
+    structured = StructuredOutput(StructuredKind.JSON, json.dumps(schema))
+    assert matches(structured, json.dumps({"a": good}))
+    assert not matches(structured, json.dumps({"a": bad}))

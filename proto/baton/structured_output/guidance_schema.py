@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from baton.errors import InvalidRequest
 from baton.structured_output.constraint import MAX_JSON_WHITESPACE
+from baton.structured_output.json_pattern import for_json
 from baton.structured_output.subschemas import subschemas
 
 _OPTIONS = {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_JSON_WHITESPACE}}}"}
 
 
 def guidance_schema(schema: Any) -> Any:
-    """The schema, which must not be changed, with limited whitespace. One that brings options of its own keeps them
-    alone. Raises InvalidRequest for what the library (1.9) would ignore, so that answers could break the schema."""
+    """The schema, which is not changed, with limited whitespace, and patterns as the library needs them. One with
+    options of its own keeps these alone. Raises InvalidRequest for what the library (1.9) would ignore, so that answers
+    could break the schema."""
     if any("additionalItems" in found and "prefixItems" in found for found in subschemas(schema)):
         raise InvalidRequest(
             "`additionalItems` beside `prefixItems`: no draft of JSON schema has both; beside `prefixItems`, `items` "
             "says what follows them",
             "structured_outputs",
         )
+    schema = _with_patterns(schema)
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, dict) or "x-guidance" in schema:
         return schema
     return {**schema, "x-guidance": _OPTIONS}
+
+
+def _with_patterns(schema: Any) -> Any:
+    patterns = {found["pattern"] for found in subschemas(schema) if isinstance(found.get("pattern"), str)}
+    if all(for_json(pattern) == pattern for pattern in patterns):
+        return schema
+    own = json.loads(json.dumps(schema))
+    for found in subschemas(own):
+        if isinstance(found.get("pattern"), str):
+            found["pattern"] = for_json(found["pattern"])
+    return own

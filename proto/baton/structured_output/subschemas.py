@@ -10,7 +10,7 @@ _LISTS = ("allOf", "anyOf", "oneOf", "items", "prefixItems")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 
 
-def subschemas(schema: Any) -> Iterator[Mapping[str, Any]]:
+def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
     """All that are objects, the whole one first."""
     waiting = [schema]
     while waiting:
