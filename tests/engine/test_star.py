@@ -58,7 +58,7 @@ def test_a_rank_that_says_nothing_is_waited_for_no_longer_than_asked() -> None:
 
 def test_a_stranger_is_no_rank() -> None:
     """It is at the port before the ranks are, and says what a rank would say but for the token."""
-    store = Visited()
+    store = Visited(bytes(16) + (1).to_bytes(4))
     first, other = stars(2, store=store)
     other.send(torch.tensor([8]), 0)
     said = torch.zeros(1, dtype=torch.int64)
@@ -68,11 +68,28 @@ def test_a_stranger_is_no_rank() -> None:
         assert store.stranger.recv(1) == b""
 
 
+def test_a_stranger_that_says_nothing_keeps_no_rank_waiting() -> None:
+    store = Visited(b"")
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(stars, 3, store=store)
+        try:
+            assert len(joining.result(TIMEOUT_S / 10)) == 3
+            assert store.stranger.recv(1) == b""
+        finally:
+            store.stranger.close()
+
+
 class Visited(HashStore):
+    """Beside those who read the port here, one connects that says something else."""
+
     stranger: socket.socket
+
+    def __init__(self, says: bytes) -> None:
+        super().__init__()
+        self._says = says
 
     def set(self, key: str, value: str) -> None:
         port = int(value.split()[0])
         self.stranger = socket.create_connection((LOOPBACK, port), TIMEOUT_S)
-        self.stranger.sendall(bytes(16) + (1).to_bytes(4))
+        self.stranger.sendall(self._says)
         super().set(key, value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
+import select
 import socket
 import struct
 import time
@@ -62,19 +63,26 @@ class Star:
             raise RuntimeError(f"rank {of} is lost: {error}") from error
 
     def _accept_all(self, store: Store, size: int, host: str, deadline: float) -> None:
-        """Whoever connects says a token from the store first: another process may try the port."""
+        """Whoever connects says a token from the store first: another process may try the port, and say nothing."""
         token = secrets.token_bytes(_NUM_TOKEN_BYTES)
         family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        silent = set[socket.socket]()
         with socket.create_server(address[:2], family=family, backlog=size) as listener:
             store.set(_KEY, f"{listener.getsockname()[1]} {token.hex()} {host}")
             while len(self._links) < size - 1:
-                listener.settimeout(_left_s(deadline))
-                link, _ = listener.accept()
-                _set_timeout(link, _left_s(deadline))
-                if (rank := _rank_behind(link, token)) is None:
-                    link.close()
-                else:
-                    self._links[rank] = link
+                ready, _, _ = select.select([listener, *silent], [], [], _left_s(deadline))
+                if not ready:
+                    raise TimeoutError("timed out")
+                for link in silent.intersection(ready):
+                    silent.remove(link)
+                    if (rank := _rank_behind(link, token)) is None:
+                        link.close()
+                    else:
+                        self._links[rank] = link
+                if listener in ready:
+                    silent.add(listener.accept()[0])
+        for link in silent:
+            link.close()
 
 
 def _connect(store: Store, rank: int, deadline: float) -> socket.socket:
@@ -86,9 +94,9 @@ def _connect(store: Store, rank: int, deadline: float) -> socket.socket:
 
 
 def _rank_behind(link: socket.socket, token: bytes) -> int | None:
-    hello = bytearray(_NUM_TOKEN_BYTES + _NUM_RANK_BYTES)
+    """link: on which something has arrived: all that a rank says, since it is short and the first."""
     try:
-        _receive(link, memoryview(hello))
+        hello = link.recv(_NUM_TOKEN_BYTES + _NUM_RANK_BYTES, socket.MSG_DONTWAIT)
     except OSError:
         return None
     said, rank = hello[:_NUM_TOKEN_BYTES], int.from_bytes(hello[_NUM_TOKEN_BYTES:])
