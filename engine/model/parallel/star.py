@@ -20,6 +20,8 @@ from torch._C._distributed_c10d import Store
 
 _KEY = "the star of rank 0"
 _NUM_TOKEN_BYTES, _NUM_RANK_BYTES = 16, 4
+_LOST = "another rank is lost"
+"""Without its number, which in a part of a node's ranks, or among several nodes, is not its number in its node."""
 
 
 class Star:
@@ -53,14 +55,14 @@ class Star:
         try:
             self._links[to].sendall(_bytes_of(x))
         except OSError as error:
-            raise RuntimeError(f"rank {to} is lost: {error}") from error
+            raise RuntimeError(f"{_LOST}: {error}") from error
 
     def receive(self, x: Tensor, of: int) -> None:
         """Overwrite x with the next tensor that rank `of` sends to this one."""
         try:
             _receive(self._links[of], _bytes_of(x))
         except OSError as error:
-            raise RuntimeError(f"rank {of} is lost: {error}") from error
+            raise RuntimeError(f"{_LOST}: {error}") from error
 
     def _accept_all(self, store: Store, size: int, host: str, deadline: float) -> None:
         """Whoever connects says a token from the store first: another process may try the port, and say nothing."""
