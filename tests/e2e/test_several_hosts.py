@@ -89,7 +89,7 @@ async def test_a_host_that_is_lost_ends_the_node_and_no_request(tmp_path: Path, 
     """While prompts are computed there: they go on at a decode node. Started anew, the hosts find each other again."""
     cases = [case for case in reference_file.load().of_kind("long") if len(case.output) >= TOKENS][:2]
     with Cluster(tmp_path) as cluster, free_port() as port:
-        hosts = Way(2, 2, 2).start(cluster, "prefill", port, "--max-num-batched-tokens=16", *COMMON)
+        hosts = Way(2, 2, 2).start(cluster, "prefill", port, "--max-num-batched-tokens=6", *COMMON)
         decode = cluster.node("decode", "decode", *COMMON)
         router = cluster.router(hosts[:1], [decode], "--policy=least-loaded")
         await asyncio.to_thread(router.wait_nodes, 1, 1)
