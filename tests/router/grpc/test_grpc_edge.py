@@ -110,7 +110,8 @@ async def test_a_call_that_is_refused_is_no_garbage(nodes):
     """Its message may have megabytes, and collections are rare in a router."""
 
     def num_errors() -> int:
-        return sum(isinstance(found, BatonError | grpc.aio.AbortError) for found in gc.get_objects())
+        errors = (BatonError, grpc.aio.AbortError)
+        return sum(issubclass(type(found), errors) for found in gc.get_objects())  # torch's own warn if asked
 
     gc.disable()
     try:
@@ -118,6 +119,6 @@ async def test_a_call_that_is_refused_is_no_garbage(nodes):
         async with running(nodes) as (router, _), channel_to(router) as channel:
             with pytest.raises(grpc.aio.AioRpcError):
                 await generation_pb2_grpc.GenerationStub(channel).Tokenize(pb.TokenizeRequest(prompt="x", model="none"))
-        assert num_errors() == before
+        assert num_errors() <= before
     finally:
         gc.enable()
