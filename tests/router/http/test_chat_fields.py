@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +19,7 @@ from tests.router.conftest import on_shared_loop, says
 from tests.router.fake_node import FakeCluster
 from tests.router.http.test_access import running
 from tests.router.http_shapes import CHAT, error_of, events
+from tests.router.offload.test_structured_output import stop
 from tests.router.tiny_tokenizer import tiny_tokenizer
 
 CHATS = "/v1/chat/completions"
@@ -191,7 +190,7 @@ async def test_a_template_is_not_at_fault_if_the_process_gets_no_cpu(
     counted: list[BatonError] = []
     templates._on_refused = counted.append
     assert templates._worker is not None
-    os.kill(templates._worker._process.pid, signal.SIGSTOP)
+    stop(templates._worker._process.pid)
     monkeypatch.setattr(request_templates, "_PATIENCE_S", 0.1)
     with pytest.raises(Overloaded, match="too busy") as refused:
         await templates.render(question)

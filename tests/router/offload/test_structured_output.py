@@ -8,6 +8,7 @@ import json
 import os
 import select
 import signal
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -190,13 +191,21 @@ async def test_a_checker_that_is_closed_leaves_no_process(checker: Checker) -> N
         os.close(child)
 
 
+def stop(process: int) -> None:
+    """Until all of its threads have stopped: one that has not heard of it yet may still answer."""
+    os.kill(process, signal.SIGSTOP)
+    threads = list(Path(f"/proc/{process}/task").iterdir())
+    while any((thread / "stat").read_text().rpartition(")")[2].split()[0] != "T" for thread in threads):
+        time.sleep(0.01)
+
+
 async def test_a_schema_is_not_at_fault_if_the_process_gets_no_cpu(
     checker: Checker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await checker.says(StructuredOutput(StructuredKind.REGEX, "b"))
     counted: list[BatonError] = []
     checker._on_refused = counted.append
-    os.kill(child_of(checker.worker._process.pid), signal.SIGSTOP)
+    stop(child_of(checker.worker._process.pid))
     with monkeypatch.context() as impatient:
         impatient.setattr(grammars, "_PATIENCE_S", 0.1)
         with pytest.raises(Overloaded, match="too busy") as refused:
