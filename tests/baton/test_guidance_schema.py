@@ -56,3 +56,7 @@ def test_negated_classes_are_enforced(pattern: str, good: str, bad: str) -> None
     structured = StructuredOutput(StructuredKind.JSON, json.dumps(schema))
     assert matches(structured, json.dumps({"a": good}))
     assert not matches(structured, json.dumps({"a": bad}))
+    names = {"type": "object", "patternProperties": {pattern: {"type": "integer"}}, "additionalProperties": False}
+    structured = StructuredOutput(StructuredKind.JSON, json.dumps(names))
+    assert matches(structured, json.dumps({good: 1}))
+    assert not matches(structured, json.dumps({bad: 1}))

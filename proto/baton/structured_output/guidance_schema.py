@@ -32,11 +32,10 @@ def guidance_schema(schema: Any) -> Any:
 
 
 def _with_patterns(schema: Any) -> Any:
-    patterns = {found["pattern"] for found in subschemas(schema) if isinstance(found.get("pattern"), str)}
-    if all(for_json(pattern) == pattern for pattern in patterns):
-        return schema
     own = json.loads(json.dumps(schema))
     for found in subschemas(own):
         if isinstance(found.get("pattern"), str):
             found["pattern"] = for_json(found["pattern"])
+        if isinstance(named := found.get("patternProperties"), dict):
+            found["patternProperties"] = {for_json(pattern): child for pattern, child in named.items()}
     return own
