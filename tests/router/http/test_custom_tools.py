@@ -5,9 +5,7 @@ import time
 from typing import Any
 
 import httpx
-import openai
 import pytest
-import pytest_asyncio
 from openai.types.chat import ChatCompletion, ChatCompletionMessageCustomToolCall
 
 from baton.node_info import NodeRole
@@ -15,7 +13,16 @@ from baton.structured_output import xgrammar_compiler
 from baton.structured_output.constraint import StructuredBackend
 from tests.router.conftest import on_shared_loop, running_router, says, shared_fixtures
 from tests.router.fake_node import FakeCluster
-from tests.router.http.tool_chats import CALL, CHATS, PARSERS, WEATHER, chunks_of, prompt_of, shared_with_tools
+from tests.router.http.tool_chats import (
+    CALL,
+    CHATS,
+    PARSERS,
+    WEATHER,
+    chunks_of,
+    official_client,
+    prompt_of,
+    shared_with_tools,
+)
 from tests.router.http_shapes import CHAT, allowed, error_of
 from tests.router.matching import matches
 from tests.router.text.test_lark_regex import APPLY_PATCH, PATCH
@@ -44,12 +51,7 @@ NAMED = {"type": "custom", "custom": {"name": "apply_patch"}}
 pytestmark = on_shared_loop
 shared = shared_with_tools(ANSWER)
 nodes, router, client = shared_fixtures()
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def official(shared):
-    async with openai.AsyncOpenAI(base_url=f"{shared.router.http}/v1", api_key="none", max_retries=0) as client:
-        yield client
+official = official_client()
 
 
 def constraint(nodes):

@@ -6,7 +6,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import pytest_asyncio
 
 from router.server import RouterServer
 from router.settings import RouterSettings
@@ -23,6 +22,7 @@ from tests.router.http.tool_chats import (
     WEATHER,
     choice_of,
     chunks_of,
+    official_client,
     prompt_of,
     shared_with_tools,
 )
@@ -33,12 +33,7 @@ from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer
 pytestmark = on_shared_loop
 shared = shared_with_tools(ANSWER)
 nodes, router, client = shared_fixtures()
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def official(shared):
-    async with openai.AsyncOpenAI(base_url=f"{shared.router.http}/v1", api_key="none", max_retries=0) as client:
-        yield client
+official = official_client()
 
 
 # ---- answers ----

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import openai
 import pytest_asyncio
 
 from baton.node_info import NodeRole
@@ -64,6 +65,17 @@ def shared_with_tools(answer: str) -> Any:
             yield shared
 
     return shared
+
+
+def official_client() -> Any:
+    """The fixture `official` of such a module: OpenAI's own client of the router."""
+
+    @pytest_asyncio.fixture(loop_scope="module")
+    async def official(shared: Shared) -> AsyncIterator[openai.AsyncOpenAI]:
+        async with openai.AsyncOpenAI(base_url=f"{shared.router.http}/v1", api_key="none", max_retries=0) as client:
+            yield client
+
+    return official
 
 
 def prompt_of(nodes: FakeCluster) -> str:
