@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from baton.errors import TransferError
+from baton_kernels.streams import side_stream
 from kv_transfer.async_operation import DONE, AsyncOperation, RemoteSlot
 from kv_transfer.events import EventSource
 from kv_transfer.staging import Staging
@@ -248,15 +249,10 @@ def _copy(source: Tensor, target: Tensor) -> None:
     if target.device.type != "cuda":
         target.copy_(source)
         return
-    stream = _copy_stream(target.device)
+    stream = side_stream(target.device)
     with torch.cuda.stream(stream):
         target.copy_(source)
     stream.synchronize()
-
-
-@functools.cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @functools.cache

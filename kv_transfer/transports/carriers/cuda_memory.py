@@ -20,6 +20,7 @@ from torch import Tensor
 
 from baton.errors import TransferError
 from baton_kernels.cuda_driver import HANDLE_BYTES, CudaError, driver
+from baton_kernels.streams import copy_stream
 from kv_transfer.async_operation import CudaEventOperation
 from kv_transfer.transports.carriers.completion_flags import FLAG_BYTES, NO_FLAG, open_flags
 
@@ -43,7 +44,7 @@ class CudaMemory:
         self._device = device
         with _as_transfer_error():
             self._driver = driver()
-        self._stream: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._stream = copy_stream(device)
         self._flag_writers: dict[bytes, CudaFlagWriter] = {}  # by region: those that are open
 
     def start(self) -> None:
