@@ -1,8 +1,7 @@
 """The two CUDA streams on which a process does what should not wait for the engine's steps, one of each for a device.
 
-They are few because CUDA graphs become slower with more: each of their kernels begins 0.25 to 0.3 us later, for good,
-once a process has used more than four streams, the default one included, or if it had used more than the default one
-and the one of the captures before these (docs/performance.md). With an 8B model that is 0.1 ms a step.
+They are few because launches on many streams make CUDA graphs slower: each of their kernels then begins 0.2 to 0.3 us
+later (docs/performance.md). With an 8B model that is 0.1 ms a step.
 """
 
 from __future__ import annotations
