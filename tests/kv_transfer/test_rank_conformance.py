@@ -147,6 +147,7 @@ def test_a_damaged_bit_is_refused_by_the_rank_that_it_was_meant_for(case: Case, 
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
 @settings(max_examples=500)
 @given(cases(), cases(is_checked=True), WHEN, st.sampled_from("pd"), st.integers(0, 23))
 def test_many_more(case: Case, checked: Case, when: int, side: str, rank: int) -> None:
