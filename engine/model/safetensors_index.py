@@ -29,6 +29,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 """The dtypes that can be read directly; files may have others (F8_E5M2, ...)."""
 

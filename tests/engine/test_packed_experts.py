@@ -17,6 +17,7 @@ from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.loader import load_model
 from engine.model.quantization import packed_experts
 from tests.engine import tiny_models
+from tests.engine.quantized_files import check_loads_alike, restate
 from tests.engine.test_expert_parallel import load_all
 from tests.engine.test_fp8_experts import quantized
 from tests.engine.test_sharded_quantization import WIDE
@@ -54,6 +55,14 @@ def test_experts_have_exactly_the_values_that_codes_stand_for(
         for weight in NAMES:
             assert torch.equal(getattr(module, weight), getattr(other, weight))
         assert {name for name, _ in module.named_parameters()} == set(NAMES)
+
+
+def test_groups_where_rules_give_some_layers_sizes_of_their_own(tmp_path: Path) -> None:
+    """One group of down has as many columns as each of gate's two."""
+    config = Qwen3MoeConfig(**WIDE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)
+    own, plain = quantized(tiny_models.save(config, tmp_path / "source"), tmp_path, "gptq")
+    restate(own, dynamic={".*q_proj": {"bits": 4}})
+    check_loads_alike(own, load_model(Checkpoint.open(plain)).state_dict())
 
 
 @pytest.mark.parametrize("form", FORMATS)

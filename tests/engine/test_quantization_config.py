@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -135,9 +136,11 @@ def test_auto_rounds_files_are_those_of_other_formats(form: str, tmp_path: Path)
     own["extra_config"] = {"lm_head": {"bits": 16, "data_type": "float"}, "model.layers.0.mlp.up_proj": {"bits": 4}}
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": own}))
     check_loads_alike(tmp_path, wanted)
-    restate(tmp_path, extra_config={"model.layers.0.mlp.up_proj": {"bits": 8}})
-    with pytest.raises(UnsupportedModel, match=r"sizes of their own .*extra_config: model.layers.0.mlp.up_proj"):
-        load_model(Checkpoint.open(tmp_path))
+    layer = "model.layers.0.mlp.up_proj"
+    for kind, other in [("data_type", "mx_fp"), *([("bits", 8), ("group_size", 64)] if form == "awq" else [])]:
+        restate(tmp_path, extra_config={layer: {kind: other}})
+        with pytest.raises(UnsupportedModel, match=rf"a {kind} of its own for {layer} \(extra_config\)"):
+            load_model(Checkpoint.open(tmp_path))
     restate(tmp_path, extra_config={}, packing_format="auto_round:llm_compressor")
     with pytest.raises(UnsupportedModel, match="AutoRound's packing_format auto_round:llm_compressor of int: only"):
         load_model(Checkpoint.open(tmp_path))
@@ -148,6 +151,84 @@ def test_gptqs_form_by_its_other_name(tmp_path: Path) -> None:
     write(TINY, tmp_path, "gptq-asym")
     wanted = load_model(Checkpoint.open(tmp_path)).state_dict()
     restate(tmp_path, checkpoint_format=None, format="gptq_v2")
+    check_loads_alike(tmp_path, wanted)
+
+
+@pytest.mark.parametrize(("form", "one"), [("gptq-asym", 0x11111111), ("gptq-8bit", 0x01010101)])
+def test_gptqs_first_form_is_less_by_one_in_each_code_of_a_whole_word(form: str, one: int, tmp_path: Path) -> None:
+    """As GPTQModel writes and reads it: a zero point of 0 borrows from the next one."""
+    write(TINY, tmp_path, form)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    zeros = {name: zero.random_(-(2**31), 2**31) for name, zero in tensors.items() if name.endswith("qzeros")}
+    restate(tmp_path, checkpoint_format="gptq_v2")
+    save_file(tensors, file, metadata={"format": "pt"})
+    wanted = load_model(Checkpoint.open(tmp_path)).state_dict()
+    restate(tmp_path, checkpoint_format="gptq")
+    save_file(tensors | {name: zero - one for name, zero in zeros.items()}, file, metadata={"format": "pt"})
+    check_loads_alike(tmp_path, wanted)
+
+
+def with_sizes_of_their_own(folder: Path) -> dict[str, torch.Tensor]:
+    """Make of GPTQ's 4 bits in groups of 128, in `folder`, a checkpoint whose projections down have 8 bits and sorted
+    columns, and whose projections up have groups of 64. Returns its values."""
+    kinds = ("qweight", "qzeros", "scales", "g_idx")
+    write(TINY, folder / "8", "gptq-8bit")
+    write(TINY, folder, "gptq")
+    wanted = load_model(Checkpoint.open(folder)).state_dict()
+    other = load_model(Checkpoint.open(folder / "8")).state_dict()
+    file = folder / "model.safetensors"
+    tensors, eight = load_file(file), load_file(folder / "8" / "model.safetensors")
+    for layer in [name.removesuffix(".qweight") for name in tensors if name.endswith("qweight")]:
+        if "down_proj" in layer:
+            tensors |= {f"{layer}.{kind}": eight[f"{layer}.{kind}"] for kind in kinds}
+            wanted[f"{layer}.weight"] = other[f"{layer}.weight"]
+        elif "up_proj" in layer:
+            halves = {f"{layer}.{kind}": tensors[f"{layer}.{kind}"].repeat_interleave(2, 0) for kind in kinds[1:3]}
+            tensors |= {**halves, f"{layer}.g_idx": torch.arange(256, dtype=torch.int32) // 64}
+    save_file(tensors, file, metadata={"format": "pt"})
+    return wanted
+
+
+def test_rules_that_give_layers_sizes_of_their_own_are_what_the_files_show(tmp_path: Path) -> None:
+    wanted = with_sizes_of_their_own(tmp_path)
+    restate(tmp_path, dynamic={"+:.*down_proj.*": {"bits": 8, "desc_act": True}, ".*up_proj.*": {"group_size": 64}})
+    check_loads_alike(tmp_path, wanted)
+    own = {"down_proj": {"bits": 8}, "up_proj": {"group_size": 64}}
+    rules = {f"model.layers.{i}.mlp.{layer}": sizes for i in range(5) for layer, sizes in own.items()}
+    restate(tmp_path, quant_method="auto-round", packing_format="auto_round:auto_gptq", dynamic={}, extra_config=rules)
+    check_loads_alike(tmp_path, wanted)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "reason"),
+    [
+        ("qzeros", lambda zeros: zeros[:, ::2], "q_proj: GPTQ with 2 bits: only 4 and 8"),
+        ("scales", lambda scales: scales[:0], "q_proj: qweight, qzeros and scales are not as GPTQ has them"),
+    ],
+)
+def test_sizes_that_no_layer_can_have_are_refused(kind: str, change: Any, reason: str, tmp_path: Path) -> None:
+    write(TINY, tmp_path, "gptq")
+    restate(tmp_path, dynamic={".*": {"bits": 2}})
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = f"model.layers.0.self_attn.q_proj.{kind}"
+    save_file({**tensors, name: change(tensors[name]).contiguous()}, file, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=reason):
+        load_model(Checkpoint.open(tmp_path))
+
+
+def test_scales_of_blocks_may_be_exponents(tmp_path: Path) -> None:
+    """DeepSeek's `scale_fmt` ue8m0, in one byte each."""
+    write(TINY, tmp_path, "fp8-block")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    scales = {name: scale.log2().round().exp2() for name, scale in tensors.items() if name.endswith("_scale_inv")}
+    save_file(tensors | scales, file, metadata={"format": "pt"})
+    wanted = load_model(Checkpoint.open(tmp_path)).state_dict()
+    bytes_each = {name: scale.to(torch.float8_e8m0fnu) for name, scale in scales.items()}
+    save_file(tensors | bytes_each, file, metadata={"format": "pt"})
+    restate(tmp_path, scale_fmt="ue8m0")
     check_loads_alike(tmp_path, wanted)
 
 

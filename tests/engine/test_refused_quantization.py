@@ -32,7 +32,6 @@ torch.set_num_threads(1)
         ("gptq", {"pack_dtype": "int16"}, "words of int16"),
         ("gptq", {"checkpoint_format": "gptq_v2"}, "zero points are 7, not 8 .* is not gptq_v2"),
         ("gptq-8bit", {"checkpoint_format": "gptq_v2"}, "zero points are 127, not 128"),
-        ("gptq", {"dynamic": {"-:.*": {}, "+:.*": {"bits": 8}}}, "dynamic"),
         ("gptq", {"group_size": 96}, "groups of 96"),
         ("fp8-block", {"weight_block_size": [64, 128]}, "square"),
         ("fp8", {"weight_block_size": [128, 128]}, r"q_proj.weight_scale is \(\), not one scale for each block of 128"),

@@ -30,26 +30,29 @@ _LEFT_OUT = "-:"
 """The prefix of rules that exclude layers from quantization; the files' tensors show which layers are."""
 _ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}
 """By `checkpoint_format`: what to add to a stored zero point."""
+_WORD_BITS = 32
+_ONES = {4: 0x11111111, 8: 0x01010101}
+"""By bits: a word whose codes are all 1. Writers subtract it from whole words of zero points, so that one of 0 borrows
+from the next; it is to be added to whole words."""
 
 
 class Gptq(WithStoredExperts):
     """qweight: int32 [in_features * bits / 32, out_features]; qzeros: [num_groups, out_features * bits / 32]; scales:
-    [num_groups, out_features]; g_idx: int32 [in_features], the group of each column."""
+    [num_groups, out_features]; g_idx: int32 [in_features], the group of each column. Where rules (`dynamic`) give some
+    layers bits or groups of their own, the shapes show which."""
 
     def __init__(self, stated: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> None:
         """Raises UnsupportedModel."""
         self._bits = int(stated.get("bits", 4))
         form = "marlin" if stated.get("is_marlin_format") else _form(stated)
-        if self._bits not in (4, 8):
-            raise UnsupportedModel(f"GPTQ with {self._bits} bits: only 4 and 8 can be run")
+        _require_bits("GPTQ", self._bits)
         if form not in _ZERO_OFFSETS:
             raise UnsupportedModel(f"GPTQ's checkpoint_format {form}: only {' and '.join(_ZERO_OFFSETS)} can be run")
         if stated.get("pack_dtype", "int32") != "int32":
             raise UnsupportedModel(f"GPTQ with words of {stated['pack_dtype']} (pack_dtype): only int32 can be run")
-        if not all(rule.startswith(_LEFT_OUT) for rule in stated.get("dynamic") or ()):
-            raise UnsupportedModel("GPTQ with rules of its own for some layers (dynamic) cannot be run")
         self._form, self._zero_offset, self._symmetric = form, _ZERO_OFFSETS[form], stated.get("sym") is True
         self._group, self._is_ordered = int(stated.get("group_size", 128)), bool(stated.get("desc_act"))
+        self._has_own_sizes = not all(rule.startswith(_LEFT_OUT) for rule in stated.get("dynamic") or ())
         self._stored = stored
         self._layers = QuantizedLayers(stored, ".qweight", stated.get("modules_to_not_convert"))
 
@@ -80,11 +83,11 @@ class Gptq(WithStoredExperts):
         return packed_experts(self, name, self._stored, name in self._layers)
 
     def group(self, name: str) -> int:
-        return max(0, self._group)
+        return self._sizes(name)[1]
 
     def tensors(self, name: str, rows: int, columns: int) -> dict[str, Tensor]:
-        codes = 32 // self._bits
-        group = self._group if self._group > 0 else columns
+        bits, group = self._sizes(name)
+        codes, group = _WORD_BITS // bits, group or columns
         if columns % group or rows % codes or columns % codes:
             raise UnsupportedModel(f"{name} of {columns} x {rows} cannot have GPTQ groups of {group}")
         found = {
@@ -101,30 +104,43 @@ class Gptq(WithStoredExperts):
     def weight(
         self, name: str, tensors: Mapping[str, Tensor], others: RankGroup = ONE_RANK
     ) -> tuple[QuantizedWeight, Tensor | None]:
-        codes = unpack_words(tensors["qweight"], self._bits, 0).t()
-        zero = unpack_words(tensors["qzeros"], self._bits, 1).t() + self._zero_offset
+        bits, own_group = self._sizes(name)
+        codes = unpack_words(tensors["qweight"], bits, 0).t()
+        zero = unpack_words(tensors["qzeros"] + self._zero_offset * _ONES[bits], bits, 1).t()
         scale = tensors["scales"].t().contiguous()
         group = codes.shape[1] // scale.shape[1]
         columns = None
-        if self._has_order(tensors):
+        if own_group and self._has_order(tensors):
             columns = columns_by_group(name, tensors["g_idx"], group, others)
         if columns is not None:
             codes = codes.index_select(1, columns)
-        middle = 1 << (self._bits - 1)
+        middle = 1 << (bits - 1)
         is_centred = not (zero != middle).any()
         if not is_centred:
             self._require_stated_form(name, zero, middle)
-        if self._bits == 4:
+        if bits == 4:
             values = pack_halves(codes, packed_columns(codes.shape[1], group))
             return QuantizedWeight(values, scale, None if is_centred else zero.contiguous(), group), columns
-        values, centred = (codes.int() - middle).to(torch.int8), (zero.int() - middle).clamp(max=127).to(torch.int8)
+        values, centred = (codes.int() - middle).to(torch.int8), (zero.int() - middle).to(torch.int8)
         return QuantizedWeight(values.contiguous(), scale, None if is_centred else centred.contiguous(), group), columns
 
     def _has_order(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether g_idx says anything: with a single group, columns are in order; and some files without `desc_act`
-        have nothing but zeros there."""
+        """Whether g_idx says anything: some files without `desc_act` have nothing but zeros there."""
         g_idx = tensors.get("g_idx")
-        return g_idx is not None and self._group > 0 and (self._is_ordered or bool(g_idx.any()))
+        return g_idx is not None and (self._is_ordered or bool(g_idx.any()))
+
+    def _sizes(self, name: str) -> tuple[int, int]:
+        """The bits of a layer's codes, and how many columns share a scale; 0: all of them. Raises UnsupportedModel."""
+        if not self._stored or not self._has_own_sizes:
+            return self._bits, max(0, self._group)
+        try:
+            codes, zeros, scales = (self._stored[f"{name}.{kind}"].shape for kind in ("qweight", "qzeros", "scales"))
+            bits = zeros[1] * _WORD_BITS // scales[1]
+            _require_bits(f"{name}: GPTQ", bits)
+            group = codes[0] * (_WORD_BITS // bits) // scales[0]
+        except (IndexError, KeyError, ZeroDivisionError) as error:
+            raise UnsupportedModel(f"{name}: qweight, qzeros and scales are not as GPTQ has them") from error
+        return bits, group if scales[0] > 1 or self._group > 0 else 0
 
     def _require_stated_form(self, name: str, zero: Tensor, middle: int) -> None:
         """Raises UnsupportedModel for symmetric weights whose zero points show that they are stored in the other form
@@ -135,6 +151,12 @@ class Gptq(WithStoredExperts):
                 f"{name}: all zero points are {other}, not {middle} as symmetric weights have: its checkpoint_format "
                 f"is not {self._form}"
             )
+
+
+def _require_bits(of: str, bits: int) -> None:
+    """Raises UnsupportedModel."""
+    if bits not in _ONES:
+        raise UnsupportedModel(f"{of} with {bits} bits: only 4 and 8 can be run")
 
 
 def _form(stated: Mapping[str, Any]) -> str:
