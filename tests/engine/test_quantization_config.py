@@ -126,6 +126,20 @@ def test_layers_of_a_language_model_that_files_call_otherwise(form: str, tmp_pat
     check_loads_alike(tmp_path / "q", load_model(Checkpoint.open(tmp_path / "plain")).state_dict())
 
 
+def test_targets_may_have_the_files_names_of_layers(tmp_path: Path) -> None:
+    source = tiny_models.save(tiny_models.within_a_larger_model({"num_hidden_layers": 1}), tmp_path / "source")
+    write(source, tmp_path / "q", "compressed-int8")
+    wanted = load_model(Checkpoint.open(tmp_path / "q")).state_dict()
+    stated = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
+    group = stated["config_groups"]["group_0"]
+    stored, suffix = load_file(tmp_path / "q" / "model.safetensors"), ".weight_scale"
+    names = [name.removesuffix(suffix) for name in stored if name.endswith(suffix)]
+    assert any(name.startswith("language_model.model.layers.0.") for name in names)
+    for targets in (names, [r"re:language_model\.model\.layers\.", "re:vision_tower"]):
+        restate(tmp_path / "q", config_groups={"group_0": {**group, "targets": targets}})
+        check_loads_alike(tmp_path / "q", wanted)
+
+
 @pytest.mark.parametrize("form", ["gptq", "awq"])
 def test_auto_rounds_files_are_those_of_other_formats(form: str, tmp_path: Path) -> None:
     write(TINY, tmp_path, form)

@@ -7,7 +7,7 @@ weights: https://github.com/vllm-project/compressed-tensors.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,12 +208,15 @@ class CompressedTensors(WithStoredExperts):
     def _scheme(self, name: str) -> _Scheme | None:
         """The scheme of the group that names the layer; else of the group whose pattern matches it; else of the group
         for its class. None: its weight is stored as it was, which files show by having no scale for it, also where
-        `ignore` has another name for it, or none, because its weight is that of the embeddings."""
-        if self._stored and f"{name}{_SCALE}" not in self._stored:
+        `ignore` has another name for it, or none, because its weight is that of the embeddings. Targets may have the
+        model's name of a layer, or that of the files."""
+        scale = self._stored.get(f"{name}{_SCALE}")
+        if self._stored and scale is None:
             return None
-        if any(_matches(name, self._ignored, kind) for kind in _KINDS):
+        names = {name, name if scale is None else scale.name.removesuffix(_SCALE)}
+        if any(_matches(names, self._ignored, kind) for kind in _KINDS):
             return None
-        found = (scheme for kind in _KINDS for targets, scheme in self._groups if _matches(name, targets, kind))
+        found = (scheme for kind in _KINDS for targets, scheme in self._groups if _matches(names, targets, kind))
         return next(found, None)
 
 
@@ -245,9 +248,10 @@ def _targets(stated: Iterable[object] | None) -> list[str]:
     return [str(target) for target in targets]
 
 
-def _matches(name: str, targets: Iterable[str], kind: str) -> bool:
-    """Whether one of the targets of that kind matches the module: its name, a pattern after `re:`, or its class."""
+def _matches(names: Collection[str], targets: Iterable[str], kind: str) -> bool:
+    """Whether one of the targets of that kind matches the module: one of its names, a pattern after `re:`, or its
+    class."""
     if kind == "pattern":
-        patterns = (target.removeprefix(_PATTERN) for target in targets if target.startswith(_PATTERN))
-        return any(re.match(pattern, name) for pattern in patterns)
-    return (name if kind == "name" else "Linear") in targets
+        patterns = [target.removeprefix(_PATTERN) for target in targets if target.startswith(_PATTERN)]
+        return any(re.match(pattern, name) for pattern in patterns for name in names)
+    return not set(targets).isdisjoint(names if kind == "name" else {"Linear"})
