@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import MixtralConfig, Qwen3MoeConfig
+from transformers import MixtralConfig, Qwen3MoeConfig, Qwen3VLMoeConfig
 
 from engine.model.errors import UnsupportedModel
 from engine.model.experts import NAMES, expert_modules, weights_of
@@ -63,6 +63,39 @@ def test_groups_where_rules_give_some_layers_sizes_of_their_own(tmp_path: Path) 
     own, plain = quantized(tiny_models.save(config, tmp_path / "source"), tmp_path, "gptq")
     restate(own, dynamic={".*q_proj": {"bits": 4}})
     check_loads_alike(own, load_model(Checkpoint.open(plain)).state_dict())
+
+
+def stored_one_by_one(folder: Path) -> Path:
+    """A Qwen3-VL-MoE, whose own files have all experts in one tensor, as tools that quantize layers write it."""
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 256}
+    text = WIDE | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [24, 20, 20]}
+    config = Qwen3VLMoeConfig(
+        text_config=text | {"rope_parameters": rope}, vision_config=vision | {"deepstack_visual_indexes": [0]}
+    )
+    file = tiny_models.save(config, folder) / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith("experts.down_proj")]:
+        experts = name.removesuffix(".down_proj")
+        down, gate_up = tensors.pop(name), tensors.pop(f"{experts}.gate_up_proj")
+        for i in range(4):
+            gate, up = gate_up[i].chunk(2)
+            for layer, weight in (("gate_proj", gate), ("up_proj", up), ("down_proj", down[i])):
+                tensors[f"{experts}.{i}.{layer}.weight"] = weight.clone()
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+def test_experts_one_by_one_of_a_class_whose_files_have_one_tensor(tmp_path: Path) -> None:
+    source = stored_one_by_one(tmp_path / "source")
+    stored, experts = load_file(source / "model.safetensors"), "model.language_model.layers.1.mlp.experts"
+    module = load_model(Checkpoint.open(source), load_format="safetensors").get_submodule(experts)
+    gate_up = [torch.cat([stored[f"{experts}.{i}.{part}_proj.weight"] for part in ("gate", "up")]) for i in range(4)]
+    assert torch.equal(module.gate_up_proj, torch.stack(gate_up))
+    assert torch.equal(module.down_proj, torch.stack([stored[f"{experts}.{i}.down_proj.weight"] for i in range(4)]))
+    for form in ("awq", "fp8-block"):
+        own, plain = quantized(source, tmp_path / form, form)
+        check_loads_alike(own, load_model(Checkpoint.open(plain)).state_dict())
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -1,7 +1,8 @@
 """Which tensor of the model each stored tensor fills, following transformers' conversions for the model's class.
 
 Renamed tensors keep their values. Experts that are stored one by one become slices of one tensor for all experts, gate
-before up. Other conversions are left to transformers.
+before up; also those of a class whose own files have that one tensor (Qwen3-VL-MoE), since tools that quantize write
+layers. Other conversions are left to transformers.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
 
 from engine.model.errors import UnsupportedModel
+from engine.model.experts import NAMES, expert_modules, is_transposed
 from engine.model.parallel.cut import Cut
 from engine.model.safetensors_index import StoredTensor
 
@@ -24,6 +26,9 @@ QUANTIZED = (
     *("qweight", "qzeros", "scales", "g_idx"),
 )
 """Last parts of the names of quantized weights' tensors, where other weights have "weight"."""
+
+_LAYERS_OF_EXPERT = {"gate_proj": (NAMES[0], 0, 2), "up_proj": (NAMES[0], 1, 2), "down_proj": (NAMES[1], 0, 1)}
+"""The model's tensor that has the weight, which of its parts that is, and of how many."""
 
 
 class NotDirect(Exception):
@@ -82,6 +87,11 @@ class Placing:
         transforms: Sequence[Any] = get_model_conversion_mapping(model)
         self._renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
         self._others = [one for one in transforms if not isinstance(one, WeightRenaming)]
+        self._stacked = {
+            name
+            for name, module in expert_modules(model)
+            if getattr(module, "is_concatenated", False) and not is_transposed(module)
+        }
 
     def of(self, stored: str) -> Place:
         """The place of the stored tensor of that name. The tensors of an expert's quantized weight are placed like the
@@ -109,7 +119,15 @@ class Placing:
                 if place is None:
                     raise NotDirect(f"transformers converts {stored}")
                 return place
-        return Place(name)
+        return self._of_stacked(name) or Place(name)
+
+    def _of_stacked(self, name: str) -> Place | None:
+        """The place of an expert's weight of which transformers knows no conversion; None: it is none."""
+        found = re.fullmatch(r"(.+)\.(\d+)\.(\w+)\.weight", name)
+        if found is None or found[1] not in self._stacked or found[3] not in _LAYERS_OF_EXPERT:
+            return None
+        target, part, num_parts = _LAYERS_OF_EXPERT[found[3]]
+        return Place(f"{found[1]}.{target}", int(found[2]), part, num_parts)
 
 
 def with_model_names(stored: Mapping[str, StoredTensor], model: PreTrainedModel) -> dict[str, StoredTensor]:
