@@ -8,6 +8,7 @@ from baton.layout import KvLayout, LayerKv
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.parallel.sharding import kv_slice
 from engine.model.parallel.stages import Stage
+from engine.model.quantization import stated_quantization
 from node.settings import NodeSettings
 
 
@@ -29,6 +30,6 @@ def layout_of(
 
 def fingerprint_of(settings: NodeSettings, checkpoint: Checkpoint) -> str:
     """The fingerprint of the weights as they are served."""
-    own = settings.quantization if "quantization_config" not in checkpoint.stated else None
+    own = settings.quantization if stated_quantization(checkpoint.config) is None else None
     is_dummy, max_model_len = settings.load_format == "dummy", settings.max_model_len or checkpoint.max_model_len
     return checkpoint.fingerprint(dummy=is_dummy, max_model_len=max_model_len, quantization=own)

@@ -19,12 +19,14 @@ from engine.checkpoint import EMBEDDED
 from engine.model.errors import ModelNotFound, UnsupportedModel
 from engine.model.fast.tally import FusedReport, Tally
 from engine.model.load import loader
+from engine.model.load.checkpoint import Checkpoint
 from node.build import build
 from node.errors import StartupError
 from node.parts import assemble
 from node.peers.rendezvous import mismatch
 from node.ranks import part, pool_size
 from node.ranks.joining import shared_flags
+from node.ranks.kv_layout import fingerprint_of
 from node.settings import NodeSettings
 from node.tokenizer import read_tokenizer
 from prefill_node.settings import PrefillSettings
@@ -229,6 +231,15 @@ def test_dummy_weights_need_no_more_than_a_config(checkpoint, tmp_path):
     built = build(settings(tmp_path, load_format="dummy"))
     assert built.layout.fingerprint != build(settings(checkpoint)).layout.fingerprint
     assert built.tokenizer == read_tokenizer(EMBEDDED["baton-tiny"])
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_a_checkpoints_own_format_may_be_named_on_some_nodes_alone(key, checkpoint, tmp_path):
+    form = "compressed-tensors"
+    stated = json.loads((checkpoint / "config.json").read_text()) | {key: {"quant_method": form, "config_groups": {}}}
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    nodes = (settings(tmp_path, load_format="dummy", quantization=named) for named in (form, None))
+    assert len({fingerprint_of(node, Checkpoint.open(tmp_path)) for node in nodes}) == 1
 
 
 def test_a_folder_without_a_tokenizer_is_named(checkpoint, tmp_path):
