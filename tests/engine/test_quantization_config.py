@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.model.errors import UnsupportedModel
+from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.loader import load_model
 from tests.engine import tiny_models
@@ -124,6 +125,18 @@ def test_layers_of_a_language_model_that_files_call_otherwise(form: str, tmp_pat
     (tmp_path / "q" / "config.json").write_text(json.dumps(config))
     assert any("language_model.model" in name for name in load_file(tmp_path / "q" / "model.safetensors"))
     check_loads_alike(tmp_path / "q", load_model(Checkpoint.open(tmp_path / "plain")).state_dict())
+
+
+def test_a_dtype_that_only_the_language_models_part_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen3-VL's config.json has it there alone. Scales are of another, so that the files do not tell."""
+    monkeypatch.setattr(loader, "_on_cpu", lambda _: None)  # as on a GPU, where the checkpoint's dtype counts
+    source = tiny_models.save(tiny_models.within_a_larger_model({"num_hidden_layers": 1}), tmp_path / "source")
+    write(source, tmp_path / "q", "compressed-w4a16-channel")
+    config = json.loads((tmp_path / "q" / "config.json").read_text())
+    del config["dtype"]
+    config["text_config"]["dtype"] = "float16"
+    (tmp_path / "q" / "config.json").write_text(json.dumps(config))
+    assert load_model(Checkpoint.open(tmp_path / "q"), load_format="safetensors").dtype == torch.float16
 
 
 def test_targets_may_have_the_files_names_of_layers(tmp_path: Path) -> None:

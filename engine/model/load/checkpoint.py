@@ -67,6 +67,11 @@ class Checkpoint:
         return self.config.get_text_config()
 
     @property
+    def dtype(self) -> Any:
+        """The torch dtype that the configuration states, or its language model's part alone (Qwen3-VL); None: none."""
+        return self.config.dtype or self.text_config.dtype
+
+    @property
     def max_model_len(self) -> int:
         """The context length that the configuration states, in tokens; with dynamic NTK or YaRN, with its factor.
         Raises UnsupportedModel when it states none."""

@@ -139,7 +139,7 @@ def _load_directly(
     config = checkpoint.config
     unquantized = isinstance(quantization, Unquantized)
     stored = {name: tensor for name, tensor in stored_weights(checkpoint).items() if unquantized or not is_unused(name)}
-    dtype = dtype or config.dtype or stored_dtype(stored)
+    dtype = dtype or checkpoint.dtype or stored_dtype(stored)
     model, sharding, weights = _skeleton(config, dtype, quantization, part)
     stored = weights.of(stored, Placing(model).name_of)
     if sharding is not None:
@@ -195,7 +195,7 @@ def _load_dummy(
     part: RankPart = WHOLE_MODEL,
 ) -> PreTrainedModel:
     config = checkpoint.config
-    dtype = dtype or config.dtype or torch.bfloat16
+    dtype = dtype or checkpoint.dtype or torch.bfloat16
     model, sharding, _ = _skeleton(config, dtype, quantization, part)
     move_empty(model, device)
     fill_with_dummies(model)
