@@ -73,6 +73,19 @@ def test_random_weights_of_a_quantized_checkpoint(tmp_path: Path) -> None:
             assert 0.005 < weight.std() < 0.1, (form, name)
 
 
+@pytest.mark.parametrize("form", ["awq", "fp8"])
+def test_random_weights_of_layers_whose_module_has_rules_for_them(form: str, tmp_path: Path) -> None:
+    """As SigLIP's attention in Gemma 3, which transformers' rules for attention draw."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 1}
+    source = tiny_models.save(tiny_models.within_a_larger_model(sizes), tmp_path / "source")
+    write(source, tmp_path / form, form)
+    (tmp_path / form / "model.safetensors").unlink()
+    weights = linear_weights(load_model(Checkpoint.open(tmp_path / form), load_format="dummy"))
+    drawn = {name: weight.std() for name, weight in weights.items() if "vision" in name and "q_proj" in name}
+    assert drawn
+    assert all(0.005 < std < 0.1 for std in drawn.values())
+
+
 def test_packed_weights_with_one_scale(tmp_path: Path) -> None:
     models = list[dict[str, torch.Tensor]]()
     for strategy, size in (("tensor", (1,)), ("channel", None)):

@@ -91,10 +91,12 @@ def fill_with_dummies(model: PreTrainedModel) -> None:
         vars(initialized).pop("_is_hf_initialized", None)
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(_DUMMY_SEED)
-        quantized: list[nn.Module] = [module for _, module in linear_layers(model) if quantized_dummies(module)]
+        layers = {name: module for name, module in linear_layers(model) if quantized_dummies(module)}
+        quantized: list[nn.Module] = [*layers.values()]
         quantized += [module for _, module in expert_modules(model) if fill_experts_with_dummies(module)]
-        for module in quantized:
-            module._is_hf_initialized = True  # type: ignore[assignment] # transformers' initializers skip it
+        holders = {name.rpartition(".")[0] for name in layers}  # whose rules may draw their layers' weights (SigLIP)
+        for module in [*quantized, *map(model.get_submodule, sorted(holders))]:
+            module._is_hf_initialized = True  # transformers' initializers skip it
         filled = {id(parameter) for module in quantized for parameter in module.parameters()}
         for parameter in model.parameters():
             if id(parameter) not in filled:
