@@ -32,6 +32,7 @@ from node.events import Event
 from node.kv_events.feed import KvFeed
 from prefill_node.core import PrefillCore
 from tests.protocol.fake_model import EOS, VOCAB_SIZE, FakeModel
+from tests.protocol.leftovers import leftovers
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 64
@@ -241,9 +242,10 @@ class Node:
         assert self.pool_is_whole(), f"{self.incarnation} holds blocks"
         for staging in (*self.stagings, *self.out_stagings):
             assert staging.num_free == staging.num_slots, f"{self.incarnation} holds slots"
-        if self.role is NodeRole.DECODE:
-            assert not any(mover._partial for mover in self.movers.ranks), f"{self.incarnation} waits for parts"
-        assert self.core.engine.scheduler.num_reserved_seqs == 0
+        assert not (left := leftovers(self.core, self.incarnation)), left
+        engine = self.core.engine
+        assert engine.scheduler.num_reserved_seqs == engine.blocks.num_claimed == engine.waiting.num_tokens == 0
+        assert not any(lane.num_held for lane in engine.waiting._lanes.values())
 
     def check_audit(self) -> None:
         """It names an owner for all that is counted, and nobody else."""
@@ -262,6 +264,7 @@ class Node:
         ages = [*(holder.age_s for holder in audit.holders), *(block.age_s for block in audit.blocks)]
         assert all(0 <= age_s <= now for age_s in ages)
         assert audit.num_slots == Counter(slot.state for slot in audit.slots)
+        assert [slot.slot for slot in audit.slots] == list(range(len(audit.slots)))
         assert all((slot.state == "free") == (not slot.peer) for slot in audit.slots)
         if audit.idle:  # a launched step may still name blocks of a sequence that ended
             assert {holder.state for holder in audit.holders} <= {"finished"}

@@ -8,21 +8,18 @@ import random
 import statistics
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
-from engine.sequence import Sequence as EngineSequence
 from engine.step import Choice, Chunk
 from tests.protocol.fake_model import NUM_LAYERS, FakeModel, choose
+from tests.protocol.leftovers import walk
 from tests.protocol.node import Node
 from tests.protocol.world import World
 
 ROUND_S = 0.01
-OURS = ("baton", "decode_node", "engine", "kv_transfer", "prefill_node", "router")
 
 
 class QuickModel(FakeModel):
@@ -168,25 +165,3 @@ class Soak(World):
         return Reading(
             self.num_requests, pages * 4096, num_descriptors, threading.active_count(), statistics.median(turns), sizes
         )
-
-
-def walk(value: object, path: str, seen: set[int] | None = None) -> Iterator[tuple[str, int]]:
-    """(path, number of elements) of each container within our own objects; elements are not looked into."""
-    seen = set() if seen is None else seen
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, Mapping | Set | deque | list):
-        yield path, len(value)
-        for index, item in enumerate(value.values() if isinstance(value, Mapping) else ()):
-            if index < 100:
-                yield from walk(item, f"{path}[{index}]", seen)
-    elif type(value).__module__.split(".")[0] in OURS and not isinstance(value, EngineSequence):
-        for name in names_of(value):
-            yield from walk(getattr(value, name, None), f"{path}.{name}", seen)
-
-
-def names_of(value: object) -> Sequence[str]:
-    if is_dataclass(value):
-        return [field.name for field in fields(value)]
-    return list(vars(value)) if hasattr(value, "__dict__") else []

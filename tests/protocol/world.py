@@ -35,6 +35,7 @@ from router.requests.core import RouterCore
 from router.requests.request_state import FirstToken, RoutedRequest
 from tests.protocol.client import Client
 from tests.protocol.fake_model import FakeModel, expected_output
+from tests.protocol.leftovers import leftovers
 from tests.protocol.network import EPOCH, ROUTER, Links, Sessions, Streams
 from tests.protocol.node import MAX_MODEL_LEN, Node, outward
 
@@ -229,9 +230,11 @@ class World:
         for node in self.nodes.values():
             node.check_integrity()
             node.check_whole()
-        for role in NodeRole:
-            placed = [(node.to_prefill, node.to_decode, node.num_answers) for node in self.router.pool.role(role)]
-            assert not any(map(any, placed)), placed
+        assert not (left := leftovers(self.router, "router")), left
+        for routed in self.router.pool._nodes.values():
+            placed = routed.num_prompts, routed.to_prefill, routed.to_prefill_s, routed.to_decode, routed.num_answers
+            assert not any(placed), placed
+            assert not routed.num_promised
         for client in self.clients.values():
             assert client.end is not None
         self.check_index()
