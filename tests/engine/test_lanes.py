@@ -122,6 +122,17 @@ def test_a_lane_that_nobody_has_come_to_for_long_has_no_share_any_more() -> None
     assert pool.admitted() == ["early 2", "early 3", "late"]
 
 
+def test_a_lane_whose_blocks_are_held_for_long_keeps_its_account() -> None:
+    pool, held = Pool(), sequence("held", "a")
+    pool.add(held)
+    assert pool.admitted() == ["held"]
+    pool.add(sequence("late", "b", arrived_s=KNOWN_S + 1))
+    pool.add(*(sequence(f"more {i}", "a", arrived_s=KNOWN_S + 2) for i in range(2)))
+    assert pool.admitted() == ["late", "more 0"], "two of four blocks each are a half"
+    pool.end(held)
+    assert pool.admitted() == ["more 1"]
+
+
 def test_whoever_leaves_the_queue_is_not_admitted() -> None:
     pool = Pool()
     gone, stays = sequence("gone", "a"), sequence("stays", "a")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 
@@ -53,6 +54,21 @@ def test_the_engine_is_woken_for_a_credit_that_is_not_used(hub_pair: tuple[Side,
     sender.transport.hub.deliver_all()
     assert receiver.woken.is_set()
     assert receiver.mover.poll() == [PartUnused(sender.name, 1, 0)]
+
+
+def test_the_engine_is_woken_for_a_failure_and_told_of_it_by_each_poll(
+    hub_pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receiver = hub_pair
+    assert receiver.mover.expect(sender.name, 1, 0, [0])
+    assert receiver.mover.expect(sender.name, 1, 1, [1], is_last=True)
+    monkeypatch.setattr(receiver.mover, "_land", Mock(side_effect=RuntimeError("no device")))
+    assert sender.mover.send(receiver.name, 1, 0, [0])
+    sender.transport.hub.deliver_all()
+    assert receiver.woken.is_set()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no device"):
+            receiver.mover.poll()
 
 
 def test_the_engine_is_woken_for_a_slot_only_if_a_lease_waits_for_one(hub_pair: tuple[Side, Side]) -> None:

@@ -107,6 +107,7 @@ def test_what_aborts_of_one_router_may_leave_is_bounded(fences: Fences, monkeypa
     assert fences.fence(attempt(0, "unknown 8", epoch=8), 0.0, 60.0), "another router pays for it"
     assert len(fences) == 109
     fences.expire(61.0 + UNDER_WAY_S)
+    assert not fences._num_left
     assert fences.fence(attempt(0, "unknown 8"), 200.0, 60.0)
 
 

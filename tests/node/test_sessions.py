@@ -1,6 +1,7 @@
 """Routers' sessions over real gRPC: subscription, order, batching, replacement, loss."""
 
 import asyncio
+from unittest.mock import AsyncMock
 
 import grpc
 import pytest
@@ -23,7 +24,7 @@ from baton.messages import (
 )
 from baton.node_info import NodeRole
 from baton.prompt_logprobs import PromptLogprobs
-from baton.rpc.streams import Stream
+from baton.rpc.streams import STOPPED, Stream
 from baton.rpc.trust import Trust
 from baton.sampling import FinishReason
 from baton.telemetry import NodeMetrics, new_registry
@@ -257,6 +258,16 @@ async def test_a_session_that_the_role_closes_ends_and_a_later_one_of_the_epoch_
         assert not session_._end.done()
         hub.deliver(Turn([CloseSession(1, "too many aborts")], num_handled, Load(), True, None))
     assert await session_.until_end() == "too many aborts"
+
+
+async def test_what_is_queued_when_the_node_stops_is_sent_before_the_session_ends():
+    hub = Sessions("i1", lambda event: 1, metrics(), Limits(), Trust())
+    session_, context, last = hub._open(1), AsyncMock(), Update(WORK, End())
+    hub.deliver(Turn([last], 1, Load(draining=True), True, None))
+    hub.close()
+    assert await hub._write(session_, context) == STOPPED
+    written = [wire.read_node_message(call.args[0]) for call in context.write.await_args_list]
+    assert [said for said in written if not isinstance(said, Load)] == [(last,)]
 
 
 async def test_a_stream_whose_peer_does_not_read_ends():

@@ -10,6 +10,7 @@ import pytest
 
 from baton.errors import (
     BatonError,
+    CacheExhausted,
     DeadlineExceeded,
     InternalError,
     InvalidRequest,
@@ -21,6 +22,7 @@ from baton.errors import (
 from baton.handoff_messages import Commit, Grant, Refuse, Release
 from baton.messages import Abort, Adopted, AttemptId, End, SampleEnd
 from baton.structured_output.constraint import StructuredKind, StructuredOutput
+from kv_transfer.parts import tag_of
 from node.events import Draining, FromPeer, PeerClosed, PeerOpened, SessionLost, ToPrefill
 from node.structured_output.matchers import Matchers
 from tests.engine.test_token_matchers import Ends
@@ -125,7 +127,17 @@ def test_leases_end_with_their_prefill_nodes_transport(decoding: Decoding) -> No
 
 def test_what_can_never_be_granted_is_refused_at_once(decoding: Decoding) -> None:
     decoding.reserve(n=MAX_NUM_SEQS + 1)
-    assert refusals(decoding) == [InvalidRequest]
+    decoding.reserve(named(1), max_total_tokens=MAX_MODEL_LEN + 1)
+    assert refusals(decoding) == [InvalidRequest, InvalidRequest]
+
+
+def test_what_fits_into_an_idle_pool_is_granted_and_one_block_more_is_refused() -> None:
+    decoding, prompt = Decoding(num_blocks=18), tuple(range(2, 62))  # 17 for requests; 15 full ones, 2 to write into
+    decoding.reserve(named(0), prompt, n=3)
+    assert refusals(decoding) == [CacheExhausted]
+    decoding.reserve(named(1), prompt, n=2)
+    assert len(decoding.grants) == 1
+    assert decoding.core.load().num_blocks_free == 0
 
 
 # ---- grants ----
@@ -291,6 +303,18 @@ def test_a_request_that_is_all_here_runs_without_its_prefill_node(decoding: Deco
     assert len(decoding.kinds(Adopted)) == 1
     assert decoding.output(0) == WANT[0][1:]
     assert ends(decoding) == [None]
+    assert decoding.core.idle
+    assert decoding.node.pool_is_whole()
+
+
+def test_a_part_that_fails_by_itself_ends_its_lease(decoding: Decoding) -> None:
+    """The peer sends more than was granted, and stays connected."""
+    decoding.reserve()
+    (grant,) = decoding.grants
+    decoding._sender.transport.push(decoding.node.incarnation, tag_of(grant.lease, 0), 0, 1 << 30, b"")
+    decoding.hub.deliver_all()
+    decoding.turn()
+    assert refusals(decoding) == ends(decoding) == [PeerLost]
     assert decoding.core.idle
     assert decoding.node.pool_is_whole()
 
