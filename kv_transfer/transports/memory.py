@@ -80,6 +80,11 @@ class MemoryHub:
         self._waiting: dict[str, list[_Operation]] = {"push": [], "receive": []}
         self._touched: set[MemoryTransport] = set()
 
+    @property
+    def num_waiting_pushes(self) -> int:
+        """How many pushes have no receive posted for them."""
+        return len(self._waiting["push"])
+
     def deliver(self, index: int = 0) -> None:
         """Move the bytes of `pending[index]`."""
         with self._turn():

@@ -268,6 +268,7 @@ async def test_what_is_queued_when_the_node_stops_is_sent_before_the_session_end
     assert await hub._write(session_, context) == STOPPED
     written = [wire.read_node_message(call.args[0]) for call in context.write.await_args_list]
     assert [said for said in written if not isinstance(said, Load)] == [(last,)]
+    assert hub._open(2).closing == STOPPED, "one that comes meanwhile ends, too"
 
 
 async def test_a_stream_whose_peer_does_not_read_ends():

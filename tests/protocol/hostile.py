@@ -254,6 +254,9 @@ class HostileWorld(World):
         transports[1].connect(rank_name(outward(self.decode.incarnation), 0), self.decode.out_transports[0].info())
         self.decode.hear(TargetEvent(PeerOpened(EVIL_DECODE, PART_BLOCKS, layout)))
 
+    def check_credits(self) -> None:
+        """A stranger may take more than it was given."""
+
     def get_in(self) -> None:
         """The strangers have a foothold: prompts on their way to the evil decode node, one that runs on ours and is to
         move there, and a lease on ours."""

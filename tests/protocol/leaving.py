@@ -115,7 +115,7 @@ class Leaving:
         for output in self.core.take_outputs():
             if isinstance(output, ToDecode):
                 self.said.append(output.message)
-            elif isinstance(output, Update):
+            elif isinstance(output, Update) and output.attempt_id == WORK:
                 self.told.append(output.kind)
 
     # ---- what it said ----

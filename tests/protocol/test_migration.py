@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 
-from baton.errors import BatonError, Overloaded, PeerLost, RequestCancelled, TransferTimeout
+from baton.errors import BatonError, InvalidRequest, Overloaded, PeerLost, RequestCancelled, TransferTimeout
 from baton.handoff_messages import CommitReply, Grant, Landed, Refuse, Release, Reserve
-from baton.messages import Abort, AttemptId, End, HandedOff, SampleEnd, Stayed
+from baton.messages import Abort, AttemptId, DecodeTarget, End, HandedOff, Migrate, Prefill, Sample, SampleEnd, Stayed
 from baton.sampling import SamplingParams
 from decode_node.core import DecodeCore
 from decode_node.migration import MigrationState
@@ -260,6 +260,58 @@ def test_a_request_that_outruns_its_room_stays_and_may_be_asked_again(monkeypatc
     assert len(node.output) < SAMPLING.max_tokens
     node.migrate(move=2)
     assert [message.move for message in node.said if isinstance(message, Reserve)] == [1, 2]
+    goes_on(node)
+
+
+def test_a_request_that_is_moving_already_is_not_moved_to_somebody_else() -> None:
+    node = leaving("asked")
+    node.migrate(move=2)
+    (stayed,) = node.kinds(Stayed)
+    assert isinstance(stayed, Stayed)
+    assert (stayed.move, type(stayed.error)) == (2, InvalidRequest)
+    goes_on(node)
+
+
+def test_a_request_does_not_move_to_a_node_that_is_being_disconnected() -> None:
+    node = leaving("asked")
+    node.target.kill()
+    node.turn()
+    node.migrate(move=2)
+    stayed = [told for told in node.kinds(Stayed) if isinstance(told, Stayed)]
+    assert [(told.move, type(told.error)) for told in stayed] == [(1, PeerLost), (2, PeerLost)]
+    assert [type(message) for message in node.said] == [Reserve, Release]
+
+
+@pytest.mark.parametrize(("n", "num_steps", "error"), [(1, 0, Overloaded), (2, 6, InvalidRequest)])
+def test_a_request_that_cannot_move_is_answered_at_once(n: int, num_steps: int, error: type[BatonError]) -> None:
+    """Its prompt is not computed, or it has two answers. Without an answer the router would never ask again."""
+    decoding = Decoding()
+    work = decoding.prefill("r", n=n)
+    for _ in range(num_steps):
+        decoding.turn()
+        decoding.node.advance_device()
+    assert bool(decoding.output(0, work)) is (num_steps > 0)
+    decoding.hear(Migrate(work, 1, DecodeTarget("there", "target")))
+    decoding.turn()
+    (stayed,) = decoding.kinds(Stayed, work)
+    assert isinstance(stayed, Stayed)
+    assert (stayed.move, type(stayed.error)) == (1, error)
+
+
+@pytest.mark.parametrize("state", ["asked", "copying"])
+def test_a_request_that_is_preempted_stays(state: str) -> None:
+    """Its target would keep room for it until it is computed again."""
+    node = leaving(state)
+    for number in range(3):
+        urgent, prompt = AttemptId(EPOCH, f"urgent {number}", 0), tuple(range(number, number + 43))
+        told = Prefill(urgent, node.node.incarnation, prompt, (Sample(0),), SAMPLING, 60.0, priority=-1)
+        node.hear(told)
+    while not node.kinds(Stayed):
+        node.step()
+    (stayed,) = node.kinds(Stayed)
+    assert isinstance(stayed, Stayed)
+    assert isinstance(stayed.error, Overloaded)
+    assert node.said[-1] == Release(WORK)
     goes_on(node)
 
 

@@ -308,6 +308,39 @@ def test_a_decode_node_that_is_full_for_ever_does_not_stop_prompts_for_another()
     assert len(one.ends) == 8, "it has not failed"
 
 
+def test_what_one_decode_node_says_or_suffers_concerns_its_own_requests_alone(prefilling: Prefilling) -> None:
+    node, other = prefilling.node, AttemptId(EPOCH, "other", 1)
+    node.core.handle(PeerOpened("other", PART_BLOCKS, node.model.layout), 1.0)
+    target, sampling = DecodeTarget("other:1", "other"), SamplingParams(max_tokens=5, ignore_eos=True)
+    node.core.handle(Prefill(other, node.incarnation, PREFIX, (Sample(0),), sampling, 60.0, target), 1.0)
+    for _ in range(2):
+        prefilling.compute(NUM_LAYERS)
+    assert [message.attempt_id for message in prefilling.said if isinstance(message, Reserve)] == [WORK, other]
+    node.core.handle(FromPeer("other", Refuse(WORK, RequestCancelled("not its own"))), 1.5)
+    prefilling.turn()
+    assert not prefilling.ends
+    node.core.handle(PeerClosed("other", "died"), 1.5)
+    prefilling.turn()
+    assert [type(end.error) for end in prefilling.ends] == [PeerLost]
+    prefilling.grant(num_parts=1 + NUM_LAYERS)
+    assert [message.attempt_id for message in prefilling.said if isinstance(message, Commit)] == [WORK]
+
+
+def test_a_part_of_an_earlier_stream_that_fails_ends_no_later_one(prefilling: Prefilling) -> None:
+    core, later = prefilling.node.core, AttemptId(EPOCH, "later", 1)
+    prefilling.compute(NUM_LAYERS)
+    prefilling.grant(num_parts=1 + NUM_LAYERS)
+    core.handle(PeerClosed(prefilling.peer, "died"), 1.5)
+    core.handle(PeerOpened(prefilling.peer, PART_BLOCKS, prefilling.node.model.layout), 1.5)
+    prefilling.ask(later, PREFIX, max_tokens=5)
+    assert prefilling.num_sent, "parts of the earlier stream are under way"
+    prefilling.node.movers.disconnect(prefilling.peer)
+    prefilling.turn()
+    assert not prefilling.num_sent
+    assert not prefilling.closed
+    assert len(prefilling.ends) == 1
+
+
 def test_errors_name_the_decode_nodes_address(prefilling: Prefilling) -> None:
     prefilling.node.core.handle(PeerClosed(prefilling.peer, "died"), 1.5)
     prefilling.turn()

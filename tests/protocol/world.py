@@ -225,6 +225,9 @@ class World:
         for node in self._touched(self._audited):
             node.check_audit()
 
+    def check_credits(self) -> None:
+        assert not self.hub.num_waiting_pushes, "a part has left for which no receive is posted"
+
     def check_whole(self) -> None:
         """Nothing is held anywhere."""
         for node in self.nodes.values():
@@ -265,6 +268,7 @@ class World:
             self._collect(incarnation)
         for node in self._touched(self._recounted):
             node.check_integrity()
+        self.check_credits()
         for client in self.clients.values():
             client.check()
 

@@ -7,7 +7,9 @@ import pytest
 from baton.errors import InternalError, Overloaded, PeerLost
 from baton.messages import Adopted, End, HandedOff, KvEvents, Load, Started, Tokens
 from baton.node_info import NodeRole
+from baton.sampling import SamplingParams
 from router.requests.recovery import RETURN_S
+from router.requests.request_state import RoutedRequest
 from tests.router.rig import RouterRig, info
 
 
@@ -33,6 +35,16 @@ def test_a_full_node_is_passed_over_for_another() -> None:
     assert again.decode
     assert first.decode
     assert again.decode.incarnation != first.decode.incarnation
+
+
+def test_a_token_that_comes_before_the_logprobs_of_the_prompt_costs_the_attempt() -> None:
+    rig = RouterRig("p1", "d1")
+    params = SamplingParams(max_tokens=8, num_prompt_logprobs=0)
+    rig.core.submit(RoutedRequest("r", (1, 2, 3), 1, params, 60.0), 0.0)
+    rig.collect()
+    rig.say("p1", rig.prefills[-1][1], Started(0, 0.0), Tokens(0, 0, (5,)))
+    assert rig.told == []
+    assert [prefill.attempt_id.attempt for _, prefill in rig.prefills] == [0, 1]
 
 
 @pytest.mark.parametrize(("said", "num_attempts"), [((), 2), ((Started(0, 0.0),), 1)])

@@ -60,6 +60,9 @@ def test_a_prefill_node_gets_no_more_than_the_decode_node_can_take() -> None:
     assert placed(rig) == ["a", "b", "c"], "3 of 9 blocks each"
     load(rig, 10)
     assert placed(rig) == ["a", "b", "c"], "which are still to come"
+    rig.say("p1", rig.prefills[0][1], Started(0, 0.0))
+    load(rig, 10)
+    assert placed(rig) == ["a", "b", "c"], "nor has it what the prefill node computes"
     adopt(rig, "a")
     load(rig, 9, "p1")
     assert placed(rig) == ["a", "b", "c"], "its blocks are still counted: the last load was before"
