@@ -84,7 +84,7 @@ class Migrations(KvSenderCore[Migration]):
 
     def preempted(self, sequence: Sequence) -> None:
         """Its blocks are gone, so it stays and is computed again here."""
-        if (migration := self._sendings.get(sequence.attempt_id)) and migration.sequence is sequence:
+        if migration := self._sendings.get(sequence.attempt_id):
             self._stay(migration, Overloaded("the request was preempted"))
 
     def ended(self, attempt_id: AttemptId) -> None:

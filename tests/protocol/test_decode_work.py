@@ -93,6 +93,16 @@ def test_a_repeated_reserve_changes_nothing_and_one_of_work_that_is_over_is_refu
     assert refusals(decoding) == [RequestCancelled, RequestCancelled]
 
 
+def test_a_repeated_reserve_that_waits_keeps_waiting(decoding: Decoding) -> None:
+    decoding.reserve(named(0), n=MAX_NUM_SEQS)
+    decoding.reserve(named(1))
+    decoding.reserve(named(1))
+    assert refusals(decoding) == []
+    decoding.hear(FromPeer(PEER, Release(named(0))))
+    decoding.turn()
+    assert [grant.attempt_id for grant in decoding.grants] == [named(0), named(1)]
+
+
 def test_a_higher_attempt_ends_those_below(decoding: Decoding) -> None:
     decoding.reserve()
     decoding.reserve(WORK._replace(attempt=2))

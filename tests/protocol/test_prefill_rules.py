@@ -341,6 +341,19 @@ def test_a_part_of_an_earlier_stream_that_fails_ends_no_later_one(prefilling: Pr
     assert len(prefilling.ends) == 1
 
 
+def test_a_part_that_fails_ends_its_request_although_later_ones_have_leases(prefilling: Prefilling) -> None:
+    later = AttemptId(EPOCH, "later", 1)
+    prefilling.compute(NUM_LAYERS)
+    prefilling.grant(num_parts=1 + NUM_LAYERS)
+    prefilling.ask(later, PREFIX, max_tokens=5)
+    prefilling.node.core.handle(FromPeer(prefilling.peer, Grant(later, 2, 0, 1 + NUM_LAYERS, 0)), 1.5)
+    prefilling.turn()
+    assert not prefilling.ends
+    prefilling.node.movers.disconnect(prefilling.peer)
+    prefilling.turn()
+    assert [type(end.error) for end in prefilling.ends] == [PeerLost]
+
+
 def test_errors_name_the_decode_nodes_address(prefilling: Prefilling) -> None:
     prefilling.node.core.handle(PeerClosed(prefilling.peer, "died"), 1.5)
     prefilling.turn()

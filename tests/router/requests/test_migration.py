@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.errors import BatonError, NodeUnavailable, Overloaded, PeerLost, TransferTimeout
+from baton.errors import BatonError, CacheExhausted, NodeUnavailable, Overloaded, PeerLost, TransferTimeout
 from baton.messages import (
     Adopted,
     DecodeTarget,
@@ -71,6 +71,15 @@ def moving() -> Moving:
     moving = Moving()
     assert moving.drain() == [(moving.old, Migrate(moving.prefill.attempt_id, 1, DecodeTarget(moving.new, moving.new)))]
     return moving
+
+
+def test_the_node_that_fails_a_request_that_moves_is_the_one_to_avoid(moving: Moving) -> None:
+    assert moving.prefill.decode
+    moving.rig.core.node_load(moving.old, Load(), 2.0)  # it goes on
+    moving.say(moving.old, End(CacheExhausted("no blocks")))
+    (_, again) = moving.rig.prefills[-1]
+    assert again.decode
+    assert (again.attempt_id.attempt, again.decode.incarnation) == (1, moving.new)
 
 
 def test_a_request_moves_once_and_keeps_its_attempt(moving: Moving) -> None:

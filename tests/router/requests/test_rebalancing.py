@@ -55,6 +55,14 @@ def test_one_moves_at_a_time_and_the_next_when_the_loads_tell_of_it() -> None:
     assert moves(rig, used=8, now=1.0 + PAUSE_S) == ["of 20"]
 
 
+def test_a_node_that_is_gone_leaves_nothing_behind() -> None:
+    rig = house_of(0.3, 40, 20)
+    assert moves(rig, used=8) == ["of 40"]
+    for name in ("d1", "d2"):
+        rig.core.node_lost(name, "died", 2.0)
+    assert not rig.core._rebalancing._not_before
+
+
 def test_one_that_stays_lets_the_next_largest_move() -> None:
     """Its answer holds for a second; the pause is from when it was asked."""
     rig = house_of(0.3, 40, 20)

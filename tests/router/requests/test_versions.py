@@ -9,6 +9,7 @@ import pytest
 from baton.errors import NodeUnavailable
 from baton.messages import Adopted, HandedOff, Load, Prefill, Started, Tokens
 from baton.node_info import GenerationDefaults, NodeInfo, NodeRole
+from baton.prompt_logprobs import PromptLogprobs
 from baton.sampling import SamplingParams
 from router.requests.admission import Full
 from router.requests.request_state import RoutedRequest
@@ -91,6 +92,17 @@ def test_a_request_with_tokens_ends_when_its_version_is_gone() -> None:
     error = rig.end
     assert isinstance(error, VersionGone)
     assert f"no node that serves {OLD.id} is left, and {NEW.id} is another model" in error.message
+
+
+def test_logprobs_of_a_prompt_are_of_one_version() -> None:
+    rig = house_of(node("p1"), node("d1"), node("p9", "new"), node("d9", "new"))
+    params = SamplingParams(max_tokens=8, num_prompt_logprobs=0)
+    rig.core.submit(RoutedRequest("r", (1, 2, 3), 1, params, 60.0, version=OLD), 0.0)
+    rig.collect()
+    rig.say("p1", rig.prefills[-1][1], Started(0, 0.0), PromptLogprobs(1, 0, bytes(4), bytes(4)))
+    rig.core.node_lost("d1", "killed", 1.0)
+    rig.collect()
+    assert isinstance(rig.end, VersionGone)
 
 
 def test_a_request_without_a_token_becomes_one_of_the_version_that_is_left() -> None:
