@@ -44,13 +44,13 @@ def make(
 
 
 def search(
-    engine: Engine, name: str, length: int, width: int, max_tokens: int, **fields: object
+    engine: Engine, name: str, length: int, width: int, max_tokens: int, priority: int = 0, **fields: object
 ) -> BeamGroup[Sequence]:
     prompt = tuple(range(2, 2 + length))
     params = {"temperature": 0.0, "beam_width": width, "max_tokens": max_tokens, **fields}
     sampling = SamplingParams(**params)  # type: ignore[arg-type]
     group = BeamGroup(AttemptId(1, name, 0), length, sampling, engine.config.eos_token_ids)
-    seq = Sequence(group.attempt_id, [0], prompt, BeamGroup.sampling_of(sampling), beams=group)
+    seq = Sequence(group.attempt_id, [0], prompt, BeamGroup.sampling_of(sampling), beams=group, priority=priority)
     engine.add(seq)
     engine.beam_search.begin(seq)
     return group
@@ -174,6 +174,36 @@ def test_however_little_room_there_is(
         assert outputs(group) == expected(length, 4, 12)
     for seq in seqs:
         assert list(seq.output_tokens) == expected_output(seq.prompt_tokens, sampling, 0, 40)[0]
+    assert is_whole(engine)
+
+
+def test_a_group_that_lacks_a_place_gives_its_places_to_one_that_is_due_earlier() -> None:
+    """Else both would have some places in the end, and wait for the others' for ever."""
+    engine = make(200, max_num_seqs=5)
+    sampling = SamplingParams(max_tokens=12, seed=7, ignore_eos=True)
+    for name in ("one", "two"):
+        engine.add(Sequence(AttemptId(1, name, 0), [0], (50, 60), sampling, arrived_s=-1.0))
+    late = search(engine, "late", 5, 4, 9)
+    while not engine.num_waiting or engine.num_running < 5:
+        engine.compute(engine.schedule(0.0))
+    early = search(engine, "early", 6, 4, 9, priority=-1)
+    assert run(engine) == [early, late]
+    assert [outputs(group) for group in (early, late)] == [expected(6, 4, 9), expected(5, 4, 9)]
+    assert is_whole(engine)
+
+
+def test_a_group_that_lacks_blocks_gives_its_blocks_to_one_that_is_due_earlier() -> None:
+    """Likewise: 27 blocks are enough for either group."""
+    engine = make(28)
+    sampling = SamplingParams(max_tokens=30, seed=7, ignore_eos=True)
+    for number in range(2):
+        engine.add(Sequence(AttemptId(1, f"{number}", 0), [0], (50 + number, 60), sampling, arrived_s=-1.0))
+    late = search(engine, "late", 4, 4, 20)
+    for _ in range(13):
+        engine.compute(engine.schedule(0.0))
+    early = search(engine, "early", 3, 4, 20, priority=-1)
+    assert run(engine) == [early, late]
+    assert [outputs(group) for group in (early, late)] == [expected(3, 4, 20), expected(4, 4, 20)]
     assert is_whole(engine)
 
 
