@@ -145,6 +145,7 @@ def test_what_fits_into_an_idle_pool_is_granted_and_one_block_more_is_refused() 
     decoding, prompt = Decoding(num_blocks=18), tuple(range(2, 62))  # 17 for requests; 15 full ones, 2 to write into
     decoding.reserve(named(0), prompt, n=3)
     assert refusals(decoding) == [CacheExhausted]
+    assert decoding.core.load().num_blocks_free == 17
     decoding.reserve(named(1), prompt, n=2)
     assert len(decoding.grants) == 1
     assert decoding.core.load().num_blocks_free == 0

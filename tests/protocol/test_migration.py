@@ -204,9 +204,10 @@ def test_a_commit_without_an_answer_ends_the_request() -> None:
     is_over(node, TransferTimeout)
 
 
-def test_an_accepted_request_that_is_refused_later_is_not_taken_back() -> None:
+@pytest.mark.parametrize("refusal", [Refuse(WORK, REFUSED), CommitReply(LEASE, WORK, REFUSED)])
+def test_an_accepted_request_that_is_refused_later_is_not_taken_back(refusal: Refuse | CommitReply) -> None:
     node = leaving("accepted")
-    node.from_target(Refuse(WORK, REFUSED))
+    node.from_target(refusal)
     is_over(node, Overloaded)
 
 

@@ -73,6 +73,15 @@ def moving() -> Moving:
     return moving
 
 
+def test_a_target_that_was_lost_and_is_there_again_owes_nothing(moving: Moving) -> None:
+    moving.rig.core.node_lost(moving.new, "its stream broke", 2.0)
+    moving.rig.core.node_up(info(moving.new, NodeRole.DECODE), 2.0)
+    moving.say(moving.old, STAYED)
+    node = moving.rig.core.pool.get(moving.new)
+    assert node
+    assert (node.to_decode, node.num_answers) == (0, 0)
+
+
 def test_the_node_that_fails_a_request_that_moves_is_the_one_to_avoid(moving: Moving) -> None:
     assert moving.prefill.decode
     moving.rig.core.node_load(moving.old, Load(), 2.0)  # it goes on
