@@ -145,9 +145,18 @@ def test_groups_are_divided_as_equally_as_can_be(form: str, tmp_path: Path) -> N
     check_same(own, 2, fused=True)
 
 
-def test_whole_experts_are_divided_among_ranks(sources: dict[str, Path], tmp_path: Path) -> None:
-    own, _ = quantized(sources["qwen3_moe"], tmp_path, "gptq")
+@pytest.mark.parametrize("form", ["gptq", "gptq-desc-act"])
+def test_whole_experts_are_divided_among_ranks(form: str, sources: dict[str, Path], tmp_path: Path) -> None:
+    own, _ = quantized(sources["qwen3_moe"], tmp_path, form)
     check_same(own, 2, fused=True, whole_experts=True)
+
+
+def test_experts_whose_groups_have_columns_on_several_ranks_are_refused(
+    sources: dict[str, Path], tmp_path: Path
+) -> None:
+    own, _ = quantized(sources["qwen3_moe"], tmp_path, "gptq-desc-act")
+    with pytest.raises(UnsupportedModel, match=r"columns in another order .* \(--enable-expert-parallel divides whole"):
+        load_all(own, 2)
 
 
 def test_biases_of_experts_are_left_out_if_they_are_zero(sources: dict[str, Path], tmp_path: Path) -> None:

@@ -19,9 +19,11 @@ from engine.model.linear_method import method_of
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.loader import load_model
 from engine.model.probe import probe
+from engine.model.quantization.groups import GroupedCodes
 from engine.model.quantization.linear import LinearOfFourBits, QuantizedLinear, install
 from engine.model.tolerance import close
 from tests.engine.quantized_files import TINY
+from tests.engine.rank_threads import in_threads
 from tools.quantize import FORMATS, write
 
 torch.set_num_threads(1)
@@ -47,6 +49,32 @@ def test_methods_of_one_form_become_one_and_share_its_memory() -> None:
     assert not QuantizedLinear.can_concatenate([parts[0], quantized_method(64, columns.flip(0))])
     assert not QuantizedLinear.can_concatenate([parts[0], quantized_method(64)])
     assert not QuantizedLinear.can_concatenate([parts[0], quantized_method(64, columns, 128)])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("asymmetric", [False, True])
+def test_a_ranks_columns_of_groups_that_others_share(bits: int, asymmetric: bool) -> None:
+    """Its numbers of them are no multiples of what kernels take, and for one group it has none."""
+    torch.manual_seed(0)
+    groups = torch.tensor([0] * 33 + [1] * 64 + [3] * 15)[torch.randperm(112)]
+    codes, scale = torch.randint(0, 1 << bits, (64, 112), dtype=torch.uint8), torch.rand(64, 4) + 0.5
+    zero = torch.randint(0, 1 << bits, scale.shape, dtype=torch.uint8) if asymmetric else None
+    of_columns = (1 << (bits - 1)) if zero is None else zero.float()[:, groups]
+    values = (codes.float() - of_columns) * scale[:, groups]
+    stored = GroupedCodes(codes, scale, zero, 128, bits)
+    with in_threads(2, lambda _: None) as ranks:
+        sorted_codes, columns = stored.by_group("o_proj", groups, ranks)
+    assert columns is not None
+    weight = sorted_codes.quantized()
+    assert weight.group == 32
+    assert weight.in_features == 192  # runs of 64, 64 and 32, and one more for an even number
+    method = QuantizedLinear(weight, None, torch.float32, columns)
+    x = torch.randn(3, 112)
+    torch.testing.assert_close(method.make_product()(x), x @ values.t(), rtol=1e-5, atol=1e-2)
+    assert method.in_features == 112
+    module = torch.nn.Linear(112, 64, bias=False)
+    install(module, weight, torch.float32, columns)
+    assert torch.equal(module.weight, values)
 
 
 def four_bit_part(rows: int, asymmetric: bool = True) -> LinearOfFourBits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,14 @@ from engine.model.errors import UnsupportedModel
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.parallel.part import RankPart
+from engine.model.quantization.stored import unpack_words
 from tests.engine import tiny_models
+from tests.engine.quantized_files import restate
 from tests.engine.rank_threads import Load, in_threads
 from tests.engine.test_model_families import SIZES
+from tests.engine.test_quantization_config import with_sizes_of_their_own
 from tests.engine.test_sharding import check_parts, check_same, logits_and_kv
-from tools.quantize import write
+from tools.quantize import pack, write
 
 torch.set_num_threads(1)
 
@@ -90,6 +94,83 @@ def test_a_rank_has_its_words_and_groups(form: str, tmp_path: Path) -> None:
     check_parts(tmp_path / "q", 2, head_dim=128)
 
 
+IN_ANY_ORDER = ["gptq-desc-act", "gptq-8bit", "compressed-w4a16-actorder", "compressed-w4a16-asym-actorder"]
+
+
+@pytest.mark.parametrize("form", IN_ANY_ORDER)
+def test_a_group_may_have_columns_on_several_ranks(form: str, tmp_path: Path) -> None:
+    """Other numbers of them on each. 96 columns of down on each of four are no whole groups either."""
+    source = tiny_models.save(LlamaConfig(**{**WIDE, "intermediate_size": 384}), tmp_path / "source")
+    write_in_any_order(source, tmp_path / "q", form)
+    check_parts(tmp_path / "q", 2, head_dim=128)
+    check_parts(tmp_path / "q", 4, head_dim=128)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_logits_of_ranks_that_share_groups(size: int, tmp_path: Path) -> None:
+    source = tiny_models.save(LlamaConfig(**{**WIDE, "intermediate_size": 512}), tmp_path / "source")
+    write(source, tmp_path / "q", "gptq-desc-act")
+    check_same(tmp_path / "q", size, fused=True)
+
+
+@pytest.mark.parametrize(
+    ("form", "g_idx", "width"), [("gptq", None, 512), ("gptq", None, 384), ("compressed", -1, 512)]
+)
+def test_columns_that_are_in_order_although_they_need_not_be(
+    form: str, g_idx: int | None, width: int, tmp_path: Path
+) -> None:
+    """GPTQ's `static_groups`, and compressed-tensors' g_idx that was never set; groups may be on two ranks."""
+    source = tiny_models.save(LlamaConfig(**{**WIDE, "intermediate_size": width}), tmp_path / "source")
+    if form == "gptq":
+        write(source, tmp_path / "q", "gptq")
+        restate(tmp_path / "q", desc_act=True)
+    else:
+        write_in_any_order(source, tmp_path / "q", "compressed-w4a16-actorder", g_idx)
+    check_parts(tmp_path / "q", 2, head_dim=128)
+
+
+def test_rules_that_put_some_layers_columns_in_any_order(tmp_path: Path) -> None:
+    with_sizes_of_their_own(tmp_path)
+    restate(tmp_path, dynamic={"+:.*down_proj.*": {"bits": 8, "desc_act": True}, ".*up_proj.*": {"group_size": 64}})
+    check_parts(tmp_path, 2, head_dim=32)
+
+
+def test_columns_of_groups_that_the_files_do_not_have_are_refused(tmp_path: Path) -> None:
+    source = tiny_models.save(LlamaConfig(**{**WIDE, "intermediate_size": 512}), tmp_path / "source")
+    write(source, tmp_path / "q", "gptq-desc-act")
+    file = tmp_path / "q" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.down_proj.g_idx"][:256] += 1
+    save_file(tensors, file, metadata={"format": "pt"})
+    with in_threads(2, lambda _: None) as group, pytest.raises(UnsupportedModel, match="of more than 4 groups"):
+        loader.load_model(Checkpoint.open(tmp_path / "q"), part=RankPart(group))
+
+
+def write_in_any_order(source: Path, folder: Path, form: str, g_idx: int | None = None) -> None:
+    """compressed-tensors with `actorder` is its format in order, with columns whose order is another afterwards.
+    g_idx: the group of each column instead, which are then left in order."""
+    plain = form.removesuffix("-actorder")
+    write(source, folder, plain)
+    if form == plain:
+        return
+    file, generator = folder / "model.safetensors", torch.Generator().manual_seed(0)
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith("weight_packed")]:
+        codes = unpack_words(tensors[name], 4, 1)
+        order = torch.randperm(codes.shape[1], generator=generator)
+        if g_idx is not None:
+            order = order.sort().values
+        group = codes.shape[1] // tensors[name.replace("packed", "scale")].shape[1]
+        tensors[name] = pack(codes[:, order], 4, 1)
+        tensors[name.replace("packed", "g_idx")] = (
+            order // group if g_idx is None else order.new_full(order.shape, g_idx)
+        ).int()
+    save_file(tensors, file, metadata={"format": "pt"})
+    groups = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"]
+    groups["group_0"]["weights"]["actorder"] = "group"
+    restate(folder, config_groups=groups)
+
+
 def test_one_group_of_all_columns(tmp_path: Path) -> None:
     """Each rank has the scales of all, and columns in order, whatever the files say of their groups."""
     source = tiny_models.save(LlamaConfig(**{**WIDE, "intermediate_size": 512}), tmp_path / "source")
@@ -143,7 +224,6 @@ def test_biases_that_only_the_files_have(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("form", "sizes", "reason"),
     [
-        ("gptq-desc-act", {}, "o_proj: columns in another order than their groups cannot be divided among ranks"),
         ("awq", {"intermediate_size": 384}, "down_proj of 192 x 256 cannot have AWQ groups of 128"),
         ("gptq", {"intermediate_size": 384}, "down_proj of 192 x 256 cannot have GPTQ groups of 128"),
         ("compressed-w4a16", {"intermediate_size": 384}, "down_proj: groups of 128 do not divide its 192 columns"),

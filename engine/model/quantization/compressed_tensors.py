@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from baton_kernels.quantized_linear import QuantizedWeight, pack_halves, packed_columns
+from baton_kernels.quantized_linear import QuantizedWeight
 from engine.model.errors import UnsupportedModel
 from engine.model.linear_method import LinearMethod
 from engine.model.parallel.group import ONE_RANK, RankGroup
 from engine.model.quantization.experts import Fp8Experts, StoredExperts, WithStoredExperts, first_scale
+from engine.model.quantization.groups import GroupedCodes
 from engine.model.quantization.linear import install
 from engine.model.quantization.packed_experts import PackedExperts
 from engine.model.quantization.stored import (
-    columns_by_group,
     per_row,
     replace_weight,
     require_whole_blocks,
@@ -118,19 +118,22 @@ class CompressedTensors(WithStoredExperts):
 
     def create_weights(self, name: str, module: nn.Linear) -> None:
         if self._scheme(name) is not None:
-            replace_weight(module, **self.tensors(name, module.out_features, module.in_features))
+            others = self._columns.get(module, ONE_RANK)
+            replace_weight(module, **self.tensors(name, module.out_features, module.in_features, others.size))
 
     def group(self, name: str) -> int:
         scheme = self._scheme(name)
         return 0 if scheme is None else scheme.group
 
-    def tensors(self, name: str, rows: int, columns: int) -> dict[str, Tensor]:
+    def tensors(self, name: str, rows: int, columns: int, num_parts: int = 1) -> dict[str, Tensor]:
         scheme = self._scheme(name)
         assert scheme is not None
-        if scheme.group and (columns % scheme.group):
-            raise UnsupportedModel(f"{name}: groups of {scheme.group} do not divide its {columns} columns")
+        # If a group's columns may be anywhere, a rank's may be of any group.
+        all_columns = columns * num_parts if scheme.ordered and self._stored else columns
+        if scheme.group and all_columns % scheme.group:
+            raise UnsupportedModel(f"{name}: groups of {scheme.group} do not divide its {all_columns} columns")
         require_whole_blocks(name, rows, scheme.rows, self._stored.get(f"{name}{_SCALE}"))
-        scales: tuple[int, ...] = (-(-rows // scheme.rows), columns // scheme.group if scheme.group else 1)
+        scales: tuple[int, ...] = (-(-rows // scheme.rows), all_columns // scheme.group if scheme.group else 1)
         if scheme.per_tensor:
             scales = scale_shape(f"{name}.weight_scale", self._stored, rows)
         # Kernels for 4 bits take scales of 16 bits; those for 8 bits have theirs in float32.
@@ -148,7 +151,7 @@ class CompressedTensors(WithStoredExperts):
             parameters["weight_zero_point"] = torch.zeros(zeros, dtype=dtype)
         if f"{name}.weight_g_idx" in self._stored:
             parameters["weight_g_idx"] = torch.empty(columns, dtype=torch.int32)
-        elif scheme.ordered and self._stored and scheme.group < columns:
+        elif scheme.ordered and self._stored and scheme.group < all_columns:
             raise UnsupportedModel(f"{name}: actorder without weight_g_idx, which says to which group a column belongs")
         return parameters
 
@@ -176,22 +179,17 @@ class CompressedTensors(WithStoredExperts):
             if shape[0] % rows or not 0 <= unused < 32 // scheme.bits:
                 raise UnsupportedModel(f"{name}: a packed weight of {shape} for words of {list(packed.shape)}")
             codes = codes[:, : codes.shape[1] - unused]
-        groups = tensors.get("weight_g_idx")
-        order = None
-        if groups is not None and scheme.group and not (groups < 0).any():  # -1: they are in order
-            order = columns_by_group(name, groups, scheme.group, others)
-        if order is not None:
-            codes = codes.index_select(1, order)
         if scheme.per_tensor:
             scale = per_row(scale, rows)
-        zero = None if scheme.symmetric else tensors["weight_zero_point"]
-        if zero is not None:
-            zero = unpack_words(zero, scheme.bits, 0)[:rows].contiguous()
-        if scheme.bits == 4:
-            values = pack_halves(codes, packed_columns(codes.shape[1], scheme.group))
-            return QuantizedWeight(values, scale, zero, scheme.group), order
-        centred = None if zero is None else (zero.int() - 128).to(torch.int8)
-        return QuantizedWeight((codes.int() - 128).to(torch.int8), scale, centred, scheme.group), order
+        zero = None if scheme.symmetric else unpack_words(tensors["weight_zero_point"], scheme.bits, 0)[:rows]
+        weight, order = GroupedCodes(codes, scale, zero, scheme.group, scheme.bits), None
+        groups = tensors.get("weight_g_idx")
+        if groups is not None and scheme.group:
+            if (groups < 0).any():  # -1: they are in order
+                num = groups.numel()
+                groups = (torch.arange(num, device=groups.device) + others.rank * num) // scheme.group
+            weight, order = weight.by_group(name, groups, others)
+        return weight.quantized(), order
 
     def experts(self, name: str) -> StoredExperts | None:
         """See WithStoredExperts. None also for fp8 whose blocks are not square."""

@@ -4,21 +4,22 @@ Quantization", 2022), as AutoGPTQ and GPTQModel store them."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from baton_kernels.quantized_linear import QuantizedWeight, pack_halves, packed_columns
+from baton_kernels.quantized_linear import QuantizedWeight
 from engine.model.errors import UnsupportedModel
 from engine.model.linear_method import LinearMethod
 from engine.model.parallel.group import ONE_RANK, RankGroup
 from engine.model.quantization.experts import StoredExperts, WithStoredExperts
+from engine.model.quantization.groups import GroupedCodes
 from engine.model.quantization.linear import install
 from engine.model.quantization.packed_experts import packed_experts
 from engine.model.quantization.stored import (
     QuantizedLayers,
-    columns_by_group,
     replace_weight,
     scale_dtype,
     stored_parameters,
@@ -51,8 +52,10 @@ class Gptq(WithStoredExperts):
         if stated.get("pack_dtype", "int32") != "int32":
             raise UnsupportedModel(f"GPTQ with words of {stated['pack_dtype']} (pack_dtype): only int32 can be run")
         self._form, self._zero_offset, self._symmetric = form, _ZERO_OFFSETS[form], stated.get("sym") is True
-        self._group, self._is_ordered = int(stated.get("group_size", 128)), bool(stated.get("desc_act"))
-        self._has_own_sizes = not all(rule.startswith(_LEFT_OUT) for rule in stated.get("dynamic") or ())
+        self._group = int(stated.get("group_size", 128))
+        rules = {rule: own for rule, own in (stated.get("dynamic") or {}).items() if not rule.startswith(_LEFT_OUT)}
+        self._has_own_sizes = bool(rules)
+        self._is_ordered = any(own.get("desc_act") for own in (stated, *rules.values()))
         self._stored = stored
         self._layers = QuantizedLayers(stored, ".qweight", stated.get("modules_to_not_convert"))
 
@@ -66,8 +69,8 @@ class Gptq(WithStoredExperts):
     def create_weights(self, name: str, module: nn.Linear) -> None:
         if name not in self._layers:
             return
-        rows = module.out_features
-        replace_weight(module, **self.tensors(name, rows, module.in_features))
+        rows, others = module.out_features, self._columns.get(module, ONE_RANK)
+        replace_weight(module, **self.tensors(name, rows, module.in_features, others.size))
         if module.bias is None and f"{name}.bias" in self._stored:  # AutoGPTQ writes zeros for layers without a bias
             module.bias = nn.Parameter(torch.empty(rows, dtype=torch.float16), requires_grad=False)
 
@@ -85,19 +88,22 @@ class Gptq(WithStoredExperts):
     def group(self, name: str) -> int:
         return self._sizes(name)[1]
 
-    def tensors(self, name: str, rows: int, columns: int) -> dict[str, Tensor]:
+    def tensors(self, name: str, rows: int, columns: int, num_parts: int = 1) -> dict[str, Tensor]:
         bits, group = self._sizes(name)
-        codes, group = _WORD_BITS // bits, group or columns
-        if columns % group or rows % codes or columns % codes:
+        codes, all_columns = _WORD_BITS // bits, columns
+        if self._is_ordered and self._stored:  # a rank's columns may be of any group
+            all_columns *= num_parts
+        group = group or all_columns
+        if all_columns % group or rows % codes or columns % codes:
             raise UnsupportedModel(f"{name} of {columns} x {rows} cannot have GPTQ groups of {group}")
         found = {
             "qweight": torch.empty(columns // codes, rows, dtype=torch.int32),
-            "qzeros": torch.empty(columns // group, rows // codes, dtype=torch.int32),
-            "scales": torch.empty(columns // group, rows, dtype=scale_dtype(f"{name}.scales", self._stored)),
+            "qzeros": torch.empty(all_columns // group, rows // codes, dtype=torch.int32),
+            "scales": torch.empty(all_columns // group, rows, dtype=scale_dtype(f"{name}.scales", self._stored)),
         }
         if f"{name}.g_idx" in self._stored:
             found["g_idx"] = torch.empty(columns, dtype=torch.int32)
-        elif self._is_ordered and self._stored and group < columns:
+        elif self._is_ordered and self._stored and group < all_columns:
             raise UnsupportedModel(f"{name}: desc_act without g_idx, which says to which group each column belongs")
         return found
 
@@ -107,22 +113,15 @@ class Gptq(WithStoredExperts):
         bits, own_group = self._sizes(name)
         codes = unpack_words(tensors["qweight"], bits, 0).t()
         zero = unpack_words(tensors["qzeros"] + self._zero_offset * _ONES[bits], bits, 1).t()
-        scale = tensors["scales"].t().contiguous()
-        group = codes.shape[1] // scale.shape[1]
+        weight = GroupedCodes(codes, tensors["scales"].t(), zero, own_group or codes.shape[1], bits)
+        if not (zero != weight.middle).any():
+            weight = replace(weight, zero=None)
+        else:
+            self._require_stated_form(name, zero, weight.middle)
         columns = None
         if own_group and self._has_order(tensors):
-            columns = columns_by_group(name, tensors["g_idx"], group, others)
-        if columns is not None:
-            codes = codes.index_select(1, columns)
-        middle = 1 << (bits - 1)
-        is_centred = not (zero != middle).any()
-        if not is_centred:
-            self._require_stated_form(name, zero, middle)
-        if bits == 4:
-            values = pack_halves(codes, packed_columns(codes.shape[1], group))
-            return QuantizedWeight(values, scale, None if is_centred else zero.contiguous(), group), columns
-        values, centred = (codes.int() - middle).to(torch.int8), (zero.int() - middle).to(torch.int8)
-        return QuantizedWeight(values.contiguous(), scale, None if is_centred else centred.contiguous(), group), columns
+            weight, columns = weight.by_group(name, tensors["g_idx"], others)
+        return weight.quantized(), columns
 
     def _has_order(self, tensors: Mapping[str, Tensor]) -> bool:
         """Whether g_idx says anything: some files without `desc_act` have nothing but zeros there."""

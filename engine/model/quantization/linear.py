@@ -40,13 +40,15 @@ _ROUNDED_INPUTS = Tolerance(product=0.08, logits=0.5)
 
 class QuantizedLinear(LinearMethod):
     """Multiplies by a quantized weight. bias: [out_features]. columns: for each column of the weight, the column of x
-    that it multiplies, [in_features], int64 (GPTQ with `desc_act` sorts columns by group); None: the same order."""
+    that it multiplies, int64 (GPTQ with `desc_act` sorts columns by group); None: the same order. Besides all columns
+    of x, there may be columns of zeros."""
 
     def __init__(
         self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype, columns: Tensor | None = None
     ) -> None:
         self.weight, self.bias, self.dtype, self.columns = weight, bias, dtype, columns
-        self.out_features, self.in_features = weight.out_features, weight.in_features
+        self.out_features = weight.out_features
+        self.in_features = weight.in_features if columns is None else 1 + int(columns.max())
         self.input_dtype = weight.values.dtype if weight.by_rows and columns is None else None
         self._packed: PackedWeight | None = None
         self._arranged: FourBitWeight | None = None
@@ -205,7 +207,7 @@ def install(
     if not weight.values.is_cuda and not (by_rows and stays_quantized(weight.values.dtype, dtype)):
         whole = dequantize(weight, dtype)
         if columns is not None:
-            whole = torch.empty_like(whole).index_copy_(1, columns, whole)
+            whole = whole.new_zeros(weight.out_features, module.in_features).index_add_(1, columns, whole)
         module.weight = _parameter(whole)
         if weight.four_bits and columns is None and can_pack_int4(weight.in_features, weight.group, dtype):
             return LinearOfFourBits(module.weight, module.bias, weight)

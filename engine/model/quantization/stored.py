@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from engine.model.errors import UnsupportedModel
-from engine.model.parallel.group import RankGroup
 from engine.model.safetensors_index import DTYPES, StoredTensor
 
 _UNUSED = (
@@ -68,21 +67,6 @@ def unpack_words(words: Tensor, bits: int, dim: int, order: tuple[int, ...] | No
         positions[torch.tensor(order, device=words.device)] = torch.arange(num_codes, device=words.device)
         codes = codes.index_select(-1, positions)
     return codes.flatten(-2).movedim(-1, dim)
-
-
-def columns_by_group(name: str, groups: Tensor, group: int, others: RankGroup) -> Tensor | None:
-    """The order that makes the columns of each group adjacent; None: they are already. groups: the group of each
-    column. group: how many columns each has. others: the ranks that hold the other columns. Raises UnsupportedModel."""
-    groups = groups.long()
-    num, first = groups.numel() // group, int(groups[0])
-    before = range(others.rank * (num - 1), others.rank * (num + 1) + 1)  # other ranks may have one group more or less
-    if first in before and torch.equal(groups, torch.arange(groups.numel(), device=groups.device) // group + first):
-        return None
-    if others.size > 1:
-        raise UnsupportedModel(f"{name}: columns in another order than their groups cannot be divided among ranks")
-    if (groups < 0).any() or groups.bincount(minlength=num).tolist() != [group] * num:
-        raise UnsupportedModel(f"{name}: groups of unequal sizes (g_idx) cannot be run")
-    return groups.argsort(stable=True)
 
 
 def scale_dtype(name: str, stored: Mapping[str, StoredTensor]) -> torch.dtype:
