@@ -14,8 +14,10 @@ from engine.model.errors import UnsupportedModel
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.loader import load_model
+from engine.model.quantization.stored import unpack_words
 from tests.engine import tiny_models
 from tests.engine.quantized_files import TINY, check_loads_alike, linear_weights, restate
+from tests.engine.test_sharding import check_parts
 from tools.quantize import write
 
 torch.set_num_threads(1)
@@ -111,6 +113,20 @@ def test_layers_without_scales_are_not_quantized_whatever_is_ignored(tmp_path: P
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(UnsupportedModel, match=f"{layer}.weight, which is I8"):
         load_model(Checkpoint.open(tmp_path))
+
+
+def test_zero_points_as_older_versions_of_compressed_tensors_stored_them(tmp_path: Path) -> None:
+    """Not in words, and less by half of the number of codes."""
+    write(TINY, tmp_path, "compressed-w4a16-asym")
+    wanted = load_model(Checkpoint.open(tmp_path)).state_dict()
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    names = [name for name in tensors if name.endswith("zero_point")]
+    zeros = {name: (unpack_words(tensors[name], 4, 0) - 8).to(torch.int8).contiguous() for name in names}
+    assert min(int(zero.min()) for zero in zeros.values()) < 0
+    save_file(tensors | zeros, file, metadata={"format": "pt"})
+    check_loads_alike(tmp_path, wanted)
+    check_parts(tmp_path, 2, head_dim=32)
 
 
 @pytest.mark.parametrize("form", ["awq", "fp8", "compressed-fp8-tensor"])

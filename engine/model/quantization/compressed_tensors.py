@@ -40,7 +40,7 @@ _PLAIN = {"float-quantized", "int-quantized", "naive-quantized", "mixed-precisio
 """Values of `format` with which a weight has its own name and shape. That of all groups may be left out, or say that
 each has its own."""
 _SHAPE = "weight_shape"
-_SCALE = ".weight_scale"
+_SCALE, _ZERO = ".weight_scale", ".weight_zero_point"
 _STRATEGIES = ("tensor", "channel", "group", "block")
 _ORDERED = (True, "group", "dynamic")
 """Values of `actorder` with which files have the group of each column. With others, columns are in order."""
@@ -85,7 +85,7 @@ class CompressedTensors(WithStoredExperts):
     """weight: float8_e4m3fn or int8, [out_features, in_features]; or weight_shape, and weight_packed, int32,
     [out_features, in_features * bits / 32], whose codes begin at the lowest bits; a code is the value plus half the
     number of codes. weight_scale: [1], [out_features, 1], or one per group or block. weight_zero_point: for asymmetric
-    weights, packed along the rows."""
+    weights, packed along the rows, or int8."""
 
     def __init__(self, stated: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> None:
         """Raises UnsupportedModel."""
@@ -145,10 +145,11 @@ class CompressedTensors(WithStoredExperts):
             parameters[_SHAPE] = torch.empty(2, dtype=torch.int64)
         else:
             parameters["weight"] = torch.empty(rows, columns, dtype=_VALUES[scheme.type, scheme.bits])
-        if not scheme.symmetric or f"{name}.weight_zero_point" in self._stored:
-            zeros = (-(-rows // codes), *scales[1:]) if scheme.packed and not scheme.symmetric else scales
-            dtype = torch.int32 if scheme.packed and not scheme.symmetric else torch.int8
-            parameters["weight_zero_point"] = torch.zeros(zeros, dtype=dtype)
+        zero = self._stored.get(f"{name}{_ZERO}")
+        if not scheme.symmetric or zero is not None:
+            in_words = scheme.packed and not scheme.symmetric and (zero is None or zero.dtype != "I8")
+            zeros = (-(-rows // codes), *scales[1:]) if in_words else scales
+            parameters[_ZERO[1:]] = torch.zeros(zeros, dtype=torch.int32 if in_words else torch.int8)
         if f"{name}.weight_g_idx" in self._stored:
             parameters["weight_g_idx"] = torch.empty(columns, dtype=torch.int32)
         elif scheme.ordered and self._stored and scheme.group < all_columns:
@@ -181,7 +182,7 @@ class CompressedTensors(WithStoredExperts):
             codes = codes[:, : codes.shape[1] - unused]
         if scheme.per_tensor:
             scale = per_row(scale, rows)
-        zero = None if scheme.symmetric else unpack_words(tensors["weight_zero_point"], scheme.bits, 0)[:rows]
+        zero = None if scheme.symmetric else _zero_codes(tensors["weight_zero_point"], scheme.bits)[:rows]
         weight, order = GroupedCodes(codes, scale, zero, scheme.group, scheme.bits), None
         groups = tensors.get("weight_g_idx")
         if groups is not None and scheme.group:
@@ -216,6 +217,13 @@ class CompressedTensors(WithStoredExperts):
             return None
         found = (scheme for kind in _KINDS for targets, scheme in self._groups if _matches(names, targets, kind))
         return next(found, None)
+
+
+def _zero_codes(zero: Tensor, bits: int) -> Tensor:
+    """Zero points in words, or as values, as versions up to 0.9 stored them."""
+    if zero.dtype == torch.int32:
+        return unpack_words(zero, bits, 0)
+    return (zero.int() + (1 << (bits - 1))).to(torch.uint8)
 
 
 def _plain(scheme: _Scheme, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
