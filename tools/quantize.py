@@ -176,6 +176,11 @@ def stored(quantize: Callable[[Tensor], tuple[Tensor, ...]], scale_name: str, sh
     return named
 
 
+def fbgemm_fp8(weight: Tensor) -> tuple[Tensors, Tensor]:
+    codes, scale, values = fp8_rows(weight)
+    return {"weight": codes, "weight_scale": scale, "input_scale_ub": torch.tensor([1200.0])}, values
+
+
 def mxfp4(experts: Tensor) -> tuple[Tensors, Tensor]:
     """A power of two per 32 columns, so that the largest of them is below 8, and 6 at most once it is rounded."""
     rows = experts.transpose(1, 2).contiguous()
@@ -208,6 +213,10 @@ def _gptq_config(bits: int, desc_act: bool, sym: bool, form: str) -> dict[str, A
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 FORMATS = {
     "fp8": Format({"quant_method": "fp8", "activation_scheme": "dynamic"}, stored(fp8_tensor, "weight_scale", ())),
+    "fbgemm-fp8": Format(
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
+        fbgemm_fp8,
+    ),
     "fp8-block": Format(
         {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
         stored(fp8_blocks, "weight_scale_inv"),

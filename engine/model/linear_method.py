@@ -187,11 +187,6 @@ class Quantization(ABC):
     """How a checkpoint stores linear layers, and which method computes them; one per model. `name`: the module's name
     in the model."""
 
-    @property
-    def can_divide(self) -> bool:
-        """Whether each rank can read its part of the stored tensors."""
-        return True
-
     def stored_dim(self, parameter: str, dim: int) -> int | None:
         """The dimension of a linear layer's stored tensor of that name that runs along the weight's outputs (`dim` 0)
         or inputs (1); each of its entries stands for equally many of these. None: there is no such dimension."""

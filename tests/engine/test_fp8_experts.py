@@ -55,7 +55,7 @@ CONFIGS = {
     "mixtral": MixtralConfig(**{**SIZES, "intermediate_size": 128}, num_local_experts=4, num_experts_per_tok=2),
 }
 FP8 = torch.float8_e4m3fn
-FORMATS = ("fp8", "fp8-block", "compressed-fp8", "compressed-fp8-tensor", "compressed-fp8-block")
+FORMATS = ("fp8", "fbgemm-fp8", "fp8-block", "compressed-fp8", "compressed-fp8-tensor", "compressed-fp8-block")
 
 
 @pytest.fixture(scope="module")

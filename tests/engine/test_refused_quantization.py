@@ -57,6 +57,23 @@ def test_what_cannot_be_run_is_refused_by_name(form: str, changes: dict[str, Any
         load_model(Checkpoint.open(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda scale: scale[1:], r"q_proj.weight_scale is \(255, 1\): neither one scale nor one for each of 256 rows"),
+        (lambda scale: scale.expand(-1, 2), r"q_proj.weight_scale is \(256, 2\): neither"),
+        (lambda scale: scale.repeat(2, 1), r"q_proj.weight_scale is \(512, 1\), not \(256, 1\) as in the model"),
+    ],
+)
+def test_scales_of_other_numbers_of_rows_are_refused(change: Any, reason: str, tmp_path: Path) -> None:
+    write(TINY, tmp_path, "fbgemm-fp8")
+    file, name = tmp_path / "model.safetensors", "model.layers.0.self_attn.q_proj.weight_scale"
+    tensors = load_file(file)
+    save_file(tensors | {name: change(tensors[name]).contiguous()}, file, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=reason):
+        load_model(Checkpoint.open(tmp_path))
+
+
 def test_groups_of_a_negative_size_are_none(tmp_path: Path) -> None:
     """-1 is how other formats say that a row has one scale, which these files do not have."""
     write(TINY, tmp_path, "compressed-w4a16")

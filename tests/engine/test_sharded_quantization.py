@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Phi3Config
 
 from engine.checkpoint import EMBEDDED
 from engine.model.errors import UnsupportedModel
@@ -28,11 +28,24 @@ from tools.quantize import pack, write
 torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("form", ["compressed-int8", "compressed-fp8-tensor", "fp8"])
+@pytest.mark.parametrize("form", ["compressed-int8", "compressed-fp8-tensor", "fp8", "fbgemm-fp8"])
 def test_a_rank_has_its_part_of_quantized_weights(form: str, tmp_path: Path) -> None:
     """What they stand for, to the bit."""
     write(EMBEDDED["baton-tiny"], tmp_path / "q", form)
     check_parts(tmp_path / "q", 2, head_dim=32)
+
+
+def test_rows_of_several_layers_have_their_scales(tmp_path: Path) -> None:
+    """Of q, k and v, where four ranks hold each KV head twice; in one dimension, as some files have them."""
+    heads = {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 2, "pad_token_id": 0}
+    source = tiny_models.save(Phi3Config(**{**tiny_models.SHAPE, **heads}), tmp_path / "source")
+    write(source, tmp_path / "q", "fbgemm-fp8")
+    file = tmp_path / "q" / "model.safetensors"
+    tensors = load_file(file)
+    scales = {name: tensor.flatten() for name, tensor in tensors.items() if name.endswith("weight_scale")}
+    save_file(tensors | scales, file, metadata={"format": "pt"})
+    restate(tmp_path / "q", quant_method="fp8")
+    check_same(tmp_path / "q", 4, fused=True)
 
 
 @pytest.mark.parametrize("method", ["fp8", "int8"])

@@ -89,9 +89,7 @@ def _load(
     path = checkpoint.path
     require_supported_config(checkpoint.text_config)
     quantization = choose_quantization(checkpoint.config, _weights_by_name(checkpoint), requested)
-    if (part.is_divided and quantization is None) or (
-        part.cuts_weights and quantization and not quantization.can_divide
-    ):
+    if part.is_divided and quantization is None:
         raise UnsupportedModel(f"{path}: weights that are stored quantized in this form cannot be divided among ranks")
     if load_format == "dummy":
         with progress_logged(str(path)):

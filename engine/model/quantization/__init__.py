@@ -28,6 +28,7 @@ QUANTIZATIONS: dict[str, Callable[[Mapping[str, Any], Mapping[str, StoredTensor]
     "auto-round": auto_round,
     "awq": Awq,
     "compressed-tensors": CompressedTensors,
+    "fbgemm_fp8": Fp8,
     "fp8": Fp8,
     "gptq": Gptq,
     "mxfp4": Mxfp4,

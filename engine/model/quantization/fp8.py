@@ -1,9 +1,8 @@
-"""FP8 (e4m3) weights with a scale per tensor, or per block of 128 x 128 (DeepSeek-V3): `fp8` in transformers and
-vLLM."""
+"""FP8 (e4m3) weights with a scale per tensor or row, or per block of 128 x 128 (DeepSeek-V3): `fp8` and `fbgemm_fp8` in
+transformers and vLLM."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,8 +29,8 @@ _UNQUANTIZED = ("modules_to_not_convert", "ignored_layers", "ignore")
 
 
 class Fp8(WithStoredExperts):
-    """weight: float8_e4m3fn, [out_features, in_features]; weight_scale_inv or weight_scale: one number, or
-    [out_features / block, in_features / block], by which the weight is multiplied."""
+    """weight: float8_e4m3fn, [out_features, in_features]; weight_scale_inv or weight_scale: one number,
+    [out_features, 1], or [out_features / block, in_features / block], by which the weight is multiplied."""
 
     def __init__(self, stated: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> None:
         """Raises UnsupportedModel."""
@@ -42,13 +41,6 @@ class Fp8(WithStoredExperts):
         self._stored = stored
         unquantized = next((names for key in _UNQUANTIZED if (names := stated.get(key))), None)
         self._layers = QuantizedLayers(stored, _SCALES, unquantized)
-
-    @property
-    def can_divide(self) -> bool:
-        """Scales per tensor can always be divided. Blocks can if they end where the ranks' parts do, which
-        `create_weights` checks."""
-        scales = [tensor for name, tensor in self._stored.items() if name.endswith(_SCALES)]
-        return bool(self._block) or all(math.prod(scale.shape) == 1 for scale in scales)
 
     def create_weights(self, name: str, module: nn.Linear) -> None:
         if name not in self._layers:

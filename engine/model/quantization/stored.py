@@ -13,6 +13,7 @@ from engine.model.safetensors_index import DTYPES, StoredTensor
 
 _UNUSED = (
     ".input_scale",
+    ".input_scale_ub",
     ".activation_scale",
     ".output_scale",
     ".k_scale",
@@ -76,12 +77,14 @@ def scale_dtype(name: str, stored: Mapping[str, StoredTensor]) -> torch.dtype:
 
 
 def scale_shape(name: str, stored: Mapping[str, StoredTensor], num_rows: int) -> tuple[int, ...]:
-    """The stored shape of a scale per tensor or per row: one number or [num_rows], with or without more dimensions
-    of 1. Raises UnsupportedModel for any other."""
+    """The shape of a scale per tensor or per row, as it is stored: one number or [num_rows], with or without more
+    dimensions of 1. num_rows: those of this rank. Raises UnsupportedModel for any other."""
     shape = stored[name].shape if name in stored else ()
-    if math.prod(shape) not in (1, num_rows):
+    if math.prod(shape) == 1:
+        return shape
+    if math.prod(shape) != shape[0] or shape[0] < num_rows:
         raise UnsupportedModel(f"{name} is {shape}: neither one scale nor one for each of {num_rows} rows")
-    return shape
+    return num_rows, *shape[1:]
 
 
 def require_whole_blocks(name: str, rows: int, block: int, scale: StoredTensor | None) -> None:
