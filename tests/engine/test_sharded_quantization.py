@@ -184,11 +184,12 @@ def write_in_any_order(source: Path, folder: Path, form: str, g_idx: int | None 
     restate(folder, config_groups=groups)
 
 
-def test_one_group_of_all_columns(tmp_path: Path) -> None:
+@pytest.mark.parametrize("desc_act", [False, True])
+def test_one_group_of_all_columns(desc_act: bool, tmp_path: Path) -> None:
     """Each rank has the scales of all, and columns in order, whatever the files say of their groups."""
     source = tiny_models.save(LlamaConfig(**{**WIDE, "intermediate_size": 512}), tmp_path / "source")
     write(source, tmp_path / "q", "gptq")
-    file, config = (tmp_path / "q" / name for name in ("model.safetensors", "config.json"))
+    file = tmp_path / "q" / "model.safetensors"
     weights = load_file(file)
     for name, tensor in weights.items():
         if name.endswith(("qzeros", "scales")):
@@ -197,7 +198,7 @@ def test_one_group_of_all_columns(tmp_path: Path) -> None:
             weights[name] = torch.arange(len(tensor), dtype=tensor.dtype)
     assert any(name.endswith("g_idx") for name in weights)
     save_file(weights, file, metadata={"format": "pt"})
-    config.write_text(config.read_text().replace('"group_size": 128', '"group_size": -1'))
+    restate(tmp_path / "q", group_size=-1, desc_act=desc_act)
     check_parts(tmp_path / "q", 2, head_dim=128)
 
 
