@@ -7,8 +7,7 @@ import random
 import select
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -25,112 +24,15 @@ from kv_transfer.staging import Staging
 from kv_transfer.transports.carriers.ipc import IpcCarrier, IpcTransport
 from kv_transfer.transports.memory import MemoryHub, MemoryTransport
 from kv_transfer.transports.pair import links
-from kv_transfer.transports.pair.address import PairAddress
-from kv_transfer.transports.pair.channel import Channel, Frame, Kind
-from kv_transfer.transports.pair.ends import Inbound
-from kv_transfer.transports.pair.transport import PairTransport
-from tests.kv_transfer.ordered import ordered_carrier
+from kv_transfer.transports.pair.channel import Channel, Kind
+from tests.kv_transfer.peer_by_hand import SLOT_BYTES, Peer, inbound, is_well, transport_of
 from tests.kv_transfer.rig_node import BLOCK_BYTES, DEADLINE_S, LAYOUT
 
-SLOT_BYTES = 4096
 SECRET = ClusterSecret(b"that of all nodes of a cluster")
 HERE = IpcCarrier(staging_for("ipc", 2, SLOT_BYTES, "cpu"))
 
 
 # ---- connections ----
-
-
-class Peer:
-    """The other end of both connections with a transport, by hand."""
-
-    def __init__(self, transport: PairTransport, secret: ClusterSecret | None = None) -> None:
-        self.theirs = PairAddress.unpack(transport.info(), "it")
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.listener.settimeout(DEADLINE_S)
-        port = self.listener.getsockname()[1]
-        self.address = replace(self.theirs, id="e" * 32, port=port)
-        self._secret = secret
-        self._transport = transport
-        self.channels: list[Channel] = []
-
-    def close(self) -> None:
-        for channel in self.channels:
-            channel.close()
-        self.listener.close()
-
-    def call(self) -> Channel:
-        """Dial it, as who pushes does."""
-        nonce = new_nonce() if self._secret else b""
-        channel = self._keep(socket.create_connection(("127.0.0.1", self.theirs.port), timeout=DEADLINE_S))
-        channel.send(Kind.HELLO, payload=(self.theirs.id + self.address.id).encode() + nonce)
-        welcome = self.hear(channel)
-        assert welcome.kind is Kind.WELCOME
-        if self._secret is None:
-            channel.send(Kind.OPEN)
-            return channel
-        proofs = self._secret.proofs(DATA, self.address.id, self.theirs.id, nonce, welcome.payload)
-        channel.send(Kind.OPEN, payload=proofs.caller)
-        assert self.hear(channel) == Frame(Kind.PROOF, payload=proofs.callee)
-        return channel
-
-    def answer(self, name: str) -> Channel:
-        """Be connected to under that name, as who grants is."""
-        errors: list[Exception] = []
-
-        def connect() -> None:
-            try:
-                self._transport.connect(name, self.address.pack())
-            except TransferError as error:
-                errors.append(error)
-
-        connecting = threading.Thread(target=connect)
-        connecting.start()
-        channel = self._keep(self.listener.accept()[0])
-        hello, nonce = self.hear(channel), new_nonce() if self._secret else b""
-        assert hello.payload[:64] == (self.address.id + self.theirs.id).encode()
-        channel.send(Kind.WELCOME, payload=nonce)
-        said = self.hear(channel)
-        assert said.kind is Kind.OPEN
-        if self._secret is not None:
-            proofs = self._secret.proofs(DATA, self.theirs.id, self.address.id, hello.payload[64:], nonce)
-            assert said.payload == proofs.caller
-            channel.send(Kind.PROOF, payload=proofs.callee)
-        connecting.join(DEADLINE_S)
-        assert errors == []
-        return channel
-
-    def hear(self, channel: Channel) -> Frame:
-        return next(frame for frame in self.until_lost(channel) if frame is not None)
-
-    def until_lost(self, channel: Channel) -> Iterator[Frame]:
-        arrivals = select.poll()
-        arrivals.register(channel, select.POLLIN)
-        while not channel.lost:
-            assert arrivals.poll(DEADLINE_S * 1e3), "it was not hung up on"
-            yield from channel.receive()
-
-    def _keep(self, connection: socket.socket) -> Channel:
-        channel = Channel(connection)
-        self.channels.append(channel)
-        return channel
-
-
-def transport_of(kind: str, secret: ClusterSecret | None = None) -> tuple[PairTransport, Staging]:
-    if kind == "ipc":
-        staging = staging_for("ipc", 4, SLOT_BYTES, "cpu")
-        return IpcTransport(staging, lambda: None, secret=secret), staging
-    staging = Staging(4, SLOT_BYTES, "cpu")
-    return PairTransport(staging, lambda: None, ordered_carrier(), secret=secret), staging
-
-
-def is_well(transport: PairTransport) -> None:
-    """Its thread lives, and takes whoever comes next."""
-    transport.poll()
-    peer = Peer(transport)
-    peer.call()
-    peer.answer("next")
-    transport.disconnect("next")
-    peer.close()
 
 
 @pytest.mark.parametrize("kind", ["ipc", "ordered"])
@@ -197,13 +99,6 @@ def test_what_is_out_of_turn_ends_the_link_and_no_part_has_arrived(said: list[tu
     peer.close()
     is_well(transport)
     transport.close()
-
-
-def inbound(transport: PairTransport) -> list[Inbound]:
-    """The connections that it has not closed, after the turn in which it is now."""
-    found = Future[list[Inbound]]()
-    transport._pair.call(lambda: found.set_result(transport._pair._ends.of(Inbound)))
-    return found.result(DEADLINE_S)
 
 
 def test_who_was_granted_a_slot_is_waited_for() -> None:

@@ -1,0 +1,267 @@
+"""The connections of a transport, each of which ends: replaced, given up, reset, or left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import socket
+import struct
+import threading
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TypeVar
+
+import pytest
+
+from baton.errors import TransferError
+from kv_transfer import staging_for
+from kv_transfer.staging import Staging
+from kv_transfer.transport import Failed, PeerDisconnected
+from kv_transfer.transports.carriers.ipc import IpcTransport
+from kv_transfer.transports.pair import dialling
+from kv_transfer.transports.pair.channel import Channel, Kind
+from kv_transfer.transports.pair.transport import PairTransport
+from tests.kv_transfer.ordered import ordered_carrier
+from tests.kv_transfer.peer_by_hand import SLOT_BYTES, Peer, inbound, transport_of
+from tests.kv_transfer.rig_node import DEADLINE_S
+
+RESET = struct.pack("ii", 1, 0)
+T = TypeVar("T")
+
+
+def expect(transport: PairTransport, staging: Staging, tag: int) -> int:
+    slot = staging.take()
+    assert slot is not None
+    staging.lend(slot)
+    transport.expect("peer", tag, slot, SLOT_BYTES)
+    return slot
+
+
+def hung_up(peer: Peer, channel: Channel) -> None:
+    assert list(peer.until_lost(channel)) == []
+
+
+def connecting(transport: PairTransport, peer: Peer) -> Future[None]:
+    """A call of `connect`, which the peer's listener answers or not."""
+    done = Future[None]()
+
+    def connect() -> None:
+        try:
+            transport.connect("peer", peer.address.pack())
+        except TransferError as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=connect).start()
+    return done
+
+
+def test_of_a_peer_that_is_not_known_yet_the_latest_call_counts() -> None:
+    transport, staging = transport_of("ipc")
+    peer = Peer(transport)
+    first, second = peer.call(), peer.call()
+    hung_up(peer, first)
+    first.close()
+    assert len(inbound(transport)) == 1
+    peer.answer("peer")
+    expect(transport, staging, 1)
+    assert peer.hear(second).kind is Kind.GRANT
+    peer.close()
+    transport.close()
+
+
+def test_who_calls_and_leaves_before_he_is_known_is_forgotten() -> None:
+    transport, _ = transport_of("ipc")
+    peer = Peer(transport)
+    channel = peer.call()
+    channel.hang_up()
+    hung_up(peer, channel)
+    assert inbound(transport) == []
+    assert transport._pair._links._unclaimed == {}
+    assert not transport._pair._links.is_busy
+    peer.close()
+    transport.close()
+
+
+@pytest.mark.parametrize("granted", [False, True])
+def test_a_peer_that_calls_anew_is_heard_on_its_new_connection(granted: bool) -> None:
+    """Nobody knows what becomes of what was granted on the first."""
+    transport, staging = transport_of("ipc")
+    peer = Peer(transport)
+    first, outward = peer.call(), peer.answer("peer")
+    if granted:
+        slot = expect(transport, staging, 1)
+        assert peer.hear(first).kind is Kind.GRANT
+    second = peer.call()
+    hung_up(peer, first)
+    first.send(Kind.BYE)
+    first.close()
+    if granted:
+        assert [frame.kind for frame in peer.until_lost(outward)] == [Kind.BYE]
+        reason = "the peer connected anew"
+        assert transport.poll() == [Failed("peer", 1, slot, reason), PeerDisconnected("peer", reason)]
+    else:
+        expect(transport, staging, 1)
+        assert peer.hear(second).kind is Kind.GRANT
+        assert transport.poll() == []
+    peer.close()
+    transport.close()
+
+
+def test_who_is_given_up_is_not_dialled_any_more() -> None:
+    transport, _ = transport_of("ipc")
+    peer = Peer(transport)
+    done = connecting(transport, peer)
+    channel = peer._keep(peer.listener.accept()[0])
+    assert peer.hear(channel).kind is Kind.HELLO
+    transport.disconnect("peer")
+    with pytest.raises(TransferError, match="peer cannot be reached: disconnected"):
+        done.result(DEADLINE_S)
+    hung_up(peer, channel)
+    assert transport.poll() == []
+    peer.close()
+    transport.close()
+
+
+def test_of_all_addresses_that_answer_one_is_used_and_the_others_are_hung_up_on() -> None:
+    transport, _ = transport_of("ipc")
+    peer = Peer(transport)
+    peer.address = replace(peer.address, hosts=("127.0.0.1",) * 2)
+    done = connecting(transport, peer)
+    one, other = (peer._keep(peer.listener.accept()[0]) for _ in range(2))
+    for channel in (one, other):
+        assert peer.hear(channel).kind is Kind.HELLO
+    one.send(Kind.WELCOME)
+    assert peer.hear(one).kind is Kind.OPEN
+    hung_up(peer, other)
+    done.result(DEADLINE_S)
+    transport.disconnect("peer")
+    assert peer.hear(one).kind is Kind.BYE
+    peer.close()
+    transport.close()
+
+
+def test_an_address_that_refuses_leaves_the_others_to_answer() -> None:
+    transport, _ = transport_of("ipc")
+    peer = Peer(transport)
+    peer.address = replace(peer.address, hosts=("127.0.0.1", "127.0.0.2"))
+    done = connecting(transport, peer)  # its listener is at the first alone
+    channel = peer._keep(peer.listener.accept()[0])
+    assert peer.hear(channel).kind is Kind.HELLO
+    channel.send(Kind.WELCOME)
+    done.result(DEADLINE_S)
+    peer.close()
+    transport.close()
+
+
+def test_a_name_belongs_to_one_address_at_a_time() -> None:
+    transport, _ = transport_of("ipc")
+    peer = Peer(transport)
+    outward = peer.answer("peer")
+    transport.connect("peer", peer.address.pack())
+    with pytest.raises(TransferError, match="peer is connected at another address"):
+        transport.connect("peer", replace(peer.address, id="f" * 32).pack())
+    transport.disconnect("peer")
+    assert peer.hear(outward).kind is Kind.BYE
+    peer.close()
+    transport.close()
+
+
+def test_who_could_not_be_connected_is_not_told_as_disconnected() -> None:
+    transport, staging = transport_of("ipc")
+    peer = Peer(transport)
+    inward = peer.call()
+    done = connecting(transport, peer)
+    channel = peer._keep(peer.listener.accept()[0])
+    assert peer.hear(channel).kind is Kind.HELLO
+    slot = expect(transport, staging, 1)
+    assert peer.hear(inward).kind is Kind.GRANT
+    inward.close()
+    with pytest.raises(TransferError, match="peer cannot be reached: the peer is gone"):
+        done.result(DEADLINE_S)
+    hung_up(peer, channel)
+    assert transport.poll() == [Failed("peer", 1, slot, "the peer is gone")]
+    peer.close()
+    transport.close()
+
+
+def test_a_connection_that_was_reset_before_its_link_ended_is_closed() -> None:
+    """Nobody hears of its end any more."""
+    transport, staging = transport_of("ipc")
+    peer = Peer(transport)
+    inward, _ = peer.call(), peer.answer("peer")
+    expect(transport, staging, 1)
+    assert peer.hear(inward).kind is Kind.GRANT
+    (end,) = inbound(transport)
+
+    def reset_and_disconnect() -> None:
+        inward.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        inward.close()
+        arrival = select.poll()
+        arrival.register(end.channel, 0)  # of POLLHUP and POLLERR it tells anyway
+        assert arrival.poll(DEADLINE_S * 1e3)
+        transport._pair._links.disconnect("peer")
+
+    transport._pair.call(reset_and_disconnect)
+    while inbound(transport):
+        assert end.broke_at, "nothing ends it"
+    peer.close()
+    transport.close()
+
+
+def test_strangers_that_say_nothing_give_way_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dialling, "_STRANGERS", 2)
+    transport, _ = transport_of("ipc")
+    peer = Peer(transport)
+    strangers = [
+        peer._keep(socket.create_connection(("127.0.0.1", peer.theirs.port), timeout=DEADLINE_S)) for _ in range(3)
+    ]
+    hung_up(peer, strangers[0])
+    assert len(transport._pair._ends.of(dialling.PendingPeer)) == 2
+    peer.call()
+    hung_up(peer, strangers[1])
+    peer.close()
+    transport.close()
+
+
+def test_a_carrier_that_cannot_start_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        raise TransferError("no device")
+
+    staging = Staging(1, SLOT_BYTES, "cpu")
+    carrier = ordered_carrier()
+    monkeypatch.setattr(carrier, "start", fail)
+
+    def descriptors() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - counts itself either way
+
+    before = descriptors()
+    with pytest.raises(TransferError, match="no device"):
+        PairTransport(staging, lambda: None, carrier)
+    assert descriptors() == before
+
+
+def test_a_connection_that_is_over_is_closed_in_its_carrier_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = IpcTransport(staging_for("ipc", 4, SLOT_BYTES, "cpu"), lambda: None)
+    closed = list[str]()
+    make_sending, make_receiving = transport._pair._carrier.sending, transport._pair._carrier.receiving
+
+    def noting(end: T, name: str) -> T:
+        monkeypatch.setattr(end, "close", lambda: closed.append(name))
+        return end
+
+    monkeypatch.setattr(transport._pair._carrier, "sending", lambda *args: noting(make_sending(*args), "sending"))
+    monkeypatch.setattr(transport._pair._carrier, "receiving", lambda *args: noting(make_receiving(*args), "receiving"))
+    peer = Peer(transport)
+    inward, outward = peer.call(), peer.answer("peer")
+    assert closed == []
+    transport.disconnect("peer")
+    assert [frame.kind for frame in peer.until_lost(outward)] == [Kind.BYE]
+    hung_up(peer, inward)
+    assert inbound(transport) == []
+    assert sorted(closed) == ["receiving", "sending"]
+    peer.close()
+    transport.close()
