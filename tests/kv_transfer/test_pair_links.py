@@ -110,6 +110,53 @@ def test_a_peer_that_calls_anew_is_heard_on_its_new_connection(granted: bool) ->
     transport.close()
 
 
+def test_a_peer_that_left_before_it_calls_anew_is_granted_the_same_again() -> None:
+    """Though its call is attended to first."""
+    transport, staging = transport_of("ipc")
+    peer = Peer(transport)
+    first, _ = peer.call(), peer.answer("peer")
+    expect(transport, staging, 1)
+    assert peer.hear(first).kind is Kind.GRANT
+    (end,) = inbound(transport)
+    second = peer._keep(socket.create_connection(("127.0.0.1", peer.theirs.port), timeout=DEADLINE_S))
+    second.send(Kind.HELLO, payload=(peer.theirs.id + peer.address.id).encode())
+    assert peer.hear(second).kind is Kind.WELCOME
+
+    def call_anew() -> None:
+        (pending,) = transport._pair._ends.of(dialling.PendingPeer)
+        first.send(Kind.BYE)
+        first.close()
+        second.send(Kind.OPEN)
+        for channel, what in ((end.channel, select.POLLRDHUP), (pending.channel, select.POLLIN)):
+            arrival = select.poll()
+            arrival.register(channel, what)
+            assert arrival.poll(DEADLINE_S * 1e3)
+        transport._pair._links._attend(pending)
+
+    transport._pair.call(call_anew)
+    assert peer.hear(second).kind is Kind.GRANT
+    assert transport.poll() == []
+    peer.close()
+    transport.close()
+
+
+def test_a_peer_whose_memory_cannot_be_reached_hears_that_nothing_comes() -> None:
+    """An end without a BYE is a death, and ends what the peer expects."""
+    transport, _ = transport_of("ipc")
+    peer = Peer(transport)
+    peer.address = replace(peer.address, memory="00")
+    done = connecting(transport, peer)
+    channel = peer._keep(peer.listener.accept()[0])
+    assert peer.hear(channel).kind is Kind.HELLO
+    channel.send(Kind.WELCOME)
+    assert [frame.kind for frame in peer.until_lost(channel)] == [Kind.OPEN, Kind.BYE]
+    with pytest.raises(TransferError, match="peer cannot be reached"):
+        done.result(DEADLINE_S)
+    assert transport.poll() == []
+    peer.close()
+    transport.close()
+
+
 def test_who_is_given_up_is_not_dialled_any_more() -> None:
     transport, _ = transport_of("ipc")
     peer = Peer(transport)

@@ -176,7 +176,7 @@ def test_who_waits_for_a_grant_is_woken_by_it() -> None:
 
     thread = threading.Thread(target=acquire, daemon=True)
     thread.start()
-    while not grant_table._changed._waiters:  # type: ignore[attr-defined]
+    while thread.is_alive() and not grant_table._changed._waiters:  # type: ignore[attr-defined]
         pass
     target = RemoteSlot(torch.empty(SLOT_BYTES, dtype=torch.uint8))
     with socket.socket() as unused:
@@ -301,18 +301,23 @@ def test_memory_that_a_dead_peer_was_granted_is_used_again_only_after_a_while(
 ) -> None:
     """A copy on its GPU may outlive it."""
     monkeypatch.setattr(ends, "DEATH_S", 3600.0)
-    native = Operation()
-    inward = scene.inward
-    inward.leaving = [native]
+    inward, native = scene.inward, Operation()
     inward.has_granted = True
     assert not inward.is_over
     inward.end()
     assert not inward.is_over
     monkeypatch.setattr(ends, "DEATH_S", -1.0)
+    inward.leaving = [native]
     assert not inward.is_over
     native.is_over = True
     assert inward.is_over
-    inward.said_bye, inward.over = True, False
+
+
+def test_memory_that_a_peer_was_granted_is_used_again_when_it_has_left(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ends, "DEATH_S", 3600.0)
-    inward.end()
-    assert inward.is_over
+    scene.inward.has_granted = scene.inward.said_bye = True
+    assert not scene.inward.is_over
+    scene.inward.end()
+    assert scene.inward.is_over

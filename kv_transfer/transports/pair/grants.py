@@ -31,8 +31,7 @@ class GrantTable:
         `wait_s`, is too small, or cannot be reached."""
         key = peer, tag
         with self._changed:
-            if key not in self._grants:
-                self._changed.wait_for(lambda: key in self._grants, wait_s)
+            self._changed.wait_for(lambda: key in self._grants, wait_s)
             grant = self._grants.get(key)
             if grant is None or grant.target is None or num_bytes > grant.num_bytes:
                 return None

@@ -112,3 +112,27 @@ async def test_a_node_has_what_is_left_of_a_requests_time() -> None:
     assert 0 < prefill.deadline_s <= 10.0
     assert prefill.age_s >= 50.0
     dispatcher.close()
+
+
+async def test_nothing_is_kept_of_what_has_ended() -> None:
+    """A router runs for months."""
+    dispatcher = Dispatcher(RouterCore(1), RequestMetrics(RouterMetrics(new_registry(ROUTER)), lambda: "m"))
+    sent: list[Prefill | Abort | Migrate] = []
+    ended: list[str] = []
+    for name, role in (("p1", NodeRole.PREFILL), ("d1", NodeRole.DECODE)):
+        dispatcher.node_up(info(name, role), sent.append)
+
+    def submit(name: str) -> None:
+        request = RoutedRequest(name, (1, 2), 1, SamplingParams(), 60.0)
+        dispatcher.submit(request, lambda event: ended.append(name), time.monotonic())
+
+    submit("left")
+    dispatcher.cancel("left")
+    dispatcher.cancel("left")
+    submit("stopped")
+    dispatcher.node_lost("p1", "reset")
+    assert (ended, list(dispatcher._sinks), list(dispatcher._links)) == (["left"], ["stopped"], ["d1"])
+    dispatcher.close()
+    with pytest.raises(NodeUnavailable):
+        submit("late")
+    assert (ended, dispatcher._sinks, dispatcher._timer) == (["left", "stopped"], {}, None)
