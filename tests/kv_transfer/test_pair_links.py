@@ -23,9 +23,11 @@ from kv_transfer.transports.pair import dialling
 from kv_transfer.transports.pair.channel import Channel, Kind
 from kv_transfer.transports.pair.transport import PairTransport
 from tests.kv_transfer.ordered import ordered_carrier
-from tests.kv_transfer.peer_by_hand import SLOT_BYTES, Peer, inbound, transport_of
+from tests.kv_transfer.peer_by_hand import SLOT_BYTES, Peer, inbound, is_well, transport_of
 from tests.kv_transfer.rig_node import DEADLINE_S
 
+NUM_NOTES = 16
+"""Of 1 MiB each: more than a socket takes while its peer reads nothing."""
 RESET = struct.pack("ii", 1, 0)
 T = TypeVar("T")
 
@@ -311,4 +313,40 @@ def test_a_connection_that_is_over_is_closed_in_its_carrier_too(monkeypatch: pyt
     assert inbound(transport) == []
     assert sorted(closed) == ["receiving", "sending"]
     peer.close()
+    transport.close()
+
+
+def test_what_a_socket_does_not_take_at_once_follows() -> None:
+    transport, _ = transport_of("ipc")
+    peer = Peer(transport)
+    channel, payload = peer.call(), bytes(1 << 20)
+    (end,) = inbound(transport)
+    num_left = Future[int]()
+
+    def send() -> None:
+        for tag in range(NUM_NOTES):
+            end.channel.send(Kind.NOTE, tag, payload=payload)
+        num_left.set_result(len(end.channel._outbox))
+
+    transport._pair.call(send)
+    assert num_left.result(DEADLINE_S) > 0
+    heard = list[int]()
+    for frame in peer.until_lost(channel):
+        heard.append(frame.tag)
+        if len(heard) == NUM_NOTES:
+            break
+    assert heard == list(range(NUM_NOTES))
+    peer.close()
+    transport.close()
+
+
+def test_what_follows_the_frame_that_ends_a_connection_is_not_handled() -> None:
+    transport, _ = transport_of("ipc")
+    peer = Peer(transport)
+    channel = peer._keep(socket.create_connection(("127.0.0.1", peer.theirs.port), timeout=DEADLINE_S))
+    channel.send(Kind.HELLO, more_follows=True)
+    channel.send(Kind.HELLO)
+    hung_up(peer, channel)
+    peer.close()
+    is_well(transport)
     transport.close()

@@ -62,6 +62,14 @@ class FakeReceiving(OneSidedReceiving):
         return b"place"
 
 
+class FakeTwoSidedReceiving(FakeReceiving):
+    def __init__(self) -> None:
+        self.native = Operation()
+
+    def begin(self, memory: Tensor, num_bytes: int) -> AsyncOperation | None:
+        return self.native
+
+
 def connection() -> tuple[Channel, Channel]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return Channel(socket.create_connection(server.getsockname())), Channel(server.accept()[0])
@@ -233,6 +241,17 @@ def test_of_what_is_over_when_a_link_is_cut_the_whole_is_sent(error: str) -> Non
     scene.close()
 
 
+def test_a_message_longer_than_its_slot_is_not_sent_and_ends_once() -> None:
+    scene = Scene(reaches=False)
+    scene.grant(1, SLOT_BYTES - 1)
+    scene.push(1)
+    scene.cut()
+    assert scene.events == [Sent("peer", 1, 1)]
+    assert scene.sending.sent == []
+    assert scene.said() == [(Kind.LONG, 1)]
+    scene.close()
+
+
 def test_what_is_cut_off_fails_at_once_when_the_thread_is_over(scene: Scene) -> None:
     scene.grant(1)
     assert scene.acquire(1) is not None
@@ -291,6 +310,33 @@ def test_a_receive_ends_once(scene: Scene) -> None:
         (Arrived, 2),
         (Failed, 3),
     ]
+
+
+def test_what_this_end_receives_itself_arrives_when_that_is_over(scene: Scene) -> None:
+    """Whatever the sender says of its own end."""
+    receiving = scene.inward.receiving = FakeTwoSidedReceiving()
+    scene.messages.submit(scene.link, Expect(1, 1, SLOT_BYTES))
+    for kind in (Kind.BEGIN, Kind.END):
+        scene.messages.handle(scene.link, scene.inward, Frame(kind, 1, SLOT_BYTES, b"header"))
+        scene.messages.collect(scene.link)
+    assert scene.events == []
+    receiving.native.is_over = True
+    scene.messages.collect(scene.link)
+    assert scene.events == [Arrived("peer", 1, 1, b"header")]
+
+
+def test_what_this_end_receives_itself_when_it_is_cut_off_is_waited_for(scene: Scene) -> None:
+    receiving = scene.inward.receiving = FakeTwoSidedReceiving()
+    for tag in (1, 2):
+        scene.messages.submit(scene.link, Expect(tag, tag, SLOT_BYTES))
+    scene.messages.handle(scene.link, scene.inward, Frame(Kind.BEGIN, 1, SLOT_BYTES))
+    scene.cut()
+    assert scene.events == [Failed("peer", tag, tag, "gone") for tag in (1, 2)]
+    scene.inward.said_bye = True
+    scene.inward.end()
+    assert not scene.inward.is_over
+    receiving.native.is_over = True
+    assert scene.inward.is_over
 
 
 # ---- memory of a peer that is gone ----

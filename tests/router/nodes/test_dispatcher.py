@@ -128,6 +128,7 @@ async def test_nothing_is_kept_of_what_has_ended() -> None:
 
     submit("left")
     dispatcher.cancel("left")
+    assert ended == ["left"], "during the call"
     dispatcher.cancel("left")
     submit("stopped")
     dispatcher.node_lost("p1", "reset")
