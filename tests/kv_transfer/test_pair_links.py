@@ -350,3 +350,20 @@ def test_what_follows_the_frame_that_ends_a_connection_is_not_handled() -> None:
     peer.close()
     is_well(transport)
     transport.close()
+
+
+def test_who_hangs_up_before_a_connection_is_open_is_forgotten() -> None:
+    transport, _ = transport_of("ipc")
+    peer = Peer(transport)
+    stranger = peer._keep(socket.create_connection(("127.0.0.1", peer.theirs.port), timeout=DEADLINE_S))
+    stranger.hang_up()
+    hung_up(peer, stranger)
+    done = connecting(transport, peer)
+    dialled = peer._keep(peer.listener.accept()[0])
+    assert peer.hear(dialled).kind is Kind.HELLO
+    dialled.close()
+    with pytest.raises(TransferError, match="none of its addresses answers"):
+        done.result(DEADLINE_S)
+    assert transport._pair._ends._ends == {}
+    peer.close()
+    transport.close()
