@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from baton.block_hash import chain
-from baton.handoff_messages import Commit, CommitReply, Grant, Reserve
+from baton.errors import BatonError
+from baton.handoff_messages import Commit, CommitReply, Grant, Refuse, Reserve
 from baton.layout import num_blocks_for
-from baton.messages import AttemptId, Prefill, Sample, Tokens, Update, UpdateKind
+from baton.messages import AttemptId, End, Prefill, Sample, Tokens, Update, UpdateKind
 from baton.sampling import SamplingParams
 from kv_transfer.parts import PartPlanner, PlannedPart, slot_bytes_for
 from kv_transfer.sender import KvSender
 from kv_transfer.staging import Staging
 from kv_transfer.transports.memory import MemoryTransport
 from node.events import Event, FromPeer, PeerOpened, SessionOpened, ToPrefill
-from tests.protocol.fake_model import NUM_LAYERS, FakeModel
+from tests.protocol.fake_model import NUM_LAYERS, FakeModel, expected_output
 from tests.protocol.network import EPOCH
-from tests.protocol.node import BLOCK_SIZE, PART_BLOCKS
+from tests.protocol.node import BLOCK_SIZE, MAX_MODEL_LEN, MAX_NUM_SEQS, PART_BLOCKS
 from tests.protocol.world import World
 
 PEER = "p"
 WORK = AttemptId(EPOCH, "r", 1)
 PROMPT = tuple(range(2, 12))
 SAMPLING = SamplingParams(max_tokens=4, ignore_eos=True)
+WANT = [expected_output(PROMPT, SAMPLING, sample, MAX_MODEL_LEN)[0] for sample in range(MAX_NUM_SEQS)]
 
 
 class Decoding:
@@ -135,3 +138,27 @@ class Decoding:
     def output(self, sample: int, attempt_id: AttemptId = WORK) -> list[int]:
         told = [kind for about, kind in self.told if about == attempt_id and isinstance(kind, Tokens)]
         return [token for tokens in told if tokens.sample == sample for token in tokens.token_ids]
+
+
+def named(number: int) -> AttemptId:
+    return AttemptId(EPOCH, f"r{number}", 0)
+
+
+def refusals(decoding: Decoding) -> list[type[BatonError]]:
+    return [type(message.error) for message in decoding.said if isinstance(message, Refuse)]
+
+
+def ends(decoding: Decoding, attempt_id: AttemptId = WORK) -> list[type[BatonError] | None]:
+    found = decoding.kinds(End, attempt_id)
+    return [type(end.error) if end.error else None for end in found]  # type: ignore[attr-defined]
+
+
+def first_tokens(*samples: int) -> dict[int, tuple[int, ...]]:
+    return {sample: (WANT[sample][0],) for sample in samples}
+
+
+def hand_over(decoding: Decoding, n: int = 1, **fields: Any) -> None:
+    """WORK, all of it: granted, its parts sent, committed with `n` samples."""
+    decoding.reserve(n=n)
+    decoding.send(decoding.grants[-1])
+    decoding.commit(decoding.grants[-1], first_tokens(*range(n)), **fields)
