@@ -186,6 +186,8 @@ class Scheduler:
         for seq in self._running:
             to_go = seq.num_tokens_to_go(max_model_len)
             if to_go > 0 and has_windows and self._tables.is_growing(seq):
+                to_go -= len(seq.draft_tokens)
+                seq.draft_tokens = ()  # its chunk may end before or between them
                 prompts.append((seq, to_go))
             elif to_go == 1 + len(seq.draft_tokens) and len(seq.samples) == 1:
                 self._take_chunk(plan, seq, to_go)

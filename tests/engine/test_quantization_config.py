@@ -16,7 +16,14 @@ from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.loader import load_model
 from engine.model.quantization.stored import unpack_words
 from tests.engine import tiny_models
-from tests.engine.quantized_files import TINY, check_loads_alike, linear_weights, restate
+from tests.engine.quantized_files import (
+    TINY,
+    check_loads_alike,
+    linear_weights,
+    restate,
+    write_exponents,
+    write_own_sizes,
+)
 from tests.engine.test_sharding import check_parts
 from tools.quantize import write
 
@@ -212,30 +219,8 @@ def test_gptqs_first_form_is_less_by_one_in_each_code_of_a_whole_word(form: str,
     check_loads_alike(tmp_path, wanted)
 
 
-def with_sizes_of_their_own(folder: Path) -> dict[str, torch.Tensor]:
-    """Make of GPTQ's 4 bits in groups of 128, in `folder`, a checkpoint whose projections down have 8 bits and sorted
-    columns, and whose projections up have groups of 64. Returns its values."""
-    kinds = ("qweight", "qzeros", "scales", "g_idx")
-    write(TINY, folder / "8", "gptq-8bit")
-    write(TINY, folder, "gptq")
-    wanted = load_model(Checkpoint.open(folder)).state_dict()
-    other = load_model(Checkpoint.open(folder / "8")).state_dict()
-    file = folder / "model.safetensors"
-    tensors, eight = load_file(file), load_file(folder / "8" / "model.safetensors")
-    for layer in [name.removesuffix(".qweight") for name in tensors if name.endswith("qweight")]:
-        if "down_proj" in layer:
-            tensors |= {f"{layer}.{kind}": eight[f"{layer}.{kind}"] for kind in kinds}
-            wanted[f"{layer}.weight"] = other[f"{layer}.weight"]
-        elif "up_proj" in layer:
-            halves = {f"{layer}.{kind}": tensors[f"{layer}.{kind}"].repeat_interleave(2, 0) for kind in kinds[1:3]}
-            tensors |= {**halves, f"{layer}.g_idx": torch.arange(256, dtype=torch.int32) // 64}
-    save_file(tensors, file, metadata={"format": "pt"})
-    return wanted
-
-
 def test_rules_that_give_layers_sizes_of_their_own_are_what_the_files_show(tmp_path: Path) -> None:
-    wanted = with_sizes_of_their_own(tmp_path)
-    restate(tmp_path, dynamic={"+:.*down_proj.*": {"bits": 8, "desc_act": True}, ".*up_proj.*": {"group_size": 64}})
+    wanted = write_own_sizes(tmp_path)
     check_loads_alike(tmp_path, wanted)
     own = {"down_proj": {"bits": 8}, "up_proj": {"group_size": 64}}
     rules = {f"model.layers.{i}.mlp.{layer}": sizes for i in range(5) for layer, sizes in own.items()}
@@ -262,17 +247,7 @@ def test_sizes_that_no_layer_can_have_are_refused(kind: str, change: Any, reason
 
 
 def test_scales_of_blocks_may_be_exponents(tmp_path: Path) -> None:
-    """DeepSeek's `scale_fmt` ue8m0, in one byte each."""
-    write(TINY, tmp_path, "fp8-block")
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    scales = {name: scale.log2().round().exp2() for name, scale in tensors.items() if name.endswith("_scale_inv")}
-    save_file(tensors | scales, file, metadata={"format": "pt"})
-    wanted = load_model(Checkpoint.open(tmp_path)).state_dict()
-    bytes_each = {name: scale.to(torch.float8_e8m0fnu) for name, scale in scales.items()}
-    save_file(tensors | bytes_each, file, metadata={"format": "pt"})
-    restate(tmp_path, scale_fmt="ue8m0")
-    check_loads_alike(tmp_path, wanted)
+    check_loads_alike(tmp_path, write_exponents(tmp_path))
 
 
 def test_rules_that_leave_layers_out_are_what_the_files_show(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from baton_kernels.packed_linear import can_pack_int4
@@ -22,7 +24,7 @@ from engine.model.probe import probe
 from engine.model.quantization.groups import GroupedCodes
 from engine.model.quantization.linear import LinearOfFourBits, QuantizedLinear, install
 from engine.model.tolerance import close
-from tests.engine.quantized_files import TINY
+from tests.engine.quantized_files import TINY, write_exponents, write_own_sizes
 from tests.engine.rank_threads import in_threads
 from tools.quantize import FORMATS, write
 
@@ -147,12 +149,29 @@ def wrong(x: Tensor, weight: QuantizedWeight | FourBitWeight) -> Tensor:
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMATS)
 def test_on_a_gpu_weights_stay_quantized_and_logits_agree(form: str, tmp_path: Path) -> None:
-    """Within what rounding to bf16, and inputs of 8 bits, can change."""
     write(TINY, tmp_path / "q", form)
     write(TINY, tmp_path / "plain", form, dequantized=True)
+    check_logits_on_a_gpu(tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("write_one", [write_own_sizes, write_exponents])
+def test_on_a_gpu_weights_of_several_forms_stay_quantized(
+    write_one: Callable[[Path], dict[str, Tensor]], tmp_path: Path
+) -> None:
+    values = write_one(tmp_path / "q")
+    del values["lm_head.weight"]  # the embeddings' weight
+    write(TINY, tmp_path / "plain", "fp8", dequantized=True)
+    save_file(values, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
+    check_logits_on_a_gpu(tmp_path)
+
+
+def check_logits_on_a_gpu(folders: Path) -> None:
+    """Within what rounding to bf16, and inputs of 8 bits, can change. folders: has `q` and `plain`, with the same
+    values in fp32."""
     logits = []
     for folder in ("q", "plain"):
-        model = load_model(Checkpoint.open(tmp_path / folder), "bfloat16", "cuda", "safetensors")
+        model = load_model(Checkpoint.open(folders / folder), "bfloat16", "cuda", "safetensors")
         probed = probe(model, 128)
         report = fast.apply(model, probed, 128)
         assert report.taken_back is None
@@ -164,6 +183,25 @@ def test_on_a_gpu_weights_stay_quantized_and_logits_agree(form: str, tmp_path: P
             assert isinstance(method, QuantizedLinear)
     difference = (logits[0] - logits[1]).norm(dim=-1) / logits[1].norm(dim=-1)
     assert difference.median() < 0.05
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("num_rows", [1, 3, 40, 200])
+def test_on_a_gpu_a_ranks_columns_of_groups_that_others_share(bits: int, num_rows: int) -> None:
+    torch.manual_seed(0)
+    groups = torch.arange(5).repeat_interleave(torch.tensor([133, 164, 0, 120, 95]))[torch.randperm(512)]
+    codes, scale = torch.randint(0, 1 << bits, (256, 512), dtype=torch.uint8), torch.rand(256, 5) / 16
+    values = (codes.float() - (1 << (bits - 1))) * scale[:, groups]
+    with in_threads(2, lambda _: None) as ranks:
+        sorted_codes, columns = GroupedCodes(codes, scale, None, 128, bits).by_group("o_proj", groups, ranks)
+    assert columns is not None
+    weight = sorted_codes.quantized()
+    on_gpu = replace(weight, values=weight.values.cuda(), scale=weight.scale.cuda())
+    method = QuantizedLinear(on_gpu, None, torch.bfloat16, columns.cuda())
+    x = torch.randn(num_rows, 512).bfloat16()
+    found, expected = method.make_product()(x.cuda()).cpu().float(), x.float() @ values.t()
+    assert float((found - expected).norm() / expected.norm()) < 0.01
 
 
 @pytest.mark.gpu

@@ -54,7 +54,7 @@ class Guessed(Counting):
         return accepted(choices, chunk.draft_tokens) * len(chunk.sequence.samples)
 
 
-def make(model: Counting, ahead: bool = False, **sizes: int) -> Engine:
+def make(model: Counting, ahead: bool = False, **sizes: Any) -> Engine:
     config: dict[str, Any] = {"num_blocks": 33, "max_model_len": 64, "block_size": 4, **sizes}
     return Engine(
         EngineConfig(
@@ -198,6 +198,22 @@ def test_nobody_loses_blocks_for_a_guess() -> None:
     assert not plan.preempted
     assert [sampled.token for sampled in result.sampled] == [11, 11]
     engine.blocks.release(lease.blocks)
+
+
+def test_who_still_gets_the_blocks_of_its_prompt_takes_no_guess() -> None:
+    """Its next chunk may end before the guess, which a step launched ahead would then take for tokens."""
+    model = Guessed()
+    engine = make(model, max_num_batched_tokens=1, windows=(None, 6))
+    seq = sequence(5, max_tokens=9, runs_ahead=False)
+    engine.add(seq)
+    while seq.num_computed_tokens < 4:
+        engine.compute(engine.schedule(0.0))
+    engine.propose(seq, (10, 11))
+    plan = engine.schedule(0.0)
+    assert [chunk.length for chunk in plan.chunks] == [1]
+    assert not seq.draft_tokens
+    engine.compute(plan)
+    assert tokens(run(engine, seq, [(11, 99)]))[:2] == [[11, 12], [13]], "later it does"
 
 
 @pytest.mark.parametrize(("max_tokens", "num_prompt", "taken"), [(9, 5, 2), (3, 5, 1), (2, 5, 0), (60, 61, 1)])

@@ -18,10 +18,9 @@ from engine.model.load.checkpoint import Checkpoint
 from engine.model.parallel.part import RankPart
 from engine.model.quantization.stored import unpack_words
 from tests.engine import tiny_models
-from tests.engine.quantized_files import restate
+from tests.engine.quantized_files import restate, write_own_sizes
 from tests.engine.rank_threads import Load, in_threads
 from tests.engine.test_model_families import SIZES
-from tests.engine.test_quantization_config import with_sizes_of_their_own
 from tests.engine.test_sharding import check_parts, check_same, logits_and_kv
 from tools.quantize import pack, write
 
@@ -143,8 +142,7 @@ def test_columns_that_are_in_order_although_they_need_not_be(
 
 
 def test_rules_that_put_some_layers_columns_in_any_order(tmp_path: Path) -> None:
-    with_sizes_of_their_own(tmp_path)
-    restate(tmp_path, dynamic={"+:.*down_proj.*": {"bits": 8, "desc_act": True}, ".*up_proj.*": {"group_size": 64}})
+    write_own_sizes(tmp_path)
     check_parts(tmp_path, 2, head_dim=32)
 
 
