@@ -1,9 +1,9 @@
 """When the kernels of CUDA graphs begin late: `python -m benchmarks.engine.graph_gaps`, on a GPU.
 
 A process's graphs are in one of two states, whatever they compute and whichever stream replays them: in the slow one,
-each kernel begins 0.2 to 0.3 us later. What changes the state is kernels that are launched outside graphs, and how many
-(docs/performance.md; https://github.com/pytorch/pytorch/issues/161104 shows it, too). This script launches such kernels
-on one stream, replays a graph of small kernels in between, and prints when the time of a kernel has changed.
+each kernel begins 0.2 to 0.3 us later. What changes the state is kernels that are launched outside graphs, on a second
+stream (docs/performance.md; https://github.com/pytorch/pytorch/issues/161104 shows it, too). This script launches such
+kernels on one stream, replays a graph of small kernels in between, and prints when the time of a kernel has changed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -37,6 +38,8 @@ class GapsSettings(Settings):
     before: int = Field(0, ge=0, description="such launches before the capture, on each of these streams")
     launches: int = Field(20_000, ge=1, description="such launches after it")
     kernels: int = Field(400, ge=1, description="kernels of the graph")
+    graphs: int = Field(3, ge=1, description="such graphs; with one or two, launches after the capture change nothing")
+    in_graphs: bool = Field(False, description="have each launch after the capture be one of a graph of one kernel")
 
 
 class State(NamedTuple):
@@ -79,9 +82,13 @@ class Graph:
                 self.numbers.add_(1)
             self._graph.capture_end()
 
+    def launch(self) -> None:
+        """On the current stream."""
+        self._graph.replay()
+
     def check(self) -> None:
         """Raises WrongAnswers."""
-        self._graph.replay()
+        self.launch()
         found = (float(self.numbers.min()), float(self.numbers.max()))
         if found != (self._kernels, self._kernels):
             raise WrongAnswers(f"{self._kernels} kernels have added {found[0]} to {found[1]}")
@@ -93,7 +100,7 @@ class Graph:
         for _ in range(TRIES):
             begin.record()
             for _ in range(REPLAYS):
-                self._graph.replay()
+                self.launch()
             end.record()
             end.synchronize()
             best = min(best, begin.elapsed_time(end) / (REPLAYS * self._kernels) * 1e3)
@@ -108,19 +115,21 @@ def run(settings: GapsSettings) -> list[State]:
         streams[name] = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     other = torch.zeros(4096, device="cuda")
 
-    def launch(stream: Any, number: int) -> None:
+    def repeat(launch: Callable[[], object], stream: Any, number: int) -> None:
         with torch.cuda.stream(stream):
             for _ in range(number):
-                other.add_(1)
+                launch()
         torch.cuda.synchronize()
 
     for stream in streams.values():
-        launch(stream, settings.before)
-    graph = Graph(settings.kernels, streams["capture"])
+        repeat(partial(other.add_, 1), stream, settings.before)
+    graphs = [Graph(settings.kernels, streams["capture"]) for _ in range(settings.graphs)]
+    launch = Graph(1, streams["capture"]).launch if settings.in_graphs else partial(other.add_, 1)
+    graph = graphs[-1]
     graph.check()
     states = [State(0, graph.kernel_us())]
     for count in counts(settings.launches):
-        launch(streams[settings.on], count - states[-1].launches)
+        repeat(launch, streams[settings.on], count - states[-1].launches)
         states.append(State(count, graph.kernel_us()))
     return states
 

@@ -18,9 +18,9 @@
     token_mask           forbids tokens by bitmasks
     sampling             one token per row of logits
 
-In addition, `streams` has the streams beside the engine's, `event_thread` waits for points in a GPU's work, `pdl` and
-`launcher` make launches cheaper, `unfinished` leaves the last step of a result to its reader, and `cuda_driver` calls
-CUDA where torch does not.
+In addition, `streams` has the streams beside the engine's, and `kernel_graph` launches kernels on them, `event_thread`
+waits for points in a GPU's work, `pdl` and `launcher` make launches cheaper, `unfinished` leaves the last step of a
+result to its reader, and `cuda_driver` calls CUDA where torch does not.
 
 An operator's `__init__` defines its signature, checks shapes and picks the implementation. This package imports no
 other package of the project.

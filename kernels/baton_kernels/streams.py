@@ -1,7 +1,7 @@
-"""The two CUDA streams on which a process does what should not wait for the engine's steps, one of each for a device.
+"""The CUDA streams on which a process does what should not wait for the engine's steps, one of each for a device.
 
-They are few because launches on many streams make CUDA graphs slower: each of their kernels then begins 0.2 to 0.3 us
-later (docs/performance.md). With an 8B model that is 0.1 ms a step.
+They are few, and once graphs are captured, no kernel is launched on them by itself (`baton_kernels.kernel_graph`):
+that would make all CUDA graphs slower (docs/performance.md), with an 8B model by 0.1 ms a step.
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ def copy_stream(device: torch.device) -> Any:
     """The torch.cuda.Stream for copies between KV pool and slots, once graphs are captured. Its kernels go before those
     of steps. Where a copy waits for a step, so do the copies behind it."""
     return _stream(_index(device), -1)
+
+
+def capture_stream(device: torch.device) -> Any:
+    """The torch.cuda.Stream for captures of a `KernelGraph`, on which nothing runs."""
+    return _stream(_index(device), -2)
 
 
 def _index(device: torch.device) -> int:

@@ -134,13 +134,26 @@ class Recorder:
 
         return launch
 
+    def graph(self, device: torch.device, launch: Callable[[int], object], num_addresses: int) -> SimpleNamespace:
+        """In the place of a KernelGraph: launches what is captured, but for addresses, programs and stream."""
+        launch(0)
+        captured = self.launches.pop()
+        programs, rest = captured[1:3], captured[3 + num_addresses : -1]
+
+        def again(addresses: tuple[int, ...], num_programs: int, stream: int) -> None:
+            assert len(addresses) == num_addresses
+            self.launches.append((num_programs, *programs, *addresses, *rest, stream))
+
+        return SimpleNamespace(launch=again)
+
 
 @pytest.mark.parametrize("gathers", [True, False])
 def test_a_move_that_was_seen_before_is_launched_as_the_first_was(gathers: bool, kernel: ModuleType) -> None:
     pool, memory = numbered(9, 96, "cpu"), torch.zeros(400, dtype=torch.uint8)
     memory = memory[-memory.data_ptr() % 16 :]
     ids, stream = torch.tensor([3, 1, 2]), SimpleNamespace(cuda_stream=7)
-    with patch.object(kernel, "_move_kernel", Recorder()) as recorder:
+    recorder = Recorder()
+    with patch.multiple(kernel, _move_kernel=recorder, KernelGraph=recorder.graph):
         moves = kernel.PoolMoves(pool)
         for offset, size, start in ((0, 96, 0), (32, 32, 0), (32, 32, 8), (33, 31, 1)):
             moves.ready(gathers, ids, 1, offset, size, memory[start:], None)()

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton_kernels.block_copy.words import as_words, word_bytes
+from baton_kernels.kernel_graph import KernelGraph
 
 PIECE = 2048  # words per program: with 8-byte words, eight 16-byte accesses per thread, all in flight at once
 ALIGNMENT = 16
@@ -71,7 +72,7 @@ class Sizes(NamedTuple):
 
 class Moved(NamedTuple):
     """The kernel that was launched (None in Triton's interpreter, which compiles nothing), its programs per row, and
-    its arguments."""
+    its arguments after the addresses."""
 
     compiled: Any
     num_programs: int
@@ -79,14 +80,14 @@ class Moved(NamedTuple):
 
 
 class PoolMoves:
-    """Triton takes tens of microseconds to look up the compiled kernel from a launch's arguments, so this caches the
-    kernel, keyed by everything that Triton specializes on: sizes and the alignment of addresses."""
+    """Triton takes tens of microseconds to look up the compiled kernel from a launch's arguments, so this keeps a graph
+    of the kernel, by everything that Triton specializes on: sizes and the alignment of addresses."""
 
     def __init__(self, pool_bytes: Tensor) -> None:
         self._pool = pool_bytes
         self._address = pool_bytes.data_ptr()
         self._on_device = torch.cuda.device_of(pool_bytes)
-        self._found: dict[tuple[bool, int, int, int], Moved] = {}
+        self._found: dict[tuple[bool, int, int, int], KernelGraph] = {}
 
     def ready(
         self,
@@ -98,22 +99,20 @@ class PoolMoves:
         staging: Tensor,
         stream: Any,
     ) -> Callable[[], None]:
-        # Pass addresses: for a tensor Triton asks the driver whether the device can read it, as slow as the launch.
         pool_at, staging_at, ids_at = self._address + offset, staging.data_ptr(), block_ids.data_ptr()
         like = (gathers, piece_bytes, pool_at % ALIGNMENT, staging_at % ALIGNMENT)
-        if (found := self._found.get(like)) is None:
-            columns = self._pool[:, offset : offset + piece_bytes]
-            rows = staging[: num_blocks * piece_bytes].view(num_blocks, piece_bytes)
-            source, target = (columns, rows) if gathers else (rows, columns)
-            return partial(self._find, like, source, target, block_ids, num_blocks, stream)
-        compiled, num_programs, sizes = found
         places = (pool_at, staging_at) if gathers else (staging_at, pool_at)
-        arguments = *places, ids_at, ids_at, *sizes
-        return partial(self._launch, compiled[num_blocks, num_programs, 1], arguments, stream.cuda_stream)
+        addresses = (*places, ids_at, ids_at)
+        if (found := self._found.get(like)) is not None:
+            return partial(self._launch, found, addresses, num_blocks, stream.cuda_stream)
+        columns = self._pool[:, offset : offset + piece_bytes]
+        rows = staging[: num_blocks * piece_bytes].view(num_blocks, piece_bytes)
+        source, target = (columns, rows) if gathers else (rows, columns)
+        return partial(self._find, like, source, target, block_ids, addresses, num_blocks, stream)
 
-    def _launch(self, launch: Callable[..., None], arguments: tuple[Any, ...], stream: int) -> None:
+    def _launch(self, graph: KernelGraph, addresses: tuple[int, ...], num_blocks: int, stream: int) -> None:
         with self._on_device:
-            launch(*arguments, stream=stream)
+            graph.launch(addresses, num_blocks, stream)
 
     def _find(
         self,
@@ -121,15 +120,21 @@ class PoolMoves:
         source: Tensor,
         target: Tensor,
         block_ids: Tensor,
+        addresses: tuple[int, ...],
         num_blocks: int,
         stream: Any,
     ) -> None:
-        """Launch the first move of its kind through Triton, and cache the kernel."""
+        """Launch the first move of its kind through Triton, and keep a graph of its kernel."""
         source_ids, target_ids = (block_ids, None) if like[0] else (None, block_ids)
         with torch.cuda.stream(stream):
-            moved = _move(source, target, source_ids, target_ids, num_blocks)
-        if moved.compiled is not None:
-            self._found[like] = moved
+            compiled, num_programs, sizes = _move(source, target, source_ids, target_ids, num_blocks)
+        if compiled is None:
+            return
+        with self._on_device:
+            launch = partial(compiled[num_blocks, num_programs, 1], *addresses, *sizes)
+            self._found[like] = KernelGraph(
+                self._pool.device, lambda captured: launch(stream=captured), num_addresses=len(addresses)
+            )
 
 
 def _move(source: Tensor, target: Tensor, source_ids: Tensor | None, target_ids: Tensor | None, num_rows: int) -> Moved:

@@ -37,7 +37,8 @@ def test_the_table_has_the_changes_and_the_last_line_all_states(capsys: pytest.C
 
 
 @pytest.mark.gpu
-def test_replays_are_timed() -> None:
-    states = run(GapsSettings(launches=3, before=2, kernels=20))
+@pytest.mark.parametrize("in_graphs", [False, True])
+def test_replays_are_timed(in_graphs: bool) -> None:
+    states = run(GapsSettings(launches=3, before=2, kernels=20, in_graphs=in_graphs))
     assert [state.launches for state in states] == [0, 1, 2, 3]
     assert all(0 < state.kernel_us < 100 for state in states)
