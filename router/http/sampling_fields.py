@@ -14,48 +14,58 @@ from router.limits import MAX_N
 from router.text.structured_output import structured_output_of
 
 
-class SamplingFields(BaseModel):
-    """Those of vLLM's `SamplingParams`. `GenerationRequest` and ours check ranges, where the model is known."""
+class CommonSampling(BaseModel):
+    """The sampling parameters to which all APIs for completions and tokens give the same names. `GenerationRequest` and
+    `SamplingParams` check ranges, where the model is known."""
 
     model_config = CONFIG
     n: Whole | None = between(1, MAX_N)
     temperature: float | None = sampling("temperature")
     top_p: float | None = sampling("top_p")
-    top_k: Whole | None = between(-1, RANGES["top_k"].most)  # -1: vLLM's older way to say off
+    top_k: Whole | None = between(-1, RANGES["top_k"].most)  # -1: vLLM's older way to say off, and SGLang's
     min_p: float | None = sampling("min_p")
     repetition_penalty: float | None = sampling("repetition_penalty")
     presence_penalty: float | None = sampling("presence_penalty")
     frequency_penalty: float | None = sampling("frequency_penalty")
     logit_bias: Biases | None = None
-    seed: Whole | None = None  # also negative ones, modulo 2^64; -1: a drawn one
-    max_tokens: Whole | None = sampling("max_tokens")
-    min_tokens: Whole | None = sampling("min_tokens")
     ignore_eos: bool | None = None
     stop: Strings = ()
     stop_token_ids: list[Whole] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+
+    def sampling(self, **translated: Any) -> dict[str, Any]:
+        """What is said of SamplingParams, by name. translated: those whose fields have other names here. Raises
+        InvalidRequest."""
+        given, unknown = self.model_fields_set & _PARAMETERS, self.model_extra or ()
+        said: dict[str, Any] = {name: getattr(self, name) for name in given if name not in unknown}
+        return {name: value for name, value in (said | translated).items() if value is not None}
+
+
+class SamplingFields(CommonSampling):
+    """Those of vLLM's `SamplingParams`."""
+
+    seed: Whole | None = None  # also negative ones, modulo 2^64; -1: a drawn one
+    max_tokens: Whole | None = sampling("max_tokens")
+    min_tokens: Whole | None = sampling("min_tokens")
     allowed_token_ids: list[Whole] | None = Field(None, min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)
     bad_words: Words = ()
     logits_processors: ProcessorList | None = None
     include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
     prompt_logprobs: Whole | None = between(0, MAX_LOGPROBS)
     logprob_token_ids: list[Whole] | None = Field(None, min_length=1, max_length=MAX_LOGPROBS)
     structured_outputs: dict[str, Any] | None = None
 
     def sampling(self, **translated: Any) -> dict[str, Any]:
-        """What is said of SamplingParams, by name. translated: those whose fields have other names here. Raises
-        InvalidRequest."""
         given = self.model_fields_set
-        said: dict[str, Any] = {name: getattr(self, name) for name in given & _SAMPLING_FIELDS}
         if "structured_outputs" in given and "structured_outputs" not in translated:
-            said["structured_outputs"] = structured_output_of(None, self.structured_outputs, {})
+            translated["structured_outputs"] = structured_output_of(None, self.structured_outputs, {})
         if "logits_processors" in given:
-            said["logits_processors"] = plain_processors(self.logits_processors) or None
-        return {name: value for name, value in (said | translated).items() if value is not None}
+            translated["logits_processors"] = plain_processors(self.logits_processors) or None
+        return super().sampling(**translated)
 
 
-_SAMPLING_FIELDS = frozenset(NAMES) & SamplingFields.model_fields.keys()
+_PARAMETERS = frozenset(NAMES)
 
 
 def check_num_logprobs(count: int | None, param: str) -> None:

@@ -134,8 +134,6 @@ class GenerationFields(SamplingFields):
         return next((name for name in _CONSTRAINTS if name in given and getattr(self, name)), None)
 
     def sampling(self, **translated: Any) -> dict[str, Any]:
-        if self.length_penalty is not None:
-            translated["length_penalty"] = self.length_penalty
         if self.use_beam_search:
             translated["beam_width"] = self._beam_width()
         if self.best_of is not None and self.keeps_best:

@@ -37,6 +37,17 @@ async def test_sampling_reaches_the_nodes(client, nodes):
     assert sampling.logit_bias == {17: 3.0}
 
 
+async def test_names_that_parameters_have_between_processes_are_no_fields(client, nodes):
+    internal = {"num_logprobs": 3, "num_prompt_logprobs": 2, "beam_width": 2}
+    await client.post("/v1/completions", json={"prompt": [5], **internal})
+    sampling = nodes.prefills[0].sampling
+    assert {name: getattr(sampling, name) for name in internal} == {
+        "num_logprobs": -1,
+        "num_prompt_logprobs": None,
+        "beam_width": 0,
+    }
+
+
 async def test_tokens_whose_logprobs_are_wanted_reach_the_nodes(client, nodes):
     wanted = {"logprob_token_ids": [9, 7.0, 9], "max_tokens": 1}
     for path, body in (
