@@ -78,7 +78,7 @@ class Generation:
         self._admitted = admitted
         self._live: set[str] = set()
         self._waiting: deque[Delta] = deque()
-        self._tells_timings = tells_timings
+        self.tells_timings = tells_timings
         self._error: BatonError | None = None
         self._waiter: asyncio.Future[None] | None = None  # of `next`
         self._deliveries = deliveries
@@ -172,14 +172,14 @@ class Generation:
             num_prompt_tokens=sum(len(part.request.prompt_tokens) for part in self.parts),
             num_completion_tokens=sum(answer.num_tokens for part in self.parts for answer in part.answers),
             num_cached_tokens=sum(part.timings.num_cached_tokens for part in self.parts if part.timings)
-            if self._tells_timings
+            if self.tells_timings
             else None,
         )
 
     @property
     def timings(self) -> RequestTimings | None:
         """Those of the prompt that took longest, among those that have ended; None: this client is not told."""
-        if not self._tells_timings:
+        if not self.tells_timings:
             return None
         return max((p.timings for p in self.parts if p.timings), key=lambda t: t.total_s, default=RequestTimings())
 

@@ -35,6 +35,7 @@ from router.http.responses_api.routes import ResponsesRoutes
 from router.http.responses_api.store import ResponseStore
 from router.http.responses_api.websocket import ResponsesWebSocket
 from router.http.server import HttpServer
+from router.http.sglang.routes import SglangRoutes
 from router.http.status import StatusRoutes
 from router.http.tokenizer_info import TokenizerInfoRoutes
 from router.http.tokens.routes import TokensRoutes
@@ -154,6 +155,7 @@ class RouterServer:
             MessagesRoutes(self._service, limits, parsers),
             responses,
             TokensRoutes(self._service, limits, generate),
+            SglangRoutes(self._service, limits),
             websockets,
             TokenizerInfoRoutes(self._service, settings.enable_tokenizer_info_endpoint),
             status,

@@ -16,7 +16,7 @@ _POLICY_VIOLATION = 1008
 """The code of a WebSocket's close."""
 ADMIN = "/admin/"
 """Paths below it have keys of their own."""
-ALIVE = frozenset({"/health", "/ping", "/ready"})
+ALIVE = frozenset({"/health", "/health_generate", "/ping", "/ready"})
 """Paths for load balancers and orchestrators."""
 
 

@@ -23,6 +23,7 @@ from router.http.generate import GenerateRoutes
 from router.http.responses_api.routes import ResponsesRoutes
 from router.http.root_path import RootPath
 from router.http.scope import RequestScope
+from router.http.sglang.routes import SglangRoutes
 from router.http.status import StatusRoutes
 from router.http.tokenizer_info import TokenizerInfoRoutes
 from router.http.tokens.routes import TokensRoutes
@@ -61,6 +62,7 @@ def create_app(
     messages: MessagesRoutes,
     responses: ResponsesRoutes,
     tokens: TokensRoutes,
+    sglang: SglangRoutes,
     websockets: Sequence[APIRouter],
     tokenizer_info: TokenizerInfoRoutes,
     status: StatusRoutes,
@@ -78,6 +80,7 @@ def create_app(
     app.include_router(messages.routes)
     app.include_router(responses.routes)
     app.include_router(tokens.routes)
+    app.include_router(sglang.routes)
     for routes in websockets:
         app.include_router(routes)
     app.include_router(tokenizer_info.routes)
@@ -90,7 +93,7 @@ def create_app(
     app.add_exception_handler(BatonError, errors.on_baton_error)
     app.add_exception_handler(HTTPException, errors.on_http_exception)
     app.add_exception_handler(Exception, errors.on_exception)
-    posts = {**generate.posts, **messages.posts, **responses.posts, **tokens.posts}
+    posts = {**generate.posts, **messages.posts, **responses.posts, **tokens.posts, **sglang.posts}
     direct = DirectRoutes(RefuseOrigins(app, access.origins), posts)  # none of these paths is a WebSocket's
     whole = RequestScope(access.guard(direct), traces)
     return RootPath(whole, root_path) if root_path else whole

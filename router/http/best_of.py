@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from router.generation import Generation
-from router.http.responses import WholeShape
+from router.http.responses import Whole, WholeShape
 from router.text.answer import Delta
 
 
@@ -38,5 +37,5 @@ class BestOfShape:
     def reads_pieces(self) -> bool:
         return self.shape.reads_pieces
 
-    def whole(self, generation: Generation, answers: Sequence[Sequence[Delta]]) -> dict[str, Any]:
+    def whole(self, generation: Generation, answers: Sequence[Sequence[Delta]]) -> Whole:
         return self.shape.whole(generation, likeliest(answers, self.num_drawn, self.num_kept))

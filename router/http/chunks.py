@@ -13,7 +13,7 @@ from router.http.schemas import StreamOptions
 from router.http.shapes import Shape, timings_of
 from router.text.answer import Delta
 
-_DONE = b"data: [DONE]\n\n"
+DONE = b"data: [DONE]\n\n"
 _MARK = "\x00the delta's text\x00"
 """Stands for the text in a chunk of which the rest is to be used again. No name or id contains it."""
 
@@ -70,10 +70,10 @@ class ChunkEvents:
             chunks.append(self._shape.usage_chunk(self._generation.usage))
         if chunks:
             chunks[-1].update(timings_of(self._generation.timings))
-        return b"".join(map(event, chunks)) + _DONE
+        return b"".join(map(event, chunks)) + DONE
 
     def error(self, body: dict[str, Any]) -> bytes:
-        return event(body) + _DONE
+        return event(body) + DONE
 
 
 def event(content: dict[str, Any] | None) -> bytes:

@@ -74,14 +74,15 @@ def _prompts(value: Any) -> Any:
     if isinstance(value, str):
         return (value,)
     if isinstance(value, list) and value:
-        if _is_ids(value):
+        if is_ids(value):
             return (tuple(value),)
-        if all(isinstance(item, str) or (isinstance(item, list) and _is_ids(item)) for item in value):
+        if all(isinstance(item, str) or (isinstance(item, list) and is_ids(item)) for item in value):
             return tuple(item if isinstance(item, str) else tuple(item) for item in value)
     raise ValueError("must be a string, a list of token ids, or a list of either")
 
 
-def _is_ids(value: list[Any]) -> bool:
+def is_ids(value: list[Any]) -> bool:
+    """Whether they look like token ids, at least one."""
     return bool(value) and all(type(item) is int for item in value)
 
 

@@ -28,6 +28,12 @@ from router.http.responses_api.routes import PATH as RESPONSES
 from router.http.responses_api.schemas import InputTokensRequest, ResponsesRequest
 from router.http.schema_parts import in_path, object_of
 from router.http.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from router.http.sglang.openapi import ANSWER as SGLANG_ANSWER
+from router.http.sglang.openapi import MODEL_INFO, SERVER_INFO
+from router.http.sglang.routes import MODEL_INFO as MODEL_INFOS
+from router.http.sglang.routes import PATH as SGLANG
+from router.http.sglang.routes import SERVER_INFO as SERVER_INFOS
+from router.http.sglang.schemas import SglangRequest
 from router.http.tokens.openapi import ALL_RENDERED, RENDERED
 from router.http.tokens.openapi import ANSWER as TOKENS_ANSWER
 from router.http.tokens.routes import PATH as TOKENS
@@ -138,11 +144,13 @@ _TOKENIZER = object_of(
 _KEPT_ERRORS = {400: _BODY_ERRORS[400], 404: "There is no such response"}
 _NO_CONSOLE = {404: "Without the console (--no-console), and for other names"}
 _NOT_READY = {503: "Not now; the message says why"}
+_NAMED_MODEL_ERRORS = {400: "Several models are served", 404: _BODY_ERRORS[404], **_NOT_READY}
 
 
 _BODIES: tuple[type[BaseModel], ...] = (
     *(ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest),
-    *(MessagesRequest, CountTokensRequest, ResponsesRequest, InputTokensRequest, TokensRequest, NodeRequest),
+    *(MessagesRequest, CountTokensRequest, ResponsesRequest, InputTokensRequest, TokensRequest, SglangRequest),
+    NodeRequest,
 )
 
 
@@ -165,6 +173,7 @@ def _answers() -> dict[str, Any]:
         "/v1/chat/completions": _post("chat", ChatRequest, _ANSWER, _GENERATE_ERRORS, streams=True),
         "/v1/completions": _post("completion", CompletionRequest, _ANSWER, _GENERATE_ERRORS, streams=True),
         TOKENS: _post("tokens", TokensRequest, TOKENS_ANSWER, _GENERATE_ERRORS, streams=True),
+        SGLANG: _post("sglang", SglangRequest, SGLANG_ANSWER, _GENERATE_ERRORS, streams=True),
         RENDERED_CHAT: _post("render_chat", ChatRequest, RENDERED, _BODY_ERRORS),
         RENDERED_COMPLETION: _post("render_completion", CompletionRequest, ALL_RENDERED, _BODY_ERRORS),
         MESSAGES: _post("messages", MessagesRequest, _MESSAGE, _GENERATE_ERRORS, streams=True, failure=_ANTHROPIC),
@@ -197,6 +206,8 @@ def _models() -> dict[str, Any]:
             **_get("model", _json(_MODEL), {404: _BODY_ERRORS[404], **_NOT_READY}),
             **in_path("name"),
         },
+        **{path: _get("model_info", _json(MODEL_INFO), _NAMED_MODEL_ERRORS) for path in MODEL_INFOS},
+        **{path: _get("server_info", _json(SERVER_INFO), _NAMED_MODEL_ERRORS) for path in SERVER_INFOS},
         "/tokenizer_info": _get("tokenizer_info", _json(_TOKENIZER), {404: "Without the flag", **_NOT_READY}),
     }
 
@@ -207,6 +218,7 @@ def _operation() -> dict[str, Any]:
         "/health": _get("health", _json(_STATUS)),
         "/ping": {**_get("ping", _json(_STATUS)), "post": _get("ping_post", _json(_STATUS))["get"]},
         "/ready": _get("ready", _json(_STATUS), _NOT_READY),
+        "/health_generate": _get("health_generate", _json(_STATUS), _NOT_READY),
         "/load": _get("load", _json(_LOAD)),
         "/debug/nodes": _get("nodes", _json(NODES)),
         SNAPSHOT_PATH: _get("debug_console", _json(SNAPSHOT)),

@@ -30,6 +30,9 @@ _PIECE_SIZE = 5
 """The cost of reading one piece of an answer's text."""
 
 
+Whole = dict[str, Any] | list[dict[str, Any]]
+
+
 class WholeShape(Protocol):
     """One request's whole answer in JSON, from the deltas of each answer. `reads_pieces`: parsers read the deltas one
     by one, which takes longer than reading them joined."""
@@ -37,7 +40,7 @@ class WholeShape(Protocol):
     @property
     def reads_pieces(self) -> bool: ...
 
-    def whole(self, generation: Generation, answers: Sequence[Sequence[Delta]]) -> dict[str, Any]: ...
+    def whole(self, generation: Generation, answers: Sequence[Sequence[Delta]]) -> Whole: ...
 
 
 class WholeResponse(Response):

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from baton.telemetry import rename_request, request_scope
 from baton.telemetry.trace_context import HEADER as TRACE_HEADER
 from baton.telemetry.trace_context import begin, trace_scope
+from router.http.access import ALIVE
 from router.http.errors.anthropic import in_messages_api
 from router.request_ids import draw_request_id, is_usable_request_id
 
@@ -19,7 +20,7 @@ log = logging.getLogger(__name__)
 HEADER = b"x-request-id"
 _ANTHROPIC_HEADER = b"request-id"
 _TRACE_HEADER = TRACE_HEADER.encode()
-_QUIET = frozenset({"/debug/console", "/debug/requests", "/health", "/load", "/metrics", "/ping", "/ready"})
+_QUIET = ALIVE | {"/debug/console", "/debug/requests", "/load", "/metrics"}
 """What programs ask for again and again: the console each second."""
 
 

@@ -51,6 +51,7 @@ class StatusRoutes:
         self.routes.add_api_route("/ping", self.health, methods=["GET", "HEAD", "POST"])
         self.routes.add_api_route("/load", self.load, methods=["GET", "HEAD"])
         self.routes.add_api_route("/ready", self.ready, methods=["GET", "HEAD"])
+        self.routes.add_api_route("/health_generate", self.ready, methods=["GET", "HEAD"])  # SGLang's name
         self.routes.add_api_route("/metrics", self.metrics, methods=["GET", "HEAD"])
         self.routes.add_api_route("/debug/prefix_index", self.prefix_index, methods=["GET", "HEAD"])
         self.routes.add_api_route("/debug/nodes", self.nodes, methods=["GET", "HEAD"])

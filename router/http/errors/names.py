@@ -11,7 +11,6 @@ def rename_field(error: InvalidRequest, names: Mapping[str, str]) -> None:
     """Name a mistake after what the client sent. names: fields as the error may call them, and what they are there."""
     if (own := names.get(error.param or "")) is None:
         return
-    beginning = f"{error.param}: "
-    if error.message.startswith(beginning):
-        error.args = (f"{own}: {error.message.removeprefix(beginning)}", *error.args[1:])
+    if error.message.startswith((f"{error.param}: ", f"{error.param} ")):
+        error.args = (own + error.message.removeprefix(str(error.param)), *error.args[1:])
     error.param = own

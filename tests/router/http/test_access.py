@@ -59,9 +59,9 @@ async def test_http_needs_a_key_but_for_what_says_that_it_lives(nodes):
             assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
             assert error_of(answer)["code"] == "invalid_api_key"
             assert answer.headers["x-request-id"]
-        for path in ("/v1/models", "/version", "/nothing", "/health/", "/%2Fhealth"):
+        for path in ("/v1/models", "/version", "/model_info", "/server_info", "/nothing", "/health/", "/%2Fhealth"):
             assert (await client.get(path)).status_code == 401, path
-        for path in ("/health", "/ready", "/metrics"):
+        for path in ("/health", "/health_generate", "/ready", "/metrics"):
             assert (await client.get(path)).status_code == 200, path
         for key in ("sk-one", "sk-two"):
             assert (await client.post("/v1/chat/completions", json=CHAT, headers=bearer(key))).status_code == 200
@@ -197,8 +197,9 @@ async def test_keys_share_no_cache_when_told_so(nodes):
             body = {**CHAT, "cache_salt": salt} if salt else CHAT
             assert (await client.post("/v1/chat/completions", json=body, headers=bearer(key))).status_code == 200
         tokens = {"token_ids": [5]}
-        assert (await client.post("/inference/v1/generate", json=tokens, headers=bearer("sk-two"))).status_code == 200
-        assert nodes.prefills.pop().cache_salt == nodes.prefills[2].cache_salt
+        for path, body in (("/inference/v1/generate", tokens), ("/generate", {"input_ids": [5]})):
+            assert (await client.post(path, json=body, headers=bearer("sk-two"))).status_code == 200
+            assert nodes.prefills.pop().cache_salt == nodes.prefills[2].cache_salt
         messages = {**CHAT, "max_tokens": 5}
         assert (await client.post("/v1/messages", json=messages, headers={"x-api-key": "sk-two"})).status_code == 200
         salts = [prefill.cache_salt for prefill in nodes.prefills]

@@ -86,6 +86,8 @@ async def refusal(client: httpx.AsyncClient, path: str, name: str, value: Any) -
     body = {field: VALID[field] for field in schema.get("required", ())} | beside | {name: value}
     if path == "/tokenize" and name != "messages":
         body.setdefault("prompt", "x")
+    if path == "/generate" and name != "input_ids":
+        body.setdefault("text", "x")
     response = await client.post(path, json={key: given for key, given in body.items() if given is not None})
     assert response.status_code == 400, response.text
     error = response.json()["error"]

@@ -8,12 +8,15 @@ import pytest
 
 from baton.errors import InvalidRequest
 from router.http.anthropic.unsupported import IN_MESSAGES
+from router.http.sglang import unsupported as sglang
 from router.http.tokens.unsupported import IN_SAMPLING, IN_TOKENS
 from router.http.unsupported import HARMLESS, NO_EFFECT, Harmless, OneOf, refuse_unsupported
 
 
 @pytest.mark.parametrize(
-    "rules", [HARMLESS, IN_MESSAGES, IN_TOKENS, IN_SAMPLING], ids=["all", "messages", "tokens", "sampling"]
+    "rules",
+    [HARMLESS, IN_MESSAGES, IN_TOKENS, IN_SAMPLING, sglang.IN_GENERATE, sglang.IN_SAMPLING],
+    ids=["all", "messages", "tokens", "sampling", "sglang", "sglang_sampling"],
 )
 def test_a_value_that_would_matter_is_refused_and_null_is_not(rules: Mapping[str, Harmless]) -> None:
     for name in rules:
