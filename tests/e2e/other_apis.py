@@ -20,7 +20,7 @@ from router.text.structured_output import structured_output_of
 from tests.e2e.cluster import PATIENCE_S
 from tests.e2e.parameters import Choice, Fields
 
-RESPONSES, MESSAGES, TOKENS = "/v1/responses", "/v1/messages", "/inference/v1/generate"
+RESPONSES, MESSAGES, TOKENS, SGLANG = "/v1/responses", "/v1/messages", "/inference/v1/generate", "/generate"
 _TEMPLATE_FIELDS = ("messages", "chat_template", "chat_template_kwargs", "documents", "reasoning_effort")
 
 
@@ -136,6 +136,35 @@ def said_in_tokens(pieces: Sequence[Fields]) -> Fields:
         "is_cut_off": said["finish_reason"] == "length",
         "logprobs": [entry["logprob"] for entry in said.get("logprobs.content", [])],
     }
+
+
+def said_in_completions(body: Fields) -> list[Fields]:
+    """Of each answer."""
+    return [
+        {
+            "text": choice["text"],
+            "token_ids": choice["token_ids"],
+            "is_cut_off": choice["finish_reason"] == "length",
+            "logprobs": choice["logprobs"]["token_logprobs"],
+            "prompt_logprobs": [entry and next(iter(entry.values()))["logprob"] for entry in choice["prompt_logprobs"]],
+        }
+        for choice in body["choices"]
+    ]
+
+
+def said_in_sglang(pieces: Sequence[Fields]) -> list[Fields]:
+    """`pieces`: the whole answers, or the events, of which the last of each answer has all."""
+    whole = {piece.get("index", place): piece for place, piece in enumerate(pieces)}
+    return [
+        {
+            "text": answer["text"],
+            "token_ids": answer["output_ids"],
+            "is_cut_off": answer["meta_info"]["finish_reason"]["type"] == "length",
+            "logprobs": [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]],
+            "prompt_logprobs": [entry[0] for entry in answer["meta_info"]["input_token_logprobs"]],
+        }
+        for _, answer in sorted(whole.items())
+    ]
 
 
 def said_in_response(pieces: Sequence[Fields]) -> Fields:

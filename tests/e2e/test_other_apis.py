@@ -1,5 +1,5 @@
 """A chat means the same as a response, as a message, as tokens and over gRPC, on every way; drawn at random, as in
-`test_parameter_combinations.py`."""
+`test_parameter_combinations.py`. Completions mean the same in SGLang's form."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from baton.v1 import generation_pb2_grpc
 from tests.e2e import other_apis, parameters
 from tests.e2e.cluster import Router
 from tests.e2e.conftest import House
-from tests.e2e.other_apis import MESSAGES, RESPONSES, TOKENS
-from tests.e2e.parameters import CHAT, PARAMETERS, Fields, difference
+from tests.e2e.other_apis import MESSAGES, RESPONSES, SGLANG, TOKENS
+from tests.e2e.parameters import CHAT, COMPLETIONS, PARAMETERS, PROMPT, Fields, difference
 from tests.e2e.test_parameter_combinations import own_fields
 
 pytestmark = pytest.mark.timeout(600)
@@ -134,3 +134,29 @@ async def test_a_chat_means_the_same_over_grpc(house: House, seed: int) -> None:
             others = [outcome(router, request) for router in (house.alone, house.chunk_64, house.chunk_2048)]
             asked.append((chat, chat_outcome(http, chat), others))
         await check(asked)
+
+
+async def test_completions_mean_the_same_in_sglangs_form(house: House) -> None:
+    said: Fields = {"n": 2, "temperature": 1.5, "top_p": 0.9, "repetition_penalty": 1.2, "stop": ["zebra"]}
+    params = {**said, "max_new_tokens": 16, "sampling_seed": 7, "no_stop_trim": True}
+    scores = {"return_logprob": True, "logprob_start_len": 0}
+    body = {**said, "max_tokens": 16, "seed": 7, "include_stop_str_in_output": True, "logprobs": 0}
+    async with parameters.clients_of(house.alone, house.chunk_64, house.chunk_2048) as (alone, handed_off, late):
+        tokens = (await alone.post("/tokenize", json={"prompt": PROMPT})).json()["tokens"]
+        completions = await alone.post(
+            COMPLETIONS, json={**body, "prompt": PROMPT, "return_token_ids": True, "prompt_logprobs": 0}
+        )
+        expected = other_apis.said_in_completions(completions.json())
+
+        async def whole(http: httpx.AsyncClient, prompt: Fields) -> list[Fields]:
+            return list((await http.post(SGLANG, json={**prompt, "sampling_params": params, **scores})).json())
+
+        async def streamed(http: httpx.AsyncClient, prompt: Fields) -> list[Fields]:
+            body = {**prompt, "sampling_params": params, **scores, "stream": True}
+            return [event async for event in parameters.events(http, SGLANG, body)]
+
+        found = await asyncio.gather(
+            whole(handed_off, {"text": PROMPT}),
+            *(streamed(http, {"input_ids": tokens}) for http in (alone, handed_off, late)),
+        )
+    assert [difference(expected, other_apis.said_in_sglang(other)) for other in found] == [None] * len(found)

@@ -135,10 +135,33 @@ TOKENS_BODY = {
     "request_id": "a",
     **{name: COMPLETION_BODY[name] for name in ("cache_salt", "priority", "stream", "stream_options", "timeout")},
 }
+SGLANG_BODY = {
+    "input_ids": [[5, 6, 7], [8]],
+    "rid": ["a", "b"],
+    "sampling_params": {
+        **{name: COMPLETION_BODY[name] for name in ("n", "stop", "stop_token_ids")},
+        "max_new_tokens": 8,
+        "min_new_tokens": 1,
+        "sampling_seed": 1,
+        "temperature": 0.5,
+        "logit_bias": {"7": 1.0},
+        "regex": "a+",
+        "no_stop_trim": True,
+        "custom_params": {},
+    },
+    "return_logprob": True,
+    "logprob_start_len": [0, -1],
+    "top_logprobs_num": 1,
+    "return_text_in_logprobs": True,
+    "return_prompt_token_ids": True,
+    "lora_path": "",
+    **{name: COMPLETION_BODY[name] for name in ("cache_salt", "priority", "stream", "stream_options", "timeout")},
+}
 BODIES = {
     "/v1/chat/completions": CHAT_BODY,
     "/v1/completions": COMPLETION_BODY,
     "/inference/v1/generate": TOKENS_BODY,
+    "/generate": SGLANG_BODY,
     "/v1/chat/completions/render": CHAT_BODY,
     "/v1/completions/render": COMPLETION_BODY,
     "/v1/messages": MESSAGE_BODY,

@@ -19,6 +19,7 @@ NUM_BODIES = {
     "/v1/chat/completions": 600,
     "/v1/completions": 700,
     "/inference/v1/generate": 150,
+    "/generate": 150,
     "/v1/chat/completions/render": 120,
     "/v1/completions/render": 160,
     "/v1/responses": 250,
