@@ -235,6 +235,8 @@ async def test_timings_and_cached_tokens_can_be_kept_from_clients(nodes, timings
         assert ("timings" in whole, "timings" in text, "timings" in plain) == (timings,) * 3
         assert bool(whole["usage"]["prompt_tokens_details"]) is timings
         assert ("cached_tokens" in text) is timings
+        meta = (await client.post("/generate", json={"text": "x"})).json()["meta_info"]
+        assert (meta["cached_tokens"] is not None, "e2e_latency" in meta) == (timings, timings)
         async with grpc.aio.insecure_channel(router.grpc) as channel:
             call = generation_pb2_grpc.GenerationStub(channel).Generate(pb.GenerateRequest(prompt="x"))
             finished = [r async for r in call][-1].finished
