@@ -76,6 +76,35 @@ def test_nobody_is_preempted_under_a_launched_step() -> None:
         assert seq.output_tokens == tuple(range(10, 40))
 
 
+def test_nobody_is_preempted_under_a_launched_step_for_the_blocks_of_all_groups() -> None:
+    engine, _ = make(num_blocks=34, async_scheduling=True, windows=(None, 60))
+    old, young = sequence(30, first=0, max_tokens=30), sequence(29, first=40, max_tokens=30)
+    for seq in (old, young):
+        engine.add(seq)
+    while len(old.tokens) + old.num_pending_tokens <= 32:
+        engine.compute(engine.schedule(0.0))
+    assert old.in_flight
+    assert engine.blocks.num_free == 1, "one of the two that it needs"
+    plan = engine.schedule(0.0)
+    assert not plan.preempted
+    assert not plan.chunks
+    engine.compute(plan)
+    engine.check_integrity()
+    assert engine.schedule(0.0).preempted == [young]
+
+
+def test_a_token_that_will_be_the_last_gets_no_block() -> None:
+    engine, _ = make(async_scheduling=True)
+    seq = sequence(5, max_tokens=4)
+    engine.add(seq)
+    num_blocks = set[int]()
+    while seq.state is not SequenceState.FINISHED:
+        plan = engine.schedule(0.0)
+        num_blocks.add(len(seq.block_table))
+        engine.compute(plan)
+    assert num_blocks == {2}
+
+
 def test_forks_and_handoffs_wait_for_their_first_token() -> None:
     engine, model = make(async_scheduling=True)
     forks, parks = sequence(5, first=0, samples=2, max_tokens=3), sequence(5, first=60, hand_off=True)

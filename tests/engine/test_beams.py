@@ -12,7 +12,7 @@ from baton.sampling import FinishReason, SamplingParams
 from engine.beams import BeamGroup
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.sequence import Sequence
+from engine.sequence import Sequence, SequenceState
 from tests.engine.beam_reference import Found, beam_search
 from tests.protocol.fake_model import EOS, VOCAB_SIZE, FakeModel, expected_output, most_likely
 
@@ -205,6 +205,57 @@ def test_a_group_that_lacks_blocks_gives_its_blocks_to_one_that_is_due_earlier()
     assert run(engine) == [early, late]
     assert [outputs(group) for group in (early, late)] == [expected(3, 4, 20), expected(4, 4, 20)]
     assert is_whole(engine)
+
+
+def preempted_search(engine: Engine) -> tuple[BeamGroup[Sequence], list[int]]:
+    """A search whose three beams are all preempted, and the blocks that they lacked; another sequence runs."""
+    sampling = SamplingParams(max_tokens=30, seed=7, ignore_eos=True)
+    engine.add(Sequence(AttemptId(1, "first", 0), [0], (50, 60), sampling, arrived_s=-1.0))
+    group = search(engine, "r", 5, 3, 12)
+    while len(group.members) < 3:
+        engine.compute(engine.schedule(0.0))
+    lease = engine.allocate(engine.blocks.num_unclaimed)
+    assert preempted(engine) == [*group.members]
+    return group, lease
+
+
+def test_all_beams_of_a_group_that_run_are_preempted_together() -> None:
+    engine = make(60)
+    group, lease = preempted_search(engine)
+    while not (running := [member for member in group.members if member.state is SequenceState.RUNNING]):
+        engine.blocks.release([lease.pop()])
+        engine.compute(engine.schedule(0.0))
+    assert len(running) < 3, "the others are preempted already"
+    lease += engine.allocate(engine.blocks.num_unclaimed)
+    assert preempted(engine) == running
+    engine.blocks.release(lease)
+    assert run(engine) == [group]
+    assert outputs(group) == expected(5, 3, 12)
+    assert is_whole(engine)
+
+
+def test_beams_that_wait_for_another_one_do_not_make_room_for_it() -> None:
+    """Else they would be preempted and computed again in turn, until there is room for all."""
+    engine = make(60, max_num_seqs=4)
+    group, lease = preempted_search(engine)
+    engine.blocks.release(lease)
+    engine.scheduler.reserve_seqs(1)
+    for _ in range(5):
+        plan = engine.schedule(0.0)
+        assert not plan.preempted
+        engine.compute(plan)
+    assert [member.state is SequenceState.RUNNING for member in group.members] == [True, True, False]
+    engine.scheduler.unreserve_seqs(1)
+    assert run(engine) == [group]
+    assert outputs(group) == expected(5, 3, 12)
+
+
+def preempted(engine: Engine) -> list[Sequence]:
+    """What the next step that preempts preempts."""
+    while not (plan := engine.schedule(0.0)).preempted:
+        engine.compute(plan)
+    engine.compute(plan)
+    return plan.preempted
 
 
 def test_a_group_waits_for_a_member_whose_step_is_to_come_again() -> None:

@@ -192,6 +192,24 @@ def test_reserved_places_are_not_given_to_waiting_sequences() -> None:
     assert engine.num_running == 2
 
 
+def test_nothing_is_begun_in_a_step_that_preempts() -> None:
+    """The blocks that are free then are for sequences that run."""
+    engine, _ = make(num_blocks=17)
+    old, young = sequence(30, first=0, max_tokens=30), sequence(30, first=40, max_tokens=30)
+    between = sequence(2, first=90, arrived_s=young.arrived_s - 0.5)
+    engine.add(old)
+    engine.add(young)
+    engine.compute(engine.schedule(0.0))
+    engine.add(between)
+    while not (plan := engine.schedule(0.0)).preempted:
+        assert not plan.started, "all blocks are in use"
+        engine.compute(plan)
+    assert plan.preempted == [young]
+    assert not plan.started
+    engine.compute(plan)
+    assert engine.schedule(0.0).started == [between]
+
+
 def test_the_youngest_is_preempted_and_comes_back_before_newcomers() -> None:
     engine, _ = make(num_blocks=17)
     old, young = sequence(30, first=0, max_tokens=30), sequence(30, first=40, max_tokens=30)

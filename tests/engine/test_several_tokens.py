@@ -200,6 +200,30 @@ def test_nobody_loses_blocks_for_a_guess() -> None:
     engine.blocks.release(lease.blocks)
 
 
+def test_a_guess_gets_the_blocks_that_are_left() -> None:
+    engine = make(Guessed(), num_blocks=5, max_model_len=16)
+    seq = sequence(5, max_tokens=9, runs_ahead=False)
+    engine.add(seq)
+    given = run(engine, seq, [(11, 12), (14, 15)])
+    assert tokens(given) == [[10], [11, 12, 13], [14, 15, 16], [17], [18]], "the second guess begins a block"
+
+
+def test_no_step_waits_for_the_blocks_of_a_guess() -> None:
+    engine = make(Guessed(), ahead=True, num_blocks=17)
+    guessed, ahead = sequence(31, first=0, max_tokens=9, runs_ahead=False), sequence(24, first=40, max_tokens=9)
+    for seq in (guessed, ahead):
+        engine.add(seq)
+    for _ in range(2):
+        engine.compute(engine.schedule(0.0))
+    lease = engine.blocks.allocate(engine.blocks.num_free)
+    engine.propose(guessed, (11, 12))
+    assert ahead.in_flight
+    plan = engine.schedule(0.0)
+    assert [(chunk.sequence, chunk.length) for chunk in plan.chunks] == [(guessed, 1), (ahead, 1)]
+    engine.compute(plan)
+    engine.blocks.release(lease.blocks)
+
+
 def test_who_still_gets_the_blocks_of_its_prompt_takes_no_guess() -> None:
     """Its next chunk may end before the guess, which a step launched ahead would then take for tokens."""
     model = Guessed()
