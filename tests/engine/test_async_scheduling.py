@@ -20,6 +20,14 @@ def test_a_step_is_launched_before_the_one_before_it_retires() -> None:
     assert engine.blocks.num_free + engine.blocks.num_cached == engine.blocks.num_total
 
 
+def test_who_runs_ahead_does_so_from_the_last_chunk_of_its_prompt_on() -> None:
+    engine, model = make(async_scheduling=True, max_num_batched_tokens=4)
+    engine.add(sequence(5, max_tokens=3))
+    results = run(engine)
+    assert [[token.token for token in result.sampled] for result in results] == [[], [], [10], [11], [12]]
+    assert [(c.start, c.length) for batch in model.batches for c in batch] == [(0, 4), (4, 1), (5, 1), (6, 1)]
+
+
 def test_a_token_that_ends_a_sample_makes_its_launched_step_vain() -> None:
     engine, model = make(async_scheduling=True)
     seq = sequence(5, max_tokens=9, stop_token_ids=frozenset({11}))

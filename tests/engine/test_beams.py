@@ -250,6 +250,30 @@ def test_beams_that_wait_for_another_one_do_not_make_room_for_it() -> None:
     assert outputs(group) == expected(5, 3, 12)
 
 
+def test_beams_that_take_a_launched_step_give_way_to_nobody() -> None:
+    engine = make(60, max_num_seqs=4, ahead=True)
+    group, lease = preempted_search(engine)
+    engine.blocks.release(lease)
+    engine.scheduler.reserve_seqs(1)
+    engine.compute(engine.schedule(0.0))
+    assert [member.in_flight for member in group.members] == [True, True, False]
+    early = search(engine, "early", 6, 1, 9, priority=-1)
+    plan = engine.schedule(0.0)
+    assert not plan.preempted
+    engine.compute(plan)
+    engine.scheduler.unreserve_seqs(1)
+    assert {found.attempt_id for found in run(engine)} == {group.attempt_id, early.attempt_id}
+
+
+def test_beams_of_a_group_are_neighbours_in_the_queue() -> None:
+    engine = make(60)
+    sampling = SamplingParams(temperature=0.0, beam_width=2)
+    groups = [BeamGroup[Sequence](AttemptId(1, name, 0), 3, sampling, ()) for name in ("one", "two")]
+    for group in groups * 2:
+        engine.waiting.add_preempted(Sequence(group.attempt_id, [0], (2, 3, 4), sampling, beams=group))
+    assert [seq.beams for seq in engine.waiting] == [groups[0]] * 2 + [groups[1]] * 2
+
+
 def preempted(engine: Engine) -> list[Sequence]:
     """What the next step that preempts preempts."""
     while not (plan := engine.schedule(0.0)).preempted:

@@ -134,14 +134,14 @@ def test_a_saturated_step_takes_no_further_prompt_but_a_long_one_has_all_of_the_
 @pytest.mark.parametrize("hand_off", [False, True])
 def test_the_samples_of_prompts_in_a_step_are_no_more_than_may_run_but_for_those_of_one(hand_off: bool) -> None:
     """Memory for what a sampler copies of logits was measured with as many choices as sequences may run."""
-    engine, model = make(max_num_seqs=4, max_num_batched_tokens=8)
-    numbers = (6, 3, 1, 2, 1)
+    engine, model = make(max_num_seqs=4, max_num_batched_tokens=9)
+    numbers = (6, 3, 2, 1, 1)
     prompts = [sequence(3, first=10 * i, samples=n, max_tokens=1, hand_off=hand_off) for i, n in enumerate(numbers)]
     for seq in prompts:
         engine.add(seq)
     run(engine)
     steps = [[len(chunk.sequence.samples) for chunk in batch if chunk.samples_token] for batch in model.batches]
-    assert steps == [[6], [3, 1], [2, 1]]
+    assert steps == [[6], [3], [2, 1, 1]]
 
 
 def test_the_samples_of_a_prompt_count_also_if_only_its_last_token_is_left() -> None:
@@ -150,6 +150,16 @@ def test_the_samples_of_a_prompt_count_also_if_only_its_last_token_is_left() -> 
         engine.add(sequence(length, first=first, samples=4, max_tokens=1))
     run(engine)
     assert [[chunk.length for chunk in batch] for batch in model.batches] == [[8], [1], [3]]
+
+
+def test_the_samples_of_a_prompt_count_also_if_the_prefix_cache_has_most_of_it() -> None:
+    engine, _ = make(max_num_seqs=4, max_num_batched_tokens=15)
+    engine.add(sequence(13, max_tokens=1))
+    run(engine)
+    first, cached = sequence(3, first=0, samples=3, max_tokens=1), sequence(13, samples=2, max_tokens=1)
+    for seq in (first, cached):
+        engine.add(seq)
+    assert [plan.started for plan, _ in turns(engine)] == [[first], [cached]]
 
 
 def test_a_full_prefix_hit_computes_its_last_block_anew() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from baton.block_hash import next_hash
+import pytest
+
+from baton.block_hash import next_hash, root_hash
 from engine.sequence import SequenceState
 from tests.engine.counting import make, run, sequence
 
@@ -45,11 +47,56 @@ def test_forks_at_a_block_boundary_copy_nothing() -> None:
 
 
 def test_forks_without_a_place_wait_and_lose_nothing() -> None:
-    engine, _ = make(max_num_seqs=2)
+    engine, model = make(max_num_seqs=2)
     engine.add(sequence(6, samples=5))
     tokens = [token for result in run(engine) for token in result.sampled]
     for sample in range(5):
         assert [token.token for token in tokens if token.sample == sample] == [10, 11, 12, 13]
+    assert max(len(batch) for batch in model.batches) == 2
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 60)])
+@pytest.mark.parametrize(("num_prompt", "num_columns"), [(6, 1), (8, 2)])
+def test_forks_without_blocks_wait_and_lose_nothing(
+    num_prompt: int, num_columns: int, windows: tuple[int | None, ...]
+) -> None:
+    """The columns that are left are enough for two of five, the first of which writes on in a partly filled one."""
+    engine, _ = make(num_blocks=66, windows=windows)
+    engine.add(sequence(num_prompt, samples=5))
+    plan = engine.schedule(0.0)
+    lease = engine.allocate(engine.blocks.num_unclaimed - num_columns * len(windows))
+    tokens = engine.compute(plan).sampled
+    assert [token.sequence.state is SequenceState.RUNNING for token in tokens] == [True] * 2 + [False] * 3
+    assert not engine.blocks.num_unclaimed
+    engine.blocks.release(lease)
+    tokens += [token for result in run(engine) for token in result.sampled]
+    for sample in range(5):
+        assert [token.token for token in tokens if token.sample == sample] == [10, 11, 12, 13]
+
+
+def test_samples_that_end_with_their_first_token_are_finished() -> None:
+    engine, _ = make()
+    engine.add(sequence(6, samples=2, max_tokens=1))
+    tokens = engine.compute(engine.schedule(0.0)).sampled
+    assert [token.sequence.state for token in tokens] == [SequenceState.FINISHED] * 2
+
+
+def test_a_fork_has_what_its_prompt_has() -> None:
+    given = {"cache_salt": "mine", "arrived_s": 1.0, "age_s": 2.0, "priority": 3, "runs_ahead": False}
+    prompt = sequence(6, samples=2, **given, extensions={"name": 7})
+    prompt.num_cached_tokens, prompt.started_s = 4, 5.0
+    fork = prompt.child(1, (10, 11))
+    had = ("attempt_id", "prompt_tokens", "sampling", *given, "extensions", "num_cached_tokens", "started_s")
+    assert [getattr(fork, name) for name in had] == [getattr(prompt, name) for name in had]
+    assert (fork.samples, fork.output_tokens) == ([1], (10, 11))
+
+
+def test_blocks_that_forks_fill_have_the_salt_of_their_prompt() -> None:
+    engine, _ = make()
+    engine.add(sequence(3, samples=2, max_tokens=4, cache_salt="mine"))
+    run(engine)
+    tokens = (50, 51, 52, 10)
+    assert [len(engine.blocks.match([next_hash(root_hash(salt), tokens)])) for salt in ("mine", "")] == [1, 0]
 
 
 def test_adoption_loses_no_step_and_names_the_prompts_blocks() -> None:

@@ -99,8 +99,11 @@ def test_one_that_finds_too_few_blocks_keeps_all_behind_it_waiting() -> None:
     pool = Pool()
     pool.add(first := sequence("first", None, num_blocks=15))
     assert pool.admitted() == ["first"]
-    pool.add(sequence("long", "a", num_blocks=10), sequence("short", "b", num_blocks=1))
+    pool.add(long := sequence("long", "a", num_blocks=10), sequence("short", "b", num_blocks=1))
+    assert not pool.scheduler.waiting.lacks_blocks(long.due_s)
     assert pool.admitted() == []
+    assert pool.scheduler.waiting.lacks_blocks(long.due_s)
+    assert not pool.scheduler.waiting.lacks_blocks(long.due_s - 0.1)
     pool.end(first)
     assert pool.admitted() == ["long", "short"]
 

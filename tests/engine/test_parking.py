@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.engine import Engine
+from engine.holdings import Holding
 from engine.sequence import Sequence, SequenceState
 from tests.engine.counting import Counting, make, run, sequence
 from tests.engine.test_forced_tokens import ALLOWED, Places
@@ -58,10 +59,12 @@ def test_a_resumed_sequence_goes_on_with_the_next_token(ahead: bool, parks: bool
 
 
 def test_a_parked_sequence_keeps_its_place_and_its_blocks() -> None:
-    engine, _ = make(async_scheduling=True, max_num_seqs=1)
+    engine, model = make(async_scheduling=True, max_num_seqs=1)
     parked, waits = sequence(5, max_tokens=9), sequence(5, first=40, max_tokens=2)
     stopped(engine, parked)
     engine.sequences.park(parked)
+    assert parked in model.forgotten
+    assert not engine.sequences.is_settled(parked), "it does not run"
     table = list(parked.block_table)
     engine.add(waits)
     run(engine)
@@ -72,6 +75,48 @@ def test_a_parked_sequence_keeps_its_place_and_its_blocks() -> None:
     assert len(tokens_after(engine)) == 2
     assert engine.scheduler.num_reserved_seqs == 0
     assert engine.blocks.num_free + engine.blocks.num_cached == engine.blocks.num_total
+
+
+def test_places_of_parked_sequences_are_counted_once() -> None:
+    engine, model = make()
+    resumed, ended, goes_on, handed_off = (sequence(5, first=10 * i, max_tokens=9) for i in range(4))
+    handed_off.hand_off = True
+    engine.add(handed_off)
+    for seq in (resumed, ended, goes_on):
+        stopped(engine, seq)
+    for seq in (resumed, ended):
+        engine.sequences.park(seq)
+    assert handed_off.state is SequenceState.PARKED
+    assert engine.scheduler.num_reserved_seqs == 2
+    engine.sequences.resume(resumed)
+    assert engine.scheduler.num_reserved_seqs == 1
+    for seq in (ended, goes_on, handed_off):
+        engine.sequences.release(seq)
+        assert engine.scheduler.num_reserved_seqs == 0
+    assert {ended, goes_on, handed_off} <= {*model.forgotten}
+    assert [holding.attempt_id for holding in engine.sequences.holdings()] == [resumed.attempt_id]
+    engine.check_integrity()
+
+
+def test_only_who_stops_is_settled_and_has_no_guess_left() -> None:
+    engine, _ = make()
+    seq = sequence(5, max_tokens=9, runs_ahead=False)
+    engine.add(seq)
+    engine.compute(engine.schedule(0.0))
+    engine.propose(seq, (11,))
+    assert not engine.sequences.is_settled(seq)
+    engine.sequences.stop(seq)
+    assert not seq.draft_tokens
+    assert engine.sequences.is_settled(seq)
+
+
+def test_what_holds_blocks_is_listed_with_what_it_holds_and_since_when() -> None:
+    engine, _ = make()
+    seq = sequence(5, max_tokens=9, arrived_s=1.0)
+    engine.add(seq)
+    engine.compute(engine.schedule(3.0))
+    held = Holding("sequence", "running", seq.attempt_id, (0,), 3.0, seq.block_table)
+    assert engine.sequences.holdings() == [held]
 
 
 def computed(model: Counting, seq: Sequence) -> set[int]:

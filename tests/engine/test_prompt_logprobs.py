@@ -144,6 +144,16 @@ def test_several_samples_share_them(folder: Path, hand_off: bool) -> None:
     check(folder, told([engine.compute(engine.schedule(0.0)) for _ in range(8)], "a"))
 
 
+def test_one_that_has_ended_reports_none() -> None:
+    engine, _ = counting.make(async_scheduling=True)
+    seq = counting.sequence(9)
+    seq.num_prompt_logprobs = 0
+    engine.add(seq)
+    engine.compute(engine.schedule(0.0))
+    engine.sequences.release(seq)
+    assert not any(result.prompt_logprobs for result in counting.run(engine))
+
+
 def test_a_preempted_sequence_reports_each_token_once() -> None:
     """Its prompt is computed again from the first token on, though the cache has it, until all are reported."""
     engine, _ = counting.make(num_blocks=17, max_num_batched_tokens=8, async_scheduling=True)

@@ -22,7 +22,7 @@ from engine.model.load.checkpoint import Checkpoint
 from engine.model.runner import TorchModelRunner, accepted
 from engine.sequence import Sequence, SequenceState
 from engine.step import Begun, Choice, Chunk, SampledToken
-from tests.engine import tiny_models
+from tests.engine import counting, tiny_models
 from tests.engine.counting import Counting, Launched, sequence
 
 torch.set_num_threads(1)
@@ -150,6 +150,17 @@ def test_a_step_that_chooses_nothing_is_made_up_for(empty: tuple[int, ...], runs
     assert engine.blocks.num_free + engine.blocks.num_cached == engine.blocks.num_total
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("fields", [{"samples": 2}, {"hand_off": True}])
+def test_a_prompt_for_which_a_step_chooses_nothing_has_another_one(fields: dict[str, Any], ahead: bool) -> None:
+    model = Guessed(empty=(0,))
+    engine = make(model, ahead)
+    engine.add(sequence(7, max_tokens=1, **fields))
+    sampled = [token.token for result in counting.run(engine) for token in result.sampled]
+    assert [(chunk.start, chunk.end) for batch in model.batches for chunk in batch] == [(0, 7), (6, 7)]
+    assert sampled == [10] * fields.get("samples", 1)
+
+
 def test_who_ends_under_a_step_in_vain_keeps_its_blocks_until_that_is_over() -> None:
     engine = make(Guessed(empty=(1,)), ahead=True)
     seq = sequence(7, max_tokens=9)
@@ -175,14 +186,14 @@ def test_only_who_runs_ahead_is_in_the_step_behind() -> None:
     assert [[chunk.sequence for chunk in batch] for batch in model.batches] == [[ahead, waits], [ahead], [ahead, waits]]
 
 
-@pytest.mark.parametrize("guess", [(11, 12), (11, 99)])
+@pytest.mark.parametrize("guess", [(11, 12), (11, 99), (11,)])
 def test_a_guess_is_checked_once(guess: tuple[int, ...]) -> None:
     model = Guessed()
     engine = make(model)
     seq = sequence(5, max_tokens=9, runs_ahead=False)
     engine.add(seq)
     run(engine, seq, [guess])
-    assert [batch[0].length for batch in model.batches][:4] == [5, 3, 1, 1]
+    assert [batch[0].length for batch in model.batches][:4] == [5, 1 + len(guess), 1, 1]
 
 
 def test_nobody_loses_blocks_for_a_guess() -> None:
@@ -224,10 +235,23 @@ def test_no_step_waits_for_the_blocks_of_a_guess() -> None:
     engine.blocks.release(lease.blocks)
 
 
-def test_who_still_gets_the_blocks_of_its_prompt_takes_no_guess() -> None:
+def test_who_is_preempted_forgets_its_guess() -> None:
+    engine = make(Guessed(), num_blocks=17)
+    old, young = sequence(30, first=0, max_tokens=9), sequence(27, first=40, max_tokens=9, runs_ahead=False)
+    for seq in (old, young):
+        engine.add(seq)
+    for _ in range(3):
+        engine.compute(engine.schedule(0.0))
+    engine.propose(young, (99, 99))
+    assert engine.schedule(0.0).preempted == [young]
+    assert not young.draft_tokens
+
+
+@pytest.mark.parametrize("budget", [1, 4])
+def test_who_still_gets_the_blocks_of_its_prompt_takes_no_guess(budget: int) -> None:
     """Its next chunk may end before the guess, which a step launched ahead would then take for tokens."""
     model = Guessed()
-    engine = make(model, max_num_batched_tokens=1, windows=(None, 6))
+    engine = make(model, max_num_batched_tokens=budget, windows=(None, 6))
     seq = sequence(5, max_tokens=9, runs_ahead=False)
     engine.add(seq)
     while seq.num_computed_tokens < 4:
@@ -269,6 +293,17 @@ def test_who_takes_no_guess(change: dict[str, Any]) -> None:
     engine.add(seq)
     engine.compute(engine.schedule(0.0))
     assert not seq.takes_drafts
+
+
+def test_who_does_not_generate_yet_takes_no_guess() -> None:
+    engine = make(Guessed(), max_num_batched_tokens=4)
+    for seq in (sequence(5, runs_ahead=False, hand_off=True), sequence(5, first=0, runs_ahead=False, samples=2)):
+        engine.add(seq)
+        engine.compute(engine.schedule(0.0))
+        assert seq.num_computed_tokens == seq.num_tokens - 1
+        assert not seq.takes_drafts
+        engine.sequences.release(seq)
+    assert not sequence(1, runs_ahead=False).takes_drafts, "it waits"
 
 
 # ---- with a model ----

@@ -77,6 +77,9 @@ class Timed:
 def test_without_streams_chunks_are_as_long_as_ever() -> None:
     timed = Timed()
     assert timed.prefill(1000) == [512, 488]
+    timed.engine.add(sequence(512 + LEAST_CHUNK, first=2000, max_tokens=1))
+    timed.step()
+    assert timed.prefill(300, first=4000) == [300], "the last tokens of another prompt are no stream's"
 
 
 def test_the_first_chunk_is_the_least_one_and_later_ones_keep_the_target() -> None:
@@ -88,6 +91,15 @@ def test_the_first_chunk_is_the_least_one_and_later_ones_keep_the_target() -> No
     mixed = [took_s for size, took_s in timed.took_s[3:] if size.has_prompts]
     assert max(mixed) <= TARGET_S * 1.02
     assert sum(lengths) / sum(mixed) > 10_000
+
+
+def test_what_many_streams_take_of_the_target_is_not_left_for_prompts() -> None:
+    timed = Timed(num_blocks=3001)
+    timed.decode(200)
+    lengths = timed.prefill(1900)
+    mixed = [took_s for size, took_s in timed.took_s[3:] if size.has_prompts]
+    assert max(mixed) <= TARGET_S * 1.02
+    assert max(lengths) >= 100
 
 
 def test_a_target_that_cannot_be_kept_still_leaves_each_prompt_its_least_chunk() -> None:
@@ -133,15 +145,14 @@ def test_a_second_prompt_has_what_the_first_one_leaves() -> None:
     timed = Timed()
     timed.decode(4)
     timed.prefill(1000)
-    first, second = sequence(40, first=3000, max_tokens=9), sequence(1500, first=4000, max_tokens=9)
-    timed.engine.add(first)
-    timed.engine.add(second)
+    first, second = sequence(40, first=3000, max_tokens=9), sequence(300, first=4000, max_tokens=9)
+    third = sequence(8, first=5000)
+    for seq in (first, second, third):
+        timed.engine.add(seq)
     chunks = {chunk.sequence: chunk.length for chunk in timed.step()}
     assert chunks[first] == 40
-    assert LEAST_CHUNK <= chunks[second] < 1500
-    third = sequence(8, first=5000)
-    timed.engine.add(third)
-    assert third not in {chunk.sequence for chunk in timed.step()}, "it overtook one that was cut short"
+    assert LEAST_CHUNK <= chunks[second] < 300
+    assert third not in chunks, "it overtook one that was cut short"
 
 
 def test_only_what_the_prefix_cache_lacks_counts() -> None:
@@ -158,6 +169,17 @@ def test_a_sequence_to_hand_off_is_no_stream() -> None:
     timed = Timed()
     timed.engine.add(sequence(40, first=0, hand_off=True))
     assert timed.prefill(300, first=1000) == [300]
+
+
+@pytest.mark.parametrize(("fields", "length"), [({"runs_ahead": False}, LEAST_CHUNK), ({"hand_off": True}, 300)])
+def test_who_waits_for_the_token_of_a_launched_step_is_a_stream_unless_it_is_to_hand_off(
+    fields: dict[str, Any], length: int
+) -> None:
+    engine, _ = make(**BIG, async_scheduling=True)
+    engine.add(sequence(40, first=0, **fields))
+    engine.compute(engine.schedule(0.0))
+    engine.add(sequence(300, first=1000))
+    assert [chunk.length for chunk in engine.schedule(0.0).chunks] == [length]
 
 
 def test_a_step_that_hung_does_not_stop_prompts() -> None:
