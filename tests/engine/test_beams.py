@@ -93,6 +93,7 @@ def test_it_finds_what_a_plain_search_finds(length: int, width: int, max_tokens:
     group = search(engine, "r", length, width, max_tokens)
     assert run(engine) == [group]
     assert outputs(group) == expected(length, width, max_tokens)
+    assert all(beam.stop_token_id is None and not beam.logprobs for beam in group.best)
     assert is_whole(engine)
 
 
@@ -131,14 +132,36 @@ def test_it_ends_with_the_context() -> None:
     assert outputs(group) == expected(35, 3, 5, ignore_eos=True)
 
 
-def test_logprobs_are_those_of_its_tokens() -> None:
+def test_it_ends_where_every_next_token_ends_a_beam() -> None:
+    (best, _), (second, _) = most_likely(range(2, 7), 2)
     engine = make(200)
-    group = search(engine, "r", 5, 3, 4, num_logprobs=2)
+    group = search(engine, "r", 5, 1, 9, stop_token_ids=frozenset({best, second}))
+    assert run(engine) == [group]
+    assert [beam.tokens for beam in group.best] == [(best,)]
+
+
+def test_more_logprobs_than_it_needs_change_nothing_that_it_finds() -> None:
+    engine = make(200)
+    group = search(engine, "r", 5, 2, 9, num_logprobs=20)
+    run(engine)
+    assert outputs(group) == beam_search(lambda tokens: most_likely(tokens, 20)[:4], range(2, 7), 2, 9, (EOS,), 1.0)
+    assert {len(entry.top) for beam in group.best for entry in beam.logprobs} == {20}
+    unlikely = most_likely(range(2, 7), 20)[5][0]
+    group = search(engine, "s", 5, 2, 9, num_logprobs=20, stop_token_ids=frozenset({unlikely}), length_penalty=-2.0)
+    run(engine)
+    assert (unlikely,) not in [beam.tokens for beam in group.best]
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_logprobs_are_those_of_its_tokens(k: int) -> None:
+    engine = make(200)
+    group = search(engine, "r", 5, 3, 4, num_logprobs=k)
     run(engine)
     for beam in group.best:
         assert sum(entry.logprob for entry in beam.logprobs) == pytest.approx(beam.cumulative_logprob)
         for index, entry in enumerate(beam.logprobs):
-            assert entry.top == most_likely([*range(2, 7), *beam.tokens[:index]], 6)[:2]
+            assert entry.top == most_likely([*range(2, 7), *beam.tokens[:index]], 6)[:k]
+        assert len(beam.logprobs) == len(beam.tokens)
 
 
 @settings(max_examples=30, deadline=None)

@@ -109,6 +109,26 @@ def test_the_budget_is_the_prompts_alone() -> None:
     assert [[chunk.length for chunk in batch] for batch in model.batches] == [[1], [1, 1, 1, 2], [1, 1, 1, 2], [1] * 4]
 
 
+@pytest.mark.parametrize("hand_off", [False, True])
+def test_steps_that_compute_a_prompt_advance_it(hand_off: bool) -> None:
+    """A prompt to hand off again has the output so far, which is computed as the prompt is."""
+    engine, _ = make(max_num_batched_tokens=4)
+    seq = sequence(6, hand_off=hand_off, max_tokens=9)
+    if hand_off:
+        seq.tokens.extend(range(10, 14))
+    engine.add(seq)
+    advanced = [result.advanced for result in run(engine)]
+    assert advanced == ([[seq]] * 3 if hand_off else [[seq]] * 2 + [[]] * 8)
+
+
+def test_the_samples_of_a_prompt_that_does_not_end_in_a_step_do_not_count() -> None:
+    engine, model = make(max_num_seqs=4, max_num_batched_tokens=8)
+    for first, length, samples in ((0, 3, 3), (20, 9, 2)):
+        engine.add(sequence(length, first=first, samples=samples, max_tokens=1))
+    run(engine)
+    assert [[chunk.length for chunk in batch] for batch in model.batches] == [[3, 5], [4]]
+
+
 def test_several_prompts_share_a_step_and_leave_in_order() -> None:
     engine, model = make(max_num_batched_tokens=12)
     prompts = [sequence(5, first=10 * i, max_tokens=1) for i in range(1, 5)]

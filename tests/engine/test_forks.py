@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from baton.block_hash import next_hash, root_hash
@@ -82,7 +84,7 @@ def test_samples_that_end_with_their_first_token_are_finished() -> None:
 
 
 def test_a_fork_has_what_its_prompt_has() -> None:
-    given = {"cache_salt": "mine", "arrived_s": 1.0, "age_s": 2.0, "priority": 3, "runs_ahead": False}
+    given: dict[str, Any] = {"cache_salt": "mine", "arrived_s": 1.0, "age_s": 2.0, "priority": 3, "runs_ahead": False}
     prompt = sequence(6, samples=2, **given, extensions={"name": 7})
     prompt.num_cached_tokens, prompt.started_s = 4, 5.0
     fork = prompt.child(1, (10, 11))

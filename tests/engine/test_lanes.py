@@ -125,6 +125,68 @@ def test_a_lane_that_nobody_has_come_to_for_long_has_no_share_any_more() -> None
     assert pool.admitted() == ["early 2", "early 3", "late"]
 
 
+def test_who_waits_for_nobody_takes_no_lane_s_share_and_has_none() -> None:
+    pool = Pool()
+    names = (("none", None, 2), ("a 0", "a", 8), ("a 1", "a", 8))
+    pool.add(*(sequence(name, lane, num_blocks) for name, lane, num_blocks in names))
+    assert pool.admitted() == ["none", "a 0", "a 1"], "one lane alone has the whole pool"
+    pool = Pool()
+    pool.add(*(sequence(name, name, num_blocks=1) for name in ("a", "b")), sequence("none", None, num_blocks=10))
+    assert pool.admitted() == ["a", "b", "none"]
+    pool.add(sequence("more", None, num_blocks=8))
+    assert pool.admitted() == ["more"], "together they hold more than a lane may"
+
+
+def test_a_lane_may_use_up_its_share() -> None:
+    pool = Pool()
+    pool.add(*(sequence(f"a {i}", "a", num_blocks=5) for i in range(3)), sequence("b", "b"))
+    assert pool.admitted() == ["a 0", "a 1", "b"]
+
+
+def test_a_lane_counts_from_its_last_arrival() -> None:
+    """Also if it has been empty since."""
+    pool, first_s = Pool(), 2 * KNOWN_S
+    pool.add(one := sequence("one", "a", arrived_s=first_s))
+    assert pool.admitted() == ["one"]
+    pool.end(one)
+    pool.add(*(sequence(f"b {i}", "b", num_blocks=9, arrived_s=first_s + 1) for i in range(2)))
+    assert pool.admitted() == ["b 0"], "it may come back"
+
+
+def test_a_lane_is_not_forgotten_while_any_of_it_wait() -> None:
+    pool = Pool()
+    pool.add(sequence("early", "a"))
+    pool.add(sequence("late", "b", arrived_s=KNOWN_S + 1))
+    assert pool.admitted() == ["early", "late"]
+
+
+def test_who_lacks_blocks_does_so_until_it_leaves_or_waits_for_something_else() -> None:
+    waiting = Pool().scheduler.waiting
+    short, other = sequence("short", None), sequence("other", None)
+    for leave in (waiting.remove, lambda seq: waiting.defer(seq, None)):
+        waiting.add(short)
+        waiting.add(other)
+        waiting.note_short(short)
+        leave(other)
+        assert waiting.lacks_blocks(0.0)
+        leave(short)
+        assert not waiting.lacks_blocks(0.0)
+
+
+def test_nothing_is_begun_that_is_due_after_something_of_the_caller_s() -> None:
+    waiting = Pool().scheduler.waiting
+    seq = sequence("due at 3", None, arrived_s=3.0)
+    waiting.add(seq)
+    for begins_until_s, first in ((2.9, None), (3.0, seq)):
+        waiting.begins_until_s = begins_until_s
+        assert waiting.first() is first
+    preempted = sequence("preempted", None, arrived_s=3.0)
+    waiting.add_preempted(preempted)
+    assert waiting.first() is preempted, "of two that are due at a time"
+    waiting.begins_until_s = 2.9
+    assert waiting.first() is preempted, "it is begun already"
+
+
 def test_a_lane_whose_blocks_are_held_for_long_keeps_its_account() -> None:
     pool, held = Pool(), sequence("held", "a")
     pool.add(held)

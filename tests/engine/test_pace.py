@@ -63,6 +63,25 @@ def test_a_few_slow_launches_do_not_make_the_others_early() -> None:
     assert abs(launched_after(few + 1) - (SHARE * 0.010 - SLACK_S - 0.005)) < 1e-9
 
 
+def test_slow_launches_are_forgotten() -> None:
+    pace, now = paced(0.010, 0.010), 100.0
+    for cost_s in [0.005] * 20 * NUM_COSTS + [0.001] * NUM_COSTS:
+        pace.launched(TEN, now, now + cost_s, idle=False)
+        now += 0.010
+        pace.retired(now)
+    assert abs(waits(pace) - (SHARE * 0.010 - SLACK_S - 0.001)) < 1e-9
+
+
+@pytest.mark.parametrize(("known_s", "late_s"), [(0.0, 0.003), (0.002, 0.003), (0.004, 0.003)])
+def test_after_a_launch_behind_a_device_that_ran_dry_the_next_one_is_earlier(known_s: float, late_s: float) -> None:
+    pace = paced(0.010, 0.010, cost_s=known_s)
+    due = 100.0 + waits(pace)
+    pace.launched(TEN, due, due + late_s, idle=True)
+    took_s = min(0.010, due + late_s - 100.0)
+    pace.retired(due + late_s)
+    assert abs(waits(pace) - (SHARE * took_s - SLACK_S - max(late_s, known_s) - SLACK_S)) < 1e-9
+
+
 def test_a_launch_that_costs_as_much_as_a_step_is_not_put_off() -> None:
     assert paced(0.010, cost_s=0.0095).launch_at(PLAIN) is None
 
@@ -84,6 +103,14 @@ def test_of_a_step_behind_which_the_device_ran_dry_nobody_knows_the_end() -> Non
         pace.launched(TEN, now, now, idle=True)
         pace.retired(now + 0.001)
     assert waits(pace, prompts=True) <= 0.010  # by what launches with prompts cost: none has
+
+
+def test_a_step_of_which_nothing_was_expected_teaches_nothing_if_its_end_was_missed() -> None:
+    pace = Pace()
+    pace.launched(TEN, 0.0, 0.0, idle=False)
+    pace.launched(TEN, 0.5, 0.5, idle=True)
+    pace.retired(0.5)
+    assert pace.launch_at(PLAIN) is None
 
 
 def with_prompt(*took_s: float, size: StepSize = PROMPT) -> Pace:
@@ -115,6 +142,19 @@ def test_a_chunk_unlike_those_before_is_judged_by_a_prediction() -> None:
     pace.launched(late, 200.0, 200.0, idle=False)
     pace.retired(200.020)
     assert abs(waits(pace) - (SHARE * 0.011 - SLACK_S)) < 1e-9
+
+
+def test_the_shortest_step_with_a_prompt_is_forgotten_too() -> None:
+    took_s = [0.010] + [0.030] * NUM_REMEMBERED
+    assert abs(waits(with_prompt(*took_s)) - (SHARE * 0.030 - SLACK_S)) < 1e-9
+
+
+def test_no_prediction_is_asked_for_of_decodes() -> None:
+    pace = Pace(lambda size: 1.0)
+    for now in (0.0, 0.010):
+        pace.launched(TEN, now, now, idle=False)
+    pace.retired(0.010)
+    assert abs(waits(pace) - (SHARE * 0.010 - SLACK_S)) < 1e-9
 
 
 def test_a_prompt_teaches_nothing_of_decodes() -> None:

@@ -141,6 +141,33 @@ def test_a_chunk_is_larger_than_every_graph_only_if_launching_it_keeps_the_limit
     assert PromptBudget(config, step_time, StepSize(4, 400), 0.08).fitting(start, 1500) == length
 
 
+@pytest.mark.parametrize(
+    ("taken", "limit_s", "most_prompts", "length"),
+    [
+        (40, 0.009, None, 224 - 40),  # together they fill a graph
+        (40, 1.0, None, 480 - 40),  # the largest one
+        (500, 1.0, None, 0),  # the first is beyond all graphs
+        (40, 1.0, 1, 900),  # no graph takes two
+    ],
+)
+def test_a_second_prompt_fills_the_graph_of_the_first(
+    taken: int, limit_s: float, most_prompts: int | None, length: int
+) -> None:
+    padding = StepPadding(((32, (96, 160, 224, 480)),), most_prompts=most_prompts)
+    step_time = StepTime(padding)
+    for tokens in (96, 160, 224, 480, 480):
+        step_time.learn(StepSize(5, 400, tokens, tokens * tokens), takes(StepSize(5, 400, tokens, tokens * tokens)))
+    config = make(**{**BIG, "padding": padding, "max_num_batched_tokens": 2048})[0].config
+    budget = PromptBudget(config, step_time, StepSize(4, 400), limit_s)
+    budget.spend(0, taken, taken)
+    assert budget.fitting(0, 900) == length
+
+
+def test_the_size_of_a_step_counts_each_chunk_with_all_that_it_reads() -> None:
+    budget = PromptBudget(make(**BIG)[0].config, StepTime(), StepSize(4, 400, 10, 90), None)
+    assert budget.with_chunk(100, 50) == StepSize(5, 400, 60, 90 + 50 * 150)
+
+
 def test_a_second_prompt_has_what_the_first_one_leaves() -> None:
     timed = Timed()
     timed.decode(4)
