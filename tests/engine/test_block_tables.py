@@ -21,10 +21,10 @@ MOST = (WINDOW - 1 + CHUNK + BLOCK_SIZE - 1) // BLOCK_SIZE + 1
 class Rig:
     """Tables of two groups, the second with a window; a pool without a sequence in it."""
 
-    def __init__(self, num_blocks: int = 100) -> None:
+    def __init__(self, num_blocks: int = 100, windows: tuple[int | None, ...] = (None, WINDOW)) -> None:
         self.config = EngineConfig(
             num_blocks=num_blocks + 1, max_model_len=52, vocab_size=100, block_size=BLOCK_SIZE,
-            max_num_batched_tokens=CHUNK, windows=(None, WINDOW),
+            max_num_batched_tokens=CHUNK, windows=windows,
         )  # fmt: skip
         self.blocks = BlockManager(num_blocks + 1)
         self.tables = BlockTables(self.config, self.blocks)
@@ -75,6 +75,7 @@ def test_a_table_is_sealed_without_the_columns_that_it_has_no_blocks_for() -> No
     rig.tables.cover(seq, 16)
     rig.tables.give_back_behind(seq.block_table, 16)
     assert seq.block_table[1::2] == [NULL_BLOCK, *seq.block_table[3::2]]
+    rig.blocks.check_integrity([seq.block_table])
     hashes = seq.block_hashes(4, BLOCK_SIZE)
     rig.tables.seal(seq.block_table, hashes, 0)
     names = [[of_group(block_hash, group) for block_hash in hashes] for group in range(2)]
@@ -141,6 +142,52 @@ def test_a_hit_ends_before_a_block_that_is_read_and_gone(lost: int, left: int) -
     rig.blocks.acquire([block])
     rig.blocks.pin_read([block])  # not to be had for as long as it is in flight
     assert rig.tables.num_columns(rig.hits(sequence(45, first=1))) == left
+
+
+@pytest.mark.parametrize(
+    ("windows", "cached", "loading", "num_hits", "wanted"),
+    [
+        ((None,), [(0, 0)], [(1, 0)], 1, (1, 0)),
+        ((None,), [], [(1, 0)], 0, None),  # behind one that nobody loads
+        ((None, WINDOW), [], [(0, 0), (0, 1)], 0, (0, 0)),
+        ((None, WINDOW), [(0, 0), (0, 1), (1, 0)], [(1, 1)], 1, (1, 1)),
+        ((None, WINDOW), [(0, 1), (1, 0), (1, 1)], [(2, 0)], 0, None),
+        ((None, WINDOW), [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1)], [], 0, None),
+    ],
+)
+def test_a_sequence_waits_for_the_block_that_cuts_its_hit_short_if_that_is_being_loaded(
+    windows: tuple[int | None, ...],
+    cached: list[tuple[int, int]],
+    loading: list[tuple[int, int]],
+    num_hits: int,
+    wanted: tuple[int, int] | None,
+) -> None:
+    """Blocks by column and group, of three columns."""
+    rig = Rig(windows=windows)
+    hashes = sequence(13).block_hashes(3, BLOCK_SIZE)
+    names = {(column, group): of_group(hashes[column], group) for column in range(3) for group in range(2)}
+    rig.blocks.seal(rig.blocks.allocate(len(cached)).blocks, [names[it] for it in cached])
+    rig.blocks.begin_load(rig.blocks.allocate(len(loading)).blocks, [names[it] for it in loading])
+    hits, awaited = rig.tables.match(hashes)
+    assert (rig.tables.num_columns(hits), awaited) == (num_hits, wanted and names[wanted])
+
+
+def test_a_lease_gets_the_blocks_that_are_cached_and_fresh_ones_for_the_others() -> None:
+    rig = Rig()
+    first = sequence(50, first=1)
+    rig.compute_all(first)
+    rig.tables.release(first)
+    hashes = first.block_hashes(5, BLOCK_SIZE)
+    blocks = [[rig.blocks.find(of_group(block_hash, group)) for block_hash in hashes] for group in range(2)]
+    assert blocks[1][3] is not None
+    rig.blocks.acquire([blocks[1][3]])
+    rig.blocks.pin_read([blocks[1][3]])
+    found = rig.tables.match_from(hashes, 20)
+    assert found == [blocks[0], [blocks[1][2]]], "20 tokens: the window is read from 11 on"
+    assert rig.tables.ends_of(found, 20) == (5, 3)
+    table = rig.tables.table_of(found, 20, [7, 9, 10, 11], [91, 92, 93, 94])
+    assert table[::2] == [*blocks[0], 93]
+    assert table[1::2] == [NULL_BLOCK, NULL_BLOCK, blocks[1][2], 91, 92, 94]
 
 
 def test_hits_that_nobody_else_has_count_for_what_a_prompt_needs() -> None:
