@@ -121,7 +121,7 @@ class LiveSequences:
 
     def holdings(self) -> list[Holding]:
         """The sequences that hold blocks, including ended ones whose blocks a launched step still uses."""
-        held = [(seq, seq.block_table) for seq in chain(self._scheduler.running, self._parked) if seq.block_table]
+        held = [(seq, seq.block_table) for seq in chain(self._scheduler.running, self._parked)]
         held += chain(self.ended, *(launched.released for launched in self._in_flight))
         return [
             Holding(
