@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -195,6 +197,50 @@ BlockManagerMachine.TestCase.settings = machine(max_examples=150, steps=40)
 TestBlockManager = BlockManagerMachine.TestCase
 
 
+def test_a_block_has_a_state_since_it_entered_it() -> None:
+    blocks = BlockManager(3)
+    block, other = blocks.allocate(2).blocks
+    seen = [(blocks.state(block), blocks.since_s(block))]
+    for now, change in enumerate(
+        [
+            lambda: blocks.release([other]),
+            lambda: blocks.begin_load([block], [hash_of(1)]),
+            lambda: blocks.finish_load([block]),
+            lambda: blocks.share([block], 1),
+            lambda: blocks.pin_read([block]),
+            lambda: blocks.pin_read([block]),
+            lambda: blocks.unpin_read([block]),
+            lambda: blocks.release([block]),
+            lambda: blocks.unpin_read([block]),
+            lambda: blocks.release([block]),
+            lambda: blocks.acquire([block]),
+            lambda: blocks.share([block], 1),
+            lambda: blocks.release([block]),
+            lambda: blocks.release([block]),
+            lambda: blocks.allocate(2),
+            lambda: blocks.release([block]),
+        ],
+        1,
+    ):
+        blocks.now = now
+        change()
+        seen.append((blocks.state(block), blocks.since_s(block)))
+    owned, in_flight, cached = BlockState.OWNED, BlockState.IN_FLIGHT, BlockState.CACHED
+    assert seen[:4] == [(owned, 0), (owned, 0), (BlockState.LOADING, 2), (owned, 3)]
+    assert seen[4:9] == [(owned, 3)] + [(in_flight, 5)] * 4
+    assert seen[9:] == [(owned, 9), (cached, 10)] + [(owned, 11)] * 3 + [(cached, 14), (owned, 15), (BlockState.FREE, 16)]
+    blocks.check_integrity([[other]])
+
+
+def test_more_blocks_than_there_are_take_none() -> None:
+    blocks = BlockManager(4)
+    blocks.claim(2)
+    with pytest.raises(CacheExhausted, match="2 KV blocks asked for, 3 free and 0 cached, 2 of them claimed"):
+        blocks.allocate(2)
+    assert blocks.num_free == 3
+    blocks.allocate(1)
+
+
 def test_the_leaves_of_the_least_recently_used_prefix_are_evicted_first() -> None:
     blocks = BlockManager(7)
     old, new = blocks.allocate(3).blocks, blocks.allocate(3).blocks
@@ -245,13 +291,16 @@ def test_a_block_in_flight_is_no_hit_and_settles_with_its_last_pin() -> None:
     assert blocks.state(block) is BlockState.CACHED
 
 
-def test_a_load_without_a_hash_whose_owner_let_go_ends_in_a_free_block() -> None:
+@pytest.mark.parametrize("end", [BlockManager.finish_load, BlockManager.fail_load])
+def test_a_load_without_a_hash_whose_owner_let_go_ends_in_a_free_block(
+    end: Callable[[BlockManager, list[int]], None],
+) -> None:
     blocks = BlockManager(2)
     (block,) = blocks.allocate(1).blocks
     blocks.begin_load([block])
     blocks.release([block])
     assert not blocks.can_allocate(1)
-    blocks.finish_load([block])
+    end(blocks, [block])
     assert blocks.state(block) is BlockState.FREE
 
 
