@@ -177,7 +177,9 @@ async def test_a_drain_ends_by_its_deadline() -> None:
 
 
 async def test_a_drained_node_that_is_wanted_again_stays() -> None:
+    """Beyond the deadline by which it had to finish."""
     nodes = Nodes()
+    nodes.cluster._drain_timeout_s = 0.0
     nodes.cluster.start()
     await turn()
     member = Member(NodeRole.DECODE, ADDRESSES[0])
@@ -187,11 +189,26 @@ async def test_a_drained_node_that_is_wanted_again_stays() -> None:
     link.connect()
     nodes.found(frozenset())
     assert link.problem == "is drained, and finishes what it has"
+    nodes.found(frozenset())
     nodes.found(frozenset({member}))
     assert not link.draining
+    await turn()
     link.finish()
     await turn()
     assert nodes.live == [link]
+    await nodes.cluster.close()
+
+
+async def test_a_node_that_nobody_has_reached_is_removed_alone() -> None:
+    nodes = Nodes()
+    nodes.cluster.start()
+    await turn()
+    nodes.found(frozenset(Member(NodeRole.DECODE, address) for address in ADDRESSES))
+    await turn()
+    gone, *others = nodes.live
+    nodes.cluster.remove(gone)
+    await turn()
+    assert nodes.live == others
     await nodes.cluster.close()
 
 
