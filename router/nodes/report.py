@@ -177,7 +177,7 @@ def num_nodes_by_state(cluster: Cluster) -> dict[tuple[str, str], int]:
     """Nodes by role and one of the states of metrics: one that is in use at one of its addresses counts once."""
     links, unused = cluster.links, _unused(cluster.pool)
     in_use = {link.incarnation for link in links if link.info}
-    nodes = [link for link in links if link.info or link.incarnation is None or link.incarnation not in in_use]
+    nodes = [link for link in links if link.info or link.incarnation not in in_use]
     counts = Counter((link.role.value, _METRIC_STATES[_state(link, unused)[0]]) for link in nodes)
     return {(role.value, state): counts[role.value, state] for role in NodeRole for state in _METRIC_STATES.values()}
 

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from baton.errors import InternalError, NodeUnavailable, PeerLost
-from baton.messages import Abort, AttemptId, End, Migrate, Prefill, Update
+from baton.messages import Abort, AttemptId, End, KvEvents, Migrate, Prefill, Tokens, Update
 from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
@@ -112,6 +112,53 @@ async def test_a_node_has_what_is_left_of_a_requests_time() -> None:
     assert 0 < prefill.deadline_s <= 10.0
     assert prefill.age_s >= 50.0
     dispatcher.close()
+
+
+async def test_a_sink_is_not_called_again_before_it_returns() -> None:
+    """Though it asks for something that ends the request."""
+    dispatcher = Dispatcher(RouterCore(1), RequestMetrics(RouterMetrics(new_registry(ROUTER)), lambda: "m"))
+    sent: list[Prefill | Abort | Migrate] = []
+    for name, role in (("p1", NodeRole.PREFILL), ("d1", NodeRole.DECODE)):
+        dispatcher.node_up(info(name, role), sent.append)
+    calls: list[str] = []
+
+    def sink(event: RequestEvent) -> None:
+        calls.append(f"{type(event).__name__} begins")
+        if isinstance(event, Tokens):
+            dispatcher.cancel("r")
+        calls.append(f"{type(event).__name__} returns")
+
+    dispatcher.submit(RoutedRequest("r", (1, 2), 1, SamplingParams(max_tokens=8), 60.0), sink, time.monotonic())
+    dispatcher.handle_node_message("p1", (Update(sent[0].attempt_id, Tokens(0, 0, (5,))),))
+    assert calls == ["Tokens begins", "Tokens returns", "RequestEnd begins", "RequestEnd returns"]
+    dispatcher.close()
+
+
+async def test_a_sample_that_is_stopped_ends_during_the_call() -> None:
+    dispatcher = Dispatcher(RouterCore(1), RequestMetrics(RouterMetrics(new_registry(ROUTER)), lambda: "m"))
+    sent: list[Prefill | Abort | Migrate] = []
+    for name, role in (("p1", NodeRole.PREFILL), ("d1", NodeRole.DECODE)):
+        dispatcher.node_up(info(name, role), sent.append)
+    told: list[RequestEvent] = []
+    dispatcher.submit(RoutedRequest("r", (1, 2), 1, SamplingParams(), 60.0), told.append, time.monotonic())
+    dispatcher.stop_sample("r", 0)
+    assert isinstance(told[-1], RequestEnd)
+    assert isinstance(sent[-1], Abort)
+    dispatcher.close()
+
+
+async def test_what_a_node_says_of_its_prefix_cache_is_known_and_what_is_refused_is_counted() -> None:
+    registry = new_registry(ROUTER)
+    core = RouterCore(1)
+    dispatcher = Dispatcher(core, RequestMetrics(RouterMetrics(registry), lambda: "m"))
+    dispatcher.node_up(info("p1", NodeRole.PREFILL), lambda message: None)
+    dispatcher.handle_node_message("p1", KvEvents(0, stored=(b"h" * 32,), snapshot=True))
+    assert core.prefix_index.num_blocks("p1") == 1
+    dispatcher.close()
+    with pytest.raises(NodeUnavailable):
+        dispatcher.submit(RoutedRequest("r", (1,), 1, SamplingParams(), 60.0), lambda event: None, time.monotonic())
+    samples = [sample for metric in registry.collect() for sample in metric.samples]
+    assert sum(sample.value for sample in samples if sample.name == "baton:request_ends_total") == 1
 
 
 async def test_nothing_is_kept_of_what_has_ended() -> None:
