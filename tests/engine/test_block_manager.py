@@ -225,10 +225,10 @@ def test_a_block_has_a_state_since_it_entered_it() -> None:
         blocks.now = now
         change()
         seen.append((blocks.state(block), blocks.since_s(block)))
-    owned, in_flight, cached = BlockState.OWNED, BlockState.IN_FLIGHT, BlockState.CACHED
+    free, cached, owned, in_flight = BlockState.FREE, BlockState.CACHED, BlockState.OWNED, BlockState.IN_FLIGHT
     assert seen[:4] == [(owned, 0), (owned, 0), (BlockState.LOADING, 2), (owned, 3)]
     assert seen[4:9] == [(owned, 3)] + [(in_flight, 5)] * 4
-    assert seen[9:] == [(owned, 9), (cached, 10)] + [(owned, 11)] * 3 + [(cached, 14), (owned, 15), (BlockState.FREE, 16)]
+    assert seen[9:] == [(owned, 9), (cached, 10)] + [(owned, 11)] * 3 + [(cached, 14), (owned, 15), (free, 16)]
     blocks.check_integrity([[other]])
 
 
