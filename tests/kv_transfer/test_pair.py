@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
+import struct
 import sys
 import threading
 from dataclasses import replace
@@ -104,6 +105,18 @@ def test_frames_come_whole_however_they_are_cut(sent: list[Frame], piece: int) -
             assert arrivals.poll(DEADLINE_S * 1e3)
             got += heard.receive()
         assert got == sent
+
+
+@pytest.mark.parametrize(("num_bytes", "is_heard"), [(1 << 20, True), ((1 << 20) + 1, False)])
+def test_a_frame_of_more_than_a_mebibyte_ends_the_connection_before_it_is_there(num_bytes: int, is_heard: bool) -> None:
+    one, end = tcp_pair()
+    with one, end:
+        one.sendall(struct.pack("<IBQQ", num_bytes, Kind.NOTE, 1, 0))
+        heard, arrivals = Channel(end), select.poll()
+        arrivals.register(end, select.POLLIN)
+        assert arrivals.poll(DEADLINE_S * 1e3)
+        assert heard.receive() == []
+        assert heard.lost != is_heard
 
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 4, b"\xff" * 64, b""])

@@ -387,6 +387,32 @@ def test_a_message_whose_stores_outlive_its_link_fails_when_they_are_over(monkey
     transport.close()
 
 
+@pytest.mark.parametrize("who", [b"\xff" * 32, b"e" * 31, b"e" * 33])
+def test_who_calls_without_a_name_is_hung_up_on(who: bytes) -> None:
+    transport, _ = transport_of("ipc")
+    peer = Peer(transport)
+    channel = peer._keep(socket.create_connection(("127.0.0.1", peer.theirs.port), timeout=DEADLINE_S))
+    channel.send(Kind.HELLO, payload=peer.theirs.id.encode() + who)
+    hung_up(peer, channel)
+    is_well(transport)
+    peer.close()
+    transport.close()
+
+
+def test_who_answers_with_a_nonce_though_there_is_no_secret_is_not_connected() -> None:
+    transport, _ = transport_of("ipc")
+    peer = Peer(transport)
+    done = connecting(transport, peer)
+    channel = peer._keep(peer.listener.accept()[0])
+    assert peer.hear(channel).kind is Kind.HELLO
+    channel.send(Kind.WELCOME, payload=b"nonce")
+    with pytest.raises(TransferError, match="another process listens there, or the cluster secret differs"):
+        done.result(DEADLINE_S)
+    hung_up(peer, channel)
+    peer.close()
+    transport.close()
+
+
 def test_what_a_socket_does_not_take_at_once_follows() -> None:
     transport, _ = transport_of("ipc")
     peer = Peer(transport)
