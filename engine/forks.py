@@ -35,7 +35,8 @@ class Forks:
         self._tier = tier
 
     def fork(self, seq: Sequence, sampled: list[SampledToken]) -> list[SampledToken]:
-        """Make each sample a sequence of its own. Finished ones hold no blocks; the others share the prompt's KV."""
+        """Make each sample a sequence of its own. Finished and failed ones hold no blocks; the others share the KV of
+        the prompt."""
         table, seq.block_table = seq.block_table, []
         self._sequences.release(seq)
         num_computed = seq.num_computed_tokens
@@ -45,9 +46,10 @@ class Forks:
             for token in sampled
         ]
         for token in owned:
-            if token.finish:
+            if token.finish or token.error is not None:
                 token.sequence.move_to(SequenceState.FINISHED)
-        self._place([token.sequence for token in owned if not token.finish], table, num_computed)
+        children = [token.sequence for token in owned if token.sequence.state is not SequenceState.FINISHED]
+        self._place(children, table, num_computed)
         return owned
 
     def _place(self, children: list[Sequence], table: list[int], num_computed: int) -> None:

@@ -139,6 +139,18 @@ def test_a_token_with_which_a_matcher_breaks_is_not_told_even_if_it_would_be_the
     engine.sequences.release(seq)
 
 
+@pytest.mark.parametrize("max_num_seqs", [4, 1])
+def test_samples_whose_matchers_break_with_their_first_tokens_do_not_go_on(max_num_seqs: int) -> None:
+    """Nobody is told of their own sequences, so nobody would end these."""
+    engine, _ = make(max_num_seqs=max_num_seqs)
+    engine.add(constrained(Ends(after=9, breaks_at=10), samples=2))
+    result = engine.compute(engine.schedule(0.0))
+    assert [(seq.samples, failure) for seq, failure in result.failed] == [([0], "broken"), ([1], "broken")]
+    assert not result.sampled
+    assert not engine.has_work
+    assert engine.blocks.num_free + engine.blocks.num_cached == engine.blocks.num_total
+
+
 def run_until_idle(engine: Engine, turns: int = 30) -> None:
     for _ in range(turns):
         engine.compute(engine.schedule(0.0))
