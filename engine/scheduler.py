@@ -299,7 +299,8 @@ class Scheduler:
             assert seq.num_computed_tokens <= seq.num_launched_tokens <= total, f"{seq.attempt_id} ran past its tokens"
             covered = self._tables.num_covered_tokens(seq)
             assert seq.num_launched_tokens <= covered, f"{seq.attempt_id}: KV outside its table"
-            most = total + self._config.num_speculative_tokens  # blocks for rejected draft tokens stay
+            # Blocks for rejected draft tokens stay, and for tokens that a step launched ahead waited for in vain.
+            most = total + max(self._config.num_speculative_tokens, self._config.num_steps_ahead)
             assert covered < most + self._config.block_size, f"{seq.attempt_id}: its table is too long"
             self._tables.check_integrity(seq)
         num_claimed = sum(seq.num_claimed_blocks for seq in self._running)

@@ -7,43 +7,57 @@ tokens are compared, one by one, with those of an undisturbed run.
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 from hypothesis import event
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 
+from baton.audit import KvUse
 from baton.layout import num_blocks_for
 from baton.messages import AttemptId
-from baton.sampling import FinishReason
+from baton.sampling import FinishReason, SamplingParams
+from engine.beams import BeamGroup
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.holdings import Holding
 from engine.scheduler import Plan
 from engine.sequence import Sequence, SequenceState
 from engine.step import SampledToken, StepResult
-from engine.step_padding import StepPadding
+from engine.step_padding import UNPADDED, StepPadding
+from tests.engine.beam_reference import Found
 from tests.engine.fake_tier import NOBODY, FakeTier
 from tests.protocol.fake_model import EOS, VOCAB_SIZE, FakeModel
 
-BLOCK_SIZE = 4
 MAX_MODEL_LEN = 40
 
 
 @dataclass
 class Request:
-    """What one request should give, and what it gave."""
+    """What one request should give, and what it gave. `expected`: by sample, without those that were dropped since.
+    `beams`: of a search, which has the sequences instead."""
 
     expected: dict[int, tuple[list[int], FinishReason]]
     got: dict[int, list[int]]
     sequences: list[Sequence]
+    expected_beams: Found = field(default_factory=list)
     finished: dict[int, FinishReason] = field(default_factory=dict)
     aborted: bool = False
+    beams: BeamGroup[Sequence] | None = None
+    found: Found | None = None
+    fails: bool = False
 
     @property
     def ended(self) -> bool:
-        return self.aborted or len(self.finished) == len(self.expected)
+        if self.beams is not None:
+            return self.aborted or self.found is not None
+        return self.aborted or self.expected.keys() <= self.finished.keys()
+
+
+NO_BEAMS = BeamGroup[Sequence](NOBODY, 0, SamplingParams(), ())
 
 
 @dataclass
@@ -56,67 +70,69 @@ class Lease:
     samples: list[int]
 
 
+SETTINGS = st.fixed_dictionaries(
+    {
+        "block_size": st.sampled_from([4, 4, 1, 3, 16]),
+        "max_num_batched_tokens": st.sampled_from([64, 16, 7, 3, 1]),
+        "max_num_seqs": st.sampled_from([8, 4, 2, 1]),
+        "stages": st.sampled_from([0, 0, 1, 1, 3, 4]),
+        "num_speculative_tokens": st.sampled_from([0, 2, 5]),
+        "target_itl_s": st.sampled_from([None, None, 1e-9, 2.5]),  # the least is so short that no chunk fits
+        "saturating_num_tokens": st.sampled_from([None, None, 5]),
+        "padding": st.sampled_from([UNPADDED, StepPadding(((2, (2, 5)), (8, (3, 6))))]),
+    }
+)
+WINDOWS = st.sampled_from([(None, None), (None, None), (None, 6), (7, 7), (None, 1), (9, 3), (None, 2)])
+
+
 class EngineWatch(RuleBasedStateMachine):
     """The engine, what it was asked for, and the checks of each step."""
 
-    @initialize(
-        num_more_blocks=st.integers(0, 5),  # than one sequence may need
-        budget=st.sampled_from([64, 16, 7, 3, 1]),
-        max_num_seqs=st.sampled_from([8, 4, 2]),
-        stages=st.sampled_from([0, 0, 1, 1, 3]),
-        num_speculative_tokens=st.sampled_from([0, 2, 5]),
-        target_itl_s=st.sampled_from([None, 1e-9]),
-        windows=st.sampled_from([(None, None), (None, None), (None, 6), (7, 7), (None, 1), (9, 3)]),
-        seed=st.integers(0, 1000),
-    )
+    @initialize(settings=SETTINGS, layer_windows=WINDOWS, num_more_blocks=st.integers(0, 5), seed=st.integers(0, 1000))
     def start(
-        self,
-        num_more_blocks: int,
-        budget: int,
-        max_num_seqs: int,
-        stages: int,
-        num_speculative_tokens: int,
-        target_itl_s: float | None,
-        windows: tuple[int | None, ...],
-        seed: int,
+        self, settings: dict[str, Any], layer_windows: tuple[int | None, ...], num_more_blocks: int, seed: int
     ) -> None:
+        """num_more_blocks: than one sequence may need."""
+        stages = settings.pop("stages")
         config = EngineConfig(
-            num_blocks=100,
+            num_blocks=1000,
             max_model_len=MAX_MODEL_LEN,
             vocab_size=VOCAB_SIZE,
             eos_token_ids=(EOS,),
-            block_size=BLOCK_SIZE,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=budget,
             async_scheduling=stages > 0,
             num_stages=max(1, stages),
-            num_speculative_tokens=num_speculative_tokens,
-            target_itl_s=target_itl_s,  # so short that every chunk is the least one
-            padding=StepPadding(((2, (2, 5)), (8, (3, 6)))),
-            windows=tuple(dict.fromkeys(windows)),  # layers that differ are in different groups
+            windows=tuple(dict.fromkeys(layer_windows)),  # layers that differ are in different groups
+            **settings,
         )
-        num_blocks = 1 + config.most_blocks(MAX_MODEL_LEN) + num_more_blocks
+        num_blocks = 1 + config.most_blocks(MAX_MODEL_LEN) + num_more_blocks * config.table_shape.width
         self.config = config = dataclasses.replace(config, num_blocks=num_blocks)
-        self.model = FakeModel(num_blocks, BLOCK_SIZE, windows=windows)
+        self.block_size = config.block_size
+        self.model = FakeModel(num_blocks, self.block_size, windows=layer_windows)
         assert self.model.layout.windows == config.windows
         self.model.most_unknown = max(1, config.num_steps_ahead)
         self.tier = FakeTier(self.model)
         self.random = random.Random(seed)
-        if num_speculative_tokens:
+        if seed % 2:
             self.model.chooses_nothing = lambda: self.random.random() < 0.1
-        self.engine = self.tier.engine = Engine(config, self.model, tier=self.tier)
+        self.failing: set[Sequence] = set()  # in a step of these, a logits processor raises sooner or later
+        self.model.fails = lambda seq: seq in self.failing and self.random.random() < 0.1
+        self.now = 0.0
+        self.engine = self.tier.engine = Engine(
+            config, self.model, lambda: self.now, self.tier, lambda busy: self.random.random() < 0.05
+        )
         self.model.blocks = self.engine.blocks
         self.requests: dict[AttemptId, Request] = {}
-        self.queue: list[AttemptId] = []  # as they arrived, until started
+        self.queue: list[Sequence] = []  # as they arrived, until started
         self.leases: list[Lease] = []  # of `EngineHandoffs`, as is what moves
         self.moving: list[Sequence] = []  # stopped, to go on elsewhere or here
         self.num_scored: dict[Sequence, int] = {}  # prompt tokens whose logprobs have come
         self.may_sleep = False  # nothing has happened since the engine asked for no further turn
         self.held: list[list[int]] = []  # blocks promised to nothing in particular
-        self.now = 0.0
+        self.read: list[list[int]] = []  # blocks that are being gathered
 
     def live(self, state: SequenceState) -> list[Sequence]:
-        known = [seq for request in self.requests.values() for seq in request.sequences]
+        requests = self.requests.values()
+        known = [seq for request in requests for seq in (*request.sequences, *(request.beams or NO_BEAMS).members)]
         return [seq for seq in known if seq.state is state]
 
     def guess(self) -> None:
@@ -127,56 +143,108 @@ class EngineWatch(RuleBasedStateMachine):
                 guess = [token if self.random.random() < 0.7 else token + 1 for token in output]
                 self.engine.propose(seq, guess + [3] * self.random.randrange(3))  # also beyond its end
 
-    def compute(self) -> tuple[Plan, StepResult]:
+    def compute(self, wait: bool = True) -> tuple[Plan, StepResult]:
         self.guess()
+        if not wait and not self.engine.has_room:  # as a role does
+            self.take(Plan(), self.engine.retire())
         self.awaited = {seq for seq in self.live(SequenceState.WAITING) if self.awaits_load(seq)}
+        self.woken = False
         plan = self.engine.schedule(self.now)
         assert len(plan.chunks) <= self.config.max_num_seqs
         prompts = [chunk for chunk in plan.chunks if chunk.length > max(1, chunk.num_logits)]
         assert sum(chunk.length for chunk in prompts) <= self.config.max_num_batched_tokens
-        assert not (self.may_sleep and plan.chunks), "it did not ask for this turn"
+        assert self.woken or not (self.may_sleep and plan.chunks), "it did not ask for this turn"
         for seq in plan.preempted:
             if seq in self.moving:
                 self.moving.remove(seq)
                 self.engine.sequences.resume(seq)
-        result = self.engine.compute(plan)
-        self.may_sleep = not result.again
+        result = self.engine.compute(plan, wait)
+        self.may_sleep = not (result.again or self.woken)
         return plan, result
+
+    def wake(self) -> None:
+        """Something has happened, perhaps during a turn."""
+        self.may_sleep, self.woken = False, True
+
+    def compiled(self) -> bool:
+        """A matcher becomes ready."""
+        done = self.random.random() < 0.1
+        if done:
+            self.wake()
+        return done
 
     def take(self, plan: Plan, result: StepResult) -> None:
         for seq in plan.started:
-            passed = self.queue[: self.queue.index(seq.attempt_id)]
-            firsts = {self.requests[attempt_id].sequences[0] for attempt_id in passed}
-            assert firsts <= self.awaited | self.engine.waiting._deferred.keys(), "not in order of arrival"
-            self.queue.remove(seq.attempt_id)
+            self.check_order(seq)
+            self.queue.remove(seq)
             assert seq not in self.awaited or plan.evicted  # what is before the loading block may be gone since
-            event(f"past others {bool(passed)}")
-            assert seq.num_cached_tokens % BLOCK_SIZE == 0
+            assert seq.num_cached_tokens % self.block_size == 0
             assert seq.num_cached_tokens < seq.num_tokens
             event(f"prefix hit {bool(seq.num_cached_tokens)}")
         if plan.preempted:
             event("preempted")
             assert all(not seq.hand_off for seq in plan.preempted)
-            stayed = [seq.arrived_s for seq in self.live(SequenceState.RUNNING) if not seq.hand_off]
-            assert max(stayed, default=0) <= min(seq.arrived_s for seq in plan.preempted), "not the youngest"
+            stayed = [seq.rank for seq in self.live(SequenceState.RUNNING) if not seq.hand_off]
+            if not any(seq.beams for seq in plan.preempted):
+                assert max(stayed, default=(-math.inf, 0)) <= min(seq.rank for seq in plan.preempted), "not the last"
         for seq, piece in result.prompt_logprobs:
             assert piece.first_index == self.num_scored.setdefault(seq, 1), "a gap or a repeat"
             self.num_scored[seq] += piece.num_tokens
         for token in result.sampled:
             self.hear(token)
         for seq in {token.sequence for token in result.sampled if token.sequence.hand_off}:
-            assert seq.state is SequenceState.PARKED
-            assert seq.num_computed_tokens == seq.num_tokens
-            width = self.config.table_shape.width
-            assert len(seq.block_table) == num_blocks_for(seq.num_tokens, BLOCK_SIZE) * width
-            if self.requests[seq.attempt_id].ended:  # all of it ended with its first token
-                self.engine.sequences.release(seq)
-                self.may_sleep = False
+            self.hear_parked(seq)
+        for group in result.searched:
+            request = self.requests[group.attempt_id]
+            assert not request.ended
+            assert [(beam.tokens, beam.cumulative_logprob) for beam in group.best] == request.expected_beams
+            request.found = request.expected_beams
+            event("searched")
+        for seq, failure in result.failed:
+            request = self.requests[seq.attempt_id]
+            assert request.fails or request.aborted, failure
+            event("failed")
+            self.end(seq.attempt_id)
+
+    def end(self, attempt_id: AttemptId) -> None:
+        """As a role ends an attempt: it knows the sequences that it was told of."""
+        request = self.requests[attempt_id]
+        request.aborted = True
+        for seq in request.sequences * 2:  # once more changes nothing
+            self.engine.sequences.release(seq)
+        if request.beams is not None:
+            self.engine.beam_search.end(request.beams)
+        self.moving = [seq for seq in self.moving if seq not in request.sequences]
+        self.queue = [seq for seq in self.queue if seq.attempt_id != attempt_id]
+
+    def check_order(self, seq: Sequence) -> None:
+        """Whoever is due earlier waits for a block, for its matcher, or for its lane."""
+        waiting = self.engine.waiting
+        before = [other for other in self.queue if other.due_s < seq.due_s]
+        before += [other for other in self.queue[: self.queue.index(seq)] if other.due_s == seq.due_s]
+        stuck = [name for name, lane in waiting._lanes.items() if lane.num_held and name != seq.lane]
+        passed = [other for other in before if other.lane not in stuck]
+        assert {*passed} <= self.awaited | waiting._deferred.keys(), "not in the order in which they are due"
+        event(f"past others {bool(passed)}")
+        event(f"past lanes {len(before) > len(passed)}")
+
+    def hear_parked(self, seq: Sequence) -> None:
+        assert seq.state is SequenceState.PARKED
+        assert seq.num_computed_tokens == seq.num_tokens
+        width = self.config.table_shape.width
+        assert len(seq.block_table) == num_blocks_for(seq.num_tokens, self.block_size) * width
+        if self.requests[seq.attempt_id].ended:  # all of it ended with its first token
+            self.engine.sequences.release(seq)
+            self.may_sleep = False
 
     def hear(self, token: SampledToken) -> None:
         request = self.requests[token.sequence.attempt_id]
         assert not request.aborted
         assert token.sample not in request.finished
+        if token.sample not in request.expected:  # it was dropped before it had a sequence of its own
+            if not token.sequence.hand_off:
+                self.engine.sequences.release(token.sequence)
+            return
         if token.sequence not in request.sequences:
             request.sequences.append(token.sequence)
         first = request.sequences[0]
@@ -200,7 +268,7 @@ class EngineWatch(RuleBasedStateMachine):
         logprobs."""
         if seq.lacks_prompt_logprobs:
             return False
-        hashes = seq.block_hashes((seq.num_tokens - 1) // BLOCK_SIZE, BLOCK_SIZE)
+        hashes = seq.block_hashes((seq.num_tokens - 1) // self.block_size, self.block_size)
         blocks = self.engine.blocks
         if self.config.table_shape.has_windows:
             return self.engine.tables.match(hashes)[1] is not None
@@ -211,5 +279,8 @@ class EngineWatch(RuleBasedStateMachine):
         if hasattr(self, "engine"):
             leases = [blocks for lease in self.leases for blocks in (lease.table, lease.spares)]
             held = [Holding("lease", "", NOBODY, (), 0.0, blocks) for blocks in leases + self.held]
+            held += [Holding("gather", "", NOBODY, (), 0.0, blocks, KvUse.READS) for blocks in self.read]
             self.engine.check_integrity(held + self.tier.holdings())
+            left = *self.engine.scheduler.running, *self.engine.waiting
+            assert not any(self.requests[seq.attempt_id].aborted for seq in left), "it goes on after its end"
             assert self.engine.num_running + self.engine.scheduler.num_reserved_seqs <= self.config.max_num_seqs

@@ -11,6 +11,7 @@ import functools
 import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from random import Random
 
 import torch
@@ -48,7 +49,7 @@ def expected_output(
     while True:
         tokens.append(next_token(tokens, sampling.seed + sample))
         output = tokens[len(prompt) :]
-        if tokens[-1] == EOS and not sampling.ignore_eos:
+        if (tokens[-1] == EOS and not sampling.ignore_eos) or tokens[-1] in sampling.stop_token_ids:
             return output, FinishReason.STOP
         if len(output) >= sampling.max_tokens or len(tokens) >= max_model_len:
             return output, FinishReason.LENGTH
@@ -131,6 +132,8 @@ class FakeModel:
     blocks: BlockManager | None = None
     chooses_nothing: Callable[[], bool] = staticmethod(lambda: False)
     """Asked at each sampling chunk: whether its sequence sits this one out."""
+    fails: Callable[[EngineSequence], bool] = staticmethod(lambda sequence: False)
+    """Asked likewise: whether its sequence must end instead."""
     most_unknown = 1
     """How many tokens of a sequence launched steps may sample before the host knows the first of them."""
     lied_to: frozenset[int] = frozenset()
@@ -252,6 +255,8 @@ class FakeModel:
         assert chunk.end == len(tokens)
         choices = choose(tokens, chunk)
         self._last_tokens[seq, chunk.end] = choices[-1].token
+        if self.fails(seq):
+            return [replace(choice, failure="it must end") for choice in choices]
         return [] if self.chooses_nothing() else choices
 
     @staticmethod
