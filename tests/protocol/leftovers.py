@@ -13,7 +13,7 @@ OURS = ("baton", "decode_node", "engine", "kv_transfer", "node", "prefill_node",
 LASTING = re.compile(
     r"\._fences\.|\._outcomes\.|\._outbox\.epochs$"  # until no message can be under way
     r"|\._peers$|planners$|planners\[.*\._rounds|\._connected|\.waiting\._lanes$|\.kv_flows\.|\.pool\.|\.prefix_index\."
-    r"|\.num_placements$|\.num_by_outcome$|\._timing\.|\.counters\.|\.layouts?\b|\.rows$|\._nodes$"
+    r"|\._not_before$|\.num_placements$|\.num_by_outcome$|\._timing\.|\.counters\.|\.layouts?\b|\.rows$|\._nodes$"
     r"|\.blocks\._(ref|readers|since_s|free|cache)|\.transport\.|\._copies\."
 )
 """Paths of what is about nodes, or was learned: not about a request that is over."""

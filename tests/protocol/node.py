@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from baton.audit import KvUse
@@ -31,6 +31,7 @@ from node.core import RoleOptions
 from node.events import Event
 from node.kv_events.feed import KvFeed
 from prefill_node.core import PrefillCore
+from tests.protocol.fake_grammars import FakeGrammars
 from tests.protocol.fake_model import EOS, VOCAB_SIZE, FakeModel
 from tests.protocol.leftovers import leftovers
 
@@ -79,7 +80,10 @@ class Node:
         num_slots: int,
         ranks: tuple[KvSlice, ...] = (),
         make_model: Callable[[int, int, tuple[KvSlice, ...]], FakeModel] = FakeModel,
+        settings: Mapping[str, Any] = {},
+        has_grammars: bool = False,
     ) -> None:
+        """settings: of its engine, where they differ from `_core`'s; has_grammars: `FakeGrammars`."""
         self.name, self.role, self.incarnation, self._clock = name, role, incarnation, clock
         self.subscribed = False  # as the router sees it
         self.fenced: set[AttemptId] = set()  # work that it was told to abort
@@ -99,27 +103,29 @@ class Node:
             MemoryTransport(hub, rank_name(outward(incarnation), rank), staging, self._wake)
             for rank, staging in enumerate(self.out_stagings)
         ]
-        self.core = self._core(name.endswith("1"), num_blocks)
+        self._grammars: Any = FakeGrammars(self.model) if has_grammars else None
+        self.core = self._core(name.endswith("1"), num_blocks, settings)
         self.info = NodeInfo(
             role=role, incarnation=incarnation, node_id=name, address=name, served_model_name="fake",
-            max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS, num_blocks=num_blocks, layout=self.model.layout,
-            endpoints=(), tokenizer_digest="", chat_template="", special_tokens={},
+            max_model_len=MAX_MODEL_LEN, max_num_seqs=self.core.engine.config.max_num_seqs, num_blocks=num_blocks,
+            layout=self.model.layout, endpoints=(), tokenizer_digest="", chat_template="", special_tokens={},
             generation_defaults=GenerationDefaults(), vocab_size=VOCAB_SIZE,
         )  # fmt: skip
 
-    def _core(self, ahead: bool, num_blocks: int) -> PrefillCore | DecodeCore:
+    def _core(self, ahead: bool, num_blocks: int, settings: Mapping[str, Any]) -> PrefillCore | DecodeCore:
+        sizes = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": 10, **settings}
         config = EngineConfig(
             num_blocks=num_blocks,
             max_model_len=MAX_MODEL_LEN,
             vocab_size=VOCAB_SIZE,
             eos_token_ids=(EOS,),
             block_size=BLOCK_SIZE,
-            max_num_seqs=MAX_NUM_SEQS,
-            max_num_batched_tokens=10,
             async_scheduling=ahead,
             windows=self.model.layout.windows,
+            **sizes,
         )
-        model = self.model
+        model, options = self.model, RoleOptions(self.incarnation, grammars=self._grammars)
+        model.most_unknown = max(1, config.num_steps_ahead)
         engine = Engine(config, model, clock=self._clock)
         model.blocks, model.only_launches = engine.blocks, ahead
         if self.role is NodeRole.PREFILL:
@@ -127,7 +133,7 @@ class Node:
             return PrefillCore(
                 engine,
                 self.movers,
-                RoleOptions(self.incarnation),
+                options,
                 layer_groups=min(2, model.layout.num_layers),
                 whole_tokens=6 if ahead else 0,
             )
@@ -139,7 +145,7 @@ class Node:
             receivers.append(receiver)
         self.movers = ReceiverRanks(receivers)
         self.out_movers = SenderRanks(self._senders(self.out_transports, self.out_stagings))
-        return DecodeCore(engine, self.movers, self.out_movers, RoleOptions(self.incarnation))
+        return DecodeCore(engine, self.movers, self.out_movers, options)
 
     def _senders(self, transports: list[MemoryTransport], stagings: list[Staging]) -> list[KvSender]:
         model = self.model

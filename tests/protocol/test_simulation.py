@@ -65,7 +65,7 @@ class EveryProtocol(Protocol):
 
 
 TestProtocol = Protocol.TestCase
-TestProtocol.settings = machine(max_examples=24, steps=40)
+TestProtocol.settings = machine(max_examples=20, steps=40)
 TestEveryProtocol = pytest.mark.full(pytest.mark.timeout(600)(EveryProtocol.TestCase))
 TestEveryProtocol.settings = machine(max_examples=60, steps=40)
 

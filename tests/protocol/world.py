@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 from collections.abc import Mapping
+from typing import Any
 
 from baton.block_hash import HASH_BYTES
 from baton.errors import BatonError
@@ -33,8 +35,9 @@ from node.events import (
 from router.requests.actions import Emit, ToNode
 from router.requests.core import RouterCore
 from router.requests.request_state import FirstToken, RoutedRequest
+from tests.engine.beam_reference import beam_search
 from tests.protocol.client import Client
-from tests.protocol.fake_model import FakeModel, expected_output
+from tests.protocol.fake_model import EOS, FakeModel, expected_output, most_likely
 from tests.protocol.leftovers import leftovers
 from tests.protocol.network import EPOCH, ROUTER, Links, Sessions, Streams
 from tests.protocol.node import MAX_MODEL_LEN, Node, outward
@@ -50,10 +53,14 @@ class World:
         first_token: FirstToken = "prefill",
         ranks: Mapping[NodeRole, tuple[KvSlice, ...]] = {},
         windows: tuple[int | None, ...] = (None, None),
+        settings: Mapping[NodeRole, Mapping[str, Any]] = {},
+        router: Mapping[str, Any] = {},
+        has_grammars: bool = False,
     ) -> None:
+        """settings: of the nodes' engines, where they differ from `Node`'s; router: of the router."""
         self.now = 0.0
         self.hub = MemoryHub()
-        self.router = RouterCore(EPOCH, first_token=first_token)
+        self.router = RouterCore(EPOCH, first_token=first_token, **router)
         self.nodes: dict[str, Node] = {}  # those alive, by incarnation
         self.clients: dict[str, Client] = {}
         self.stopping: set[str] = set()  # nodes that were told to stop
@@ -64,7 +71,7 @@ class World:
         self._sessions = Sessions(self.router, self.nodes, self._streams, self._clock)
         self._links = Links(self.nodes, self._streams, self._serials)
         self._sizes = num_blocks, num_slots
-        self._ranks = ranks
+        self._ranks, self._settings, self._has_grammars = ranks, settings, has_grammars
         self._make_model = functools.partial(FakeModel, windows=windows)
         self._clients_wait = first_token == "decode"
         for role, number in ((NodeRole.PREFILL, num_prefill), (NodeRole.DECODE, num_decode)):
@@ -79,7 +86,8 @@ class World:
     def _start_node(self, name: str, role: NodeRole) -> None:
         incarnation = f"{name}.{next(self._serials)}"
         ranks = self._ranks.get(role, ())
-        parts = self.hub, self._clock, *self._sizes, ranks, self._make_model
+        settings = self._settings.get(role, {})
+        parts = self.hub, self._clock, *self._sizes, ranks, self._make_model, settings, self._has_grammars
         self.nodes[incarnation] = node = Node(name, role, incarnation, *parts)
         self._sessions.open(node)
 
@@ -101,10 +109,12 @@ class World:
         nodes = [self.nodes[i] for i in sorted(self.stopping)]
         return [node.incarnation for node in nodes if node.idle and not node.has_turn()]
 
-    def submit(self, prompt: tuple[int, ...], n: int, sampling: SamplingParams, deadline_s: float = 1e6) -> str:
+    def submit(
+        self, prompt: tuple[int, ...], n: int, sampling: SamplingParams, deadline_s: float = 1e6, priority: int = 0
+    ) -> str:
         request_id = f"r{next(self._serials)}"
-        want = [expected_output(prompt, sampling, i, MAX_MODEL_LEN)[0] for i in range(n)]
-        request = RoutedRequest(request_id, prompt, n, sampling, deadline_s)
+        want = expected_answers(prompt, n, sampling)
+        request = RoutedRequest(request_id, prompt, n, sampling, deadline_s, priority=priority)
         try:
             self.router.submit(request, self.now)
             state = self.router.requests.get(request_id)
@@ -337,6 +347,18 @@ class World:
         if incarnation in self.nodes:
             self._collect(incarnation)  # what it said before counts as said before
             self.nodes[incarnation].fenced.add(attempt_id)
+
+
+def expected_answers(prompt: tuple[int, ...], n: int, sampling: SamplingParams) -> list[list[int]]:
+    """Of n samples, or the n best of a beam search."""
+    if width := sampling.beam_width:
+        eos = () if sampling.ignore_eos else (EOS,)
+        most = min(sampling.max_tokens, MAX_MODEL_LEN - len(prompt))
+        found = beam_search(lambda tokens: most_likely(tokens, 2 * width), prompt, width, most, eos)
+        return [list(tokens) for tokens, _ in found[:n]]
+    ends = json.loads(sampling.structured_outputs.text) if sampling.structured_outputs else {}
+    outputs = [expected_output(prompt, sampling, i, MAX_MODEL_LEN)[0] for i in range(n)]
+    return [output[: ends.get("finishes_at")] for output in outputs]
 
 
 def is_checked(transfer: Transfer) -> bool:
