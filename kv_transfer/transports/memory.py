@@ -12,7 +12,7 @@ import itertools
 import struct
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -82,8 +82,12 @@ class MemoryHub:
 
     @property
     def num_waiting_pushes(self) -> int:
-        """How many pushes have no receive posted for them."""
-        return len(self._waiting["push"])
+        """How many pushes have no receive posted for them, by a peer that is still connected."""
+        return sum(push.owner.address in self._links_of(push.target) for push in self._waiting["push"])
+
+    def _links_of(self, address: str) -> Collection[str]:
+        transport = self._transports.get(address)
+        return transport.links.values() if transport is not None else ()
 
     def deliver(self, index: int = 0) -> None:
         """Move the bytes of `pending[index]`."""

@@ -200,10 +200,12 @@ class Node:
 
     def compute(self) -> None:
         self.num_touches += 1
-        core, now = self.core, self._clock()
+        core, engine, now = self.core, self.core.engine, self._clock()
         if core.compute(now):
             self._wake()
-        elif self.role is NodeRole.DECODE and (due := core.engine.launch_at) is not None and due > now:
+            return
+        due = engine.launch_at if self.role is NodeRole.DECODE else None
+        if due is not None and due > now and any(s.num_tokens_to_go(MAX_MODEL_LEN) for s in engine.scheduler.running):
             deadline = core.next_deadline()
             assert deadline is not None, "a launch is put off for ever"
             assert deadline <= due, "a launch is put off for too long"
@@ -248,6 +250,7 @@ class Node:
         assert self.pool_is_whole(), f"{self.incarnation} holds blocks"
         for staging in (*self.stagings, *self.out_stagings):
             assert staging.num_free == staging.num_slots, f"{self.incarnation} holds slots"
+        assert not self.core._matchers.take_failed()  # as the next turn does
         assert not (left := leftovers(self.core, self.incarnation)), left
         engine = self.core.engine
         assert engine.scheduler.num_reserved_seqs == engine.blocks.num_claimed == engine.waiting.num_tokens == 0
