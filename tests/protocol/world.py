@@ -110,11 +110,12 @@ class World:
         return [node.incarnation for node in nodes if node.idle and not node.has_turn()]
 
     def submit(
-        self, prompt: tuple[int, ...], n: int, sampling: SamplingParams, deadline_s: float = 1e6, priority: int = 0
+        self, prompt: tuple[int, ...], n: int, sampling: SamplingParams, deadline_s: float = 1e6, **fields: Any
     ) -> str:
+        """fields: others of a `RoutedRequest`."""
         request_id = f"r{next(self._serials)}"
         want = expected_answers(prompt, n, sampling)
-        request = RoutedRequest(request_id, prompt, n, sampling, deadline_s, priority=priority)
+        request = RoutedRequest(request_id, prompt, n, sampling, deadline_s, **fields)
         try:
             self.router.submit(request, self.now)
             state = self.router.requests.get(request_id)
