@@ -33,8 +33,12 @@ class FakeGrammars:
         self._compiled: dict[bytes, Compiling] = {}
 
     def matcher(self, structured: StructuredOutput, output_tokens: Iterable[int] = ()) -> Forcing:
-        fields = json.loads(structured.text)
-        prompt, compiles = tuple(fields.pop("prompt")), fields.pop("compiles")
+        """What `structured` did not make never compiles."""
+        try:
+            fields = json.loads(structured.text)
+            prompt, compiles = tuple(fields.pop("prompt")), fields.pop("compiles")
+        except ValueError:
+            fields, prompt, compiles = {"seed": None}, (), False
         compiling = self._compiled.get(structured.digest)
         if compiling is None:
             compiling = self._compiled[structured.digest] = Compiling(fails=not compiles)

@@ -37,6 +37,7 @@ from node.events import (
     ToPrefill,
 )
 from node.handoffs.stream import DECODE_CODEC, PREFILL_CODEC
+from tests.protocol.fake_grammars import structured
 from tests.protocol.fake_model import VOCAB_SIZE
 from tests.protocol.node import BLOCK_SIZE, MAX_MODEL_LEN, PART_BLOCKS, Node, outward
 from tests.protocol.world import World
@@ -72,26 +73,31 @@ def mostly(make: Callable[..., Any], sense: dict[str, Any], nonsense: dict[str, 
     return st.builds(lambda good, bad: make(**{**good, **dict(bad)}), st.fixed_dictionaries(sense), spoilt)
 
 
-sampling = mostly(
-    common_pb2.SamplingParams,
-    {
-        "temperature": st.just(1.0),
-        "top_p": st.just(1.0),
-        "repetition_penalty": st.just(1.0),
-        "max_tokens": st.integers(2, 8),
-        "num_logprobs": st.just(-1),
-        "ignore_eos": st.booleans(),
-    },
-    {
-        **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"), number),
-        **dict.fromkeys(("top_k", "max_tokens", "min_tokens", "num_logprobs"), int32),
-        "logit_bias": st.dictionaries(int32, number, max_size=2),
-        "stop_token_ids": st.lists(int32, max_size=3) | st.just(2000).map(lambda length: [3] * length),
-        "allowed_token_ids": st.lists(int32, max_size=3),
-        "bad_words_token_ids": st.lists(st.binary(max_size=8), max_size=3),
-        "seed": uint64,
-        "structured_outputs": st.builds(common_pb2.StructuredOutput, kind=st.sampled_from(["json", "frob"])),
-    },
+_PLAIN = {
+    "temperature": st.just(1.0),
+    "top_p": st.just(1.0),
+    "repetition_penalty": st.just(1.0),
+    "max_tokens": st.integers(2, 8),
+    "num_logprobs": st.just(-1),
+    "ignore_eos": st.booleans(),
+}
+_NONSENSE = {
+    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"), number),
+    **dict.fromkeys(("top_k", "max_tokens", "min_tokens", "num_logprobs", "beam_width"), int32),
+    "logit_bias": st.dictionaries(int32, number, max_size=2),
+    "stop_token_ids": st.lists(int32, max_size=3) | st.just(2000).map(lambda length: [3] * length),
+    "allowed_token_ids": st.lists(int32, max_size=3),
+    "bad_words_token_ids": st.lists(st.binary(max_size=8), max_size=3),
+    "seed": uint64,
+    "structured_outputs": st.builds(common_pb2.StructuredOutput, kind=st.sampled_from(["json", "frob"])),
+}
+_MATCHED = st.sampled_from([structured((), None), structured((), None, compiles=False)]).map(
+    lambda constraint: common_pb2.StructuredOutput(kind=constraint.kind.value, text=constraint.text)
+)
+sampling = (
+    mostly(common_pb2.SamplingParams, _PLAIN, _NONSENSE)
+    | mostly(common_pb2.SamplingParams, {**_PLAIN, "structured_outputs": _MATCHED}, _NONSENSE)
+    | mostly(common_pb2.SamplingParams, {**_PLAIN, "temperature": st.just(0.0), "beam_width": st.just(2)}, _NONSENSE)
 )
 
 
@@ -225,7 +231,7 @@ class HostileWorld(World):
     evil decode node is asked for."""
 
     def __init__(self, windows: tuple[int | None, ...] = (None, None)) -> None:
-        super().__init__(num_prefill=1, num_decode=1, num_slots=NUM_SLOTS, windows=windows)
+        super().__init__(num_prefill=1, num_decode=1, num_slots=NUM_SLOTS, windows=windows, has_grammars=True)
         self.grants: dict[int, Grant] = {}
         self.num_tokens: dict[tuple[str, int], int] = {}
         self.reserved: list[Any] = []
