@@ -145,7 +145,7 @@ class EngineHandoffs(EngineWatch):
 
     # ---- of both ----
 
-    @precondition(lambda self: len(self.read) < 3 and self.readable())
+    @precondition(lambda self: self.is_wide and len(self.read) < 3 and self.readable())
     @rule(data=st.data())
     def read_blocks(self, data: st.DataObject) -> None:
         """Gather some of those that will not change, to be sent."""

@@ -72,13 +72,14 @@ class Lease:
 
 SETTINGS = st.fixed_dictionaries(
     {
-        "block_size": st.sampled_from([4, 4, 1, 3, 16]),
+        "block_size": st.sampled_from([4, 4, 4, 4, 1, 3, 16]),
         "max_num_batched_tokens": st.sampled_from([64, 16, 7, 3, 1]),
-        "max_num_seqs": st.sampled_from([8, 4, 2, 1]),
+        "max_num_seqs": st.sampled_from([8, 8, 4, 2, 1]),
         "stages": st.sampled_from([0, 0, 1, 1, 3, 4]),
         "num_speculative_tokens": st.sampled_from([0, 2, 5]),
         "target_itl_s": st.sampled_from([None, None, 1e-9, 2.5]),  # the least is so short that no chunk fits
         "saturating_num_tokens": st.sampled_from([None, None, 5]),
+        "is_wide": st.booleans(),  # else requests are plain: then what is rare with all kinds of them is not
         "padding": st.sampled_from([UNPADDED, StepPadding(((2, (2, 5)), (8, (3, 6))))]),
     }
 )
@@ -93,7 +94,7 @@ class EngineWatch(RuleBasedStateMachine):
         self, settings: dict[str, Any], layer_windows: tuple[int | None, ...], num_more_blocks: int, seed: int
     ) -> None:
         """num_more_blocks: than one sequence may need."""
-        stages = settings.pop("stages")
+        stages, self.is_wide = settings.pop("stages"), settings.pop("is_wide")
         config = EngineConfig(
             num_blocks=1000,
             max_model_len=MAX_MODEL_LEN,
@@ -104,7 +105,7 @@ class EngineWatch(RuleBasedStateMachine):
             windows=tuple(dict.fromkeys(layer_windows)),  # layers that differ are in different groups
             **settings,
         )
-        num_blocks = 1 + config.most_blocks(MAX_MODEL_LEN) + num_more_blocks * config.table_shape.width
+        num_blocks = 1 + config.most_blocks(MAX_MODEL_LEN) + num_more_blocks
         self.config = config = dataclasses.replace(config, num_blocks=num_blocks)
         self.block_size = config.block_size
         self.model = FakeModel(num_blocks, self.block_size, windows=layer_windows)
@@ -112,7 +113,7 @@ class EngineWatch(RuleBasedStateMachine):
         self.model.most_unknown = max(1, config.num_steps_ahead)
         self.tier = FakeTier(self.model)
         self.random = random.Random(seed)
-        if seed % 2:
+        if seed % 3:
             self.model.chooses_nothing = lambda: self.random.random() < 0.1
         self.failing: set[Sequence] = set()  # in a step of these, a logits processor raises sooner or later
         self.model.fails = lambda seq: seq in self.failing and self.random.random() < 0.1

@@ -4,7 +4,7 @@ preempt."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import event
@@ -53,7 +53,7 @@ WISHES = st.builds(
         seed=st.integers(0, 3),
         max_tokens=st.integers(1, 30),
         ignore_eos=st.booleans(),
-        stop_token_ids=st.sampled_from([frozenset(), frozenset(), frozenset(range(10))]),
+        stop_token_ids=st.sampled_from([*[frozenset()] * 5, frozenset(range(10))]),
         presence_penalty=st.sampled_from([0.0, 0.0, 0.5]),
     ),
     hand_off=st.sampled_from([False, False, True]),
@@ -62,9 +62,9 @@ WISHES = st.builds(
     scored=st.sampled_from([None, None, 0]),
     priority=st.sampled_from([0, 0, 0, -1, 1]),
     lane=st.sampled_from(["a", "b"]),
-    matcher=st.sampled_from(["", "", "forces", "fails", "finishes", "compiles"]),
+    matcher=st.sampled_from([*[""] * 6, "forces", "forces", "fails", "finishes", "compiles"]),
     ends_after=st.integers(1, 12),
-    may_fail=st.sampled_from([False, False, False, True]),
+    may_fail=st.sampled_from([*[False] * 9, True]),
 )
 
 
@@ -73,6 +73,10 @@ class EngineMachine(EngineHandoffs):
     def arrive(self, wishes: Wishes) -> None:
         if self.num_live() >= 8:
             return
+        if not self.is_wide:
+            matcher = wishes.matcher if wishes.matcher == "forces" else ""
+            sampling = SamplingParams(seed=wishes.sampling.seed, max_tokens=wishes.sampling.max_tokens)
+            wishes = replace(wishes, matcher=matcher, sampling=sampling, priority=0, lane="", may_fail=False)
         prompt, samples, sampling = (*wishes.prefix, *wishes.suffix), list(wishes.samples), wishes.sampling
         expected = {s: expected_output(prompt, sampling, s, MAX_MODEL_LEN) for s in samples}
         first = expected[samples[0]][0]
@@ -89,7 +93,7 @@ class EngineMachine(EngineHandoffs):
             wishes.salt,
             self.now,
             priority=wishes.priority,
-            lane=wishes.lane if wishes.hand_off else None,
+            lane=wishes.lane if wishes.lane and wishes.hand_off else None,
             runs_ahead=runs_ahead,
             num_prompt_logprobs=wishes.scored,
         )
@@ -103,6 +107,7 @@ class EngineMachine(EngineHandoffs):
         self.requests[seq.attempt_id] = request
         self.queue.append(seq)
         self.may_sleep = False
+        self.steps(self.random.choice([0, 0, 1, 3, 8]))
 
     def constrain(self, request: Request, seq: Sequence, wishes: Wishes) -> None:
         end, kind = seq.num_output_tokens + (wishes.ends_after or 0), wishes.matcher
@@ -121,6 +126,7 @@ class EngineMachine(EngineHandoffs):
             cut = {s: output[:end] for s, (output, _) in request.expected.items() if len(output) >= end}
             request.expected |= {s: (output, FinishReason.STOP) for s, output in cut.items()}
 
+    @precondition(lambda self: self.is_wide)
     @rule(
         length=st.integers(1, 12),
         width=st.integers(1, 3),
@@ -151,21 +157,16 @@ class EngineMachine(EngineHandoffs):
     def num_live(self) -> int:
         return sum(not request.ended for request in self.requests.values())
 
-    @rule(times=st.integers(1, 20))
-    def work(self, times: int) -> None:
-        """The device goes on."""
-        for _ in range(times):
-            if self.model.is_busy:
-                self.model.advance()
-                self.may_sleep = False
-
-    @rule(seconds=st.sampled_from([0.0, 10.0, math.inf]))
-    def begin_until(self, seconds: float) -> None:
+    @precondition(lambda self: self.is_wide)
+    @rule(seconds=st.sampled_from([0.0, 10.0]), times=st.integers(1, 3))
+    def begin_until(self, seconds: float, times: int) -> None:
         """As while something that is due then waits for room."""
         self.engine.waiting.begins_until_s = self.now + seconds
+        self.steps(times)
+        self.engine.waiting.begins_until_s = math.inf
         self.may_sleep = False
 
-    @precondition(lambda self: self.droppable())
+    @precondition(lambda self: self.is_wide and self.droppable())
     @rule(data=st.data())
     def drop_sample(self, data: st.DataObject) -> None:
         """The router has found a stop string: a role ends a sample that has a sequence of its own, and any other once
@@ -188,8 +189,25 @@ class EngineMachine(EngineHandoffs):
                 found += [(attempt_id, sample) for sample in sorted(left)]
         return found
 
-    @rule(times=st.integers(1, 12), waits=st.sampled_from([True, True, False]))
-    def step(self, times: int, waits: bool) -> None:
+    @rule(times=st.integers(1, 12))
+    def step(self, times: int) -> None:
+        self.steps(times)
+
+    @rule(times=st.integers(1, 3))
+    def step_on(self, times: int) -> None:
+        """Once more: most of what happens, happens in steps."""
+        self.steps(times)
+
+    @rule(times=st.integers(1, 12), pieces=st.integers(1, 20))
+    def turn(self, times: int, pieces: int) -> None:
+        """As a role does, which does not wait for steps: the device goes on between its turns."""
+        for _ in range(times):
+            for _ in range(self.random.randrange(pieces)):
+                if self.model.is_busy:
+                    self.model.advance()
+            self.steps(1, waits=False)
+
+    def steps(self, times: int, waits: bool = True) -> None:
         self.may_sleep = False
         for _ in range(times):
             self.now += 1
@@ -260,7 +278,6 @@ class EngineMachine(EngineHandoffs):
             self.tier.finish(self.tier.loads[0])
         while self.read:
             self.end_read()
-        self.engine.waiting.begins_until_s = math.inf
         for _ in range(2000):
             self.may_sleep = False
             plan, result = self.compute()
