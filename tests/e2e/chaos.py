@@ -97,7 +97,8 @@ async def ask_calmly(client: Client, requests: Sequence[tuple[list[int], dict[st
 
 class Chaos:
     """`links`: of each node, the path that leads to it. `pause_s`: bounds of the time between the end of one fault and
-    the next one, of each of the two that may be there at once. All is well again when `run` ends."""
+    the next one, of each of the two that may be there at once. `pace`: how much of their time the faults last. All is
+    well again when `run` ends."""
 
     def __init__(
         self,
@@ -106,6 +107,7 @@ class Chaos:
         routers: Sequence[Router],
         links: dict[str, Link],
         pause_s: tuple[float, float],
+        pace: float,
         report: Report,
     ) -> None:
         self._draw = random.Random(seed)
@@ -113,6 +115,7 @@ class Chaos:
         self._routers = routers
         self._links = links
         self._pause_s = pause_s
+        self._pace = pace
         self._report = report
         self._faulty: set[Member] = set()
         self._router_lost: dict[str, float] = {}  # when it was gone, the last time; infinite while it ends
@@ -153,7 +156,7 @@ class Chaos:
         self._note(victim, math.inf)
         await asyncio.to_thread(victim.kill)
         self._note(victim, time.monotonic())
-        await asyncio.sleep(self._draw.uniform(0.0, 3.0))
+        await self._last(0.0, 3.0)
         await self._start(victim)
 
     async def _restart(self, victim: Member) -> None:
@@ -164,6 +167,9 @@ class Chaos:
             self._report.wrong.append(f"{victim.name} ended with {code} after SIGTERM")
         await self._start(victim)
 
+    async def _last(self, least_s: float, most_s: float) -> None:
+        await asyncio.sleep(self._pace * self._draw.uniform(least_s, most_s))
+
     async def _start(self, victim: Member) -> None:
         victim.start()
         await asyncio.to_thread(victim.wait_page, "/health")
@@ -171,20 +177,20 @@ class Chaos:
     async def _freeze(self, victim: Member) -> None:
         victim.freeze()
         try:
-            await asyncio.sleep(self._draw.uniform(0.5, 8.0))
+            await self._last(0.5, 8.0)
         finally:
             victim.thaw()
 
     async def _cut(self, victim: Member) -> None:
         link = self._links[victim.name]
         await link.cut()
-        await asyncio.sleep(self._draw.uniform(0.1, 5.0))
+        await self._last(0.1, 5.0)
         link.heal()
 
     async def _stall(self, victim: Member) -> None:
         link = self._links[victim.name]
         link.stall()
-        await asyncio.sleep(self._draw.uniform(0.5, 8.0))
+        await self._last(0.5, 8.0)
         link.heal()
 
     def _note(self, victim: Member, lost: float) -> None:
