@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from xdist.scheduler import LoadScopeScheduling
     from xdist.workermanage import WorkerController
 
+ROOT = Path(__file__).resolve().parent.parent
 FORK_SERVER = "fork_server"
 _shared = pytest.StashKey[fork_server.SharedForkServer]()
 
@@ -73,6 +76,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Parallel workers begin with what takes longest, so that none is left alone with it."""
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: shares.rank_of(item.nodeid))
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Where no bytecode is there yet, each parallel worker writes a part of it, and then reads what the others have
+    written. What cannot be imported fails once more as it is collected."""
+    if not hasattr(session.config, "workerinput"):
+        return
+    worker, count = (session.config.workerinput[name] for name in ("workerid", "workercount"))
+    folders = [Path(arg).resolve() for arg in session.config.args if Path(arg).is_dir()]
+    ignored = [Path(path).resolve() for path in session.config.getoption("ignore")]
+    for file in shares.part_of(folders, ignored, int(worker.removeprefix("gw")), count):
+        with contextlib.suppress(Exception, pytest.skip.Exception):
+            importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

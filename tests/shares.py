@@ -6,6 +6,9 @@ or a single test.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
 CLUSTERS = {
     "fragile": (
         "test_client_leaves.py",
@@ -32,7 +35,7 @@ ONE_BY_ONE = ("tests/node/test_gpu_ranks.py",)
 """Files of which each test is a share: it starts nodes of its own, and waits for them longer than it computes."""
 
 LONGEST = (
-    "tests/e2e/test_chaos.py",  # a minute, however fast the machine
+    "tests/e2e/test_chaos.py",  # half a minute, however fast the machine
     "fragile",  # freezes and restarts nodes: it waits more than it computes
     *("tests/deploy/test_up.py", "tests/docs/test_readme.py", "house"),
     *("tests/protocol/test_simulation.py", "tests/tools/test_demo.py", "tests/e2e/test_membership.py"),
@@ -56,3 +59,10 @@ def rank_of(test: str) -> int:
     """Where it comes among all, which are otherwise in pytest's order."""
     share = share_of(test)
     return LONGEST.index(share) if share in LONGEST else len(LONGEST)
+
+
+def part_of(folders: Iterable[Path], ignored: Sequence[Path], worker: int, num_workers: int) -> list[Path]:
+    """The files with tests in `folders` that this worker imports first; each is one worker's."""
+    found = sorted(file for folder in folders for file in folder.rglob("test_*.py"))
+    files = [file for file in found if not any(file.is_relative_to(path) for path in ignored)]
+    return files[len(files) * worker // num_workers : len(files) * (worker + 1) // num_workers]

@@ -152,6 +152,14 @@ def test_what_takes_longest_begins_first() -> None:
     assert shares.rank_of("tests/e2e/test_parity.py") < shares.rank_of("tests/baton/test_wire.py")
 
 
+def test_workers_share_the_first_reading_of_all_tests() -> None:
+    ignored = TESTS / "clients"
+    parts = [shares.part_of([TESTS], [ignored], worker, 3) for worker in range(3)]
+    files = sorted(path for path in TESTS.rglob("test_*.py") if not path.is_relative_to(ignored))
+    assert [file for part in parts for file in part] == files
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
 def test_every_folder_has_a_budget() -> None:
     folders = {path.name for path in TESTS.iterdir() if any(path.glob("test_*.py"))}
     assert set(summary.budgets()) == folders - {"clients"}  # of `make test-clients`

@@ -297,6 +297,9 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         for member in reversed(self.members):
             member.close()
         for port in self._held:

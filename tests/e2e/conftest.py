@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests import shares
 from tests.e2e.cluster import Cluster, Node, Router, wait_whole
 from tests.e2e.scenes import Fragile
 
@@ -87,6 +88,16 @@ async def fragile(breakable: Fragile) -> AsyncIterator[Fragile]:
 def _mark_logs() -> None:
     """Where this test's lines begin."""
     _marks.update({str(m.log): m.log.stat().st_size for c in _clusters for m in c.members if m.log.exists()})
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """A parallel worker runs all tests of a cluster one after the other. Until the session ends, each idle process of
+    it would cost a second."""
+    is_last = nextitem is None or shares.share_of(item.nodeid) != shares.share_of(nextitem.nodeid)
+    if is_last and hasattr(item.config, "workerinput"):
+        for cluster in _clusters:
+            cluster.close()
 
 
 @pytest.hookimpl(wrapper=True)
