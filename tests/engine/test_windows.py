@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,20 @@ def make_engine(folder: Path, device: str = "cpu", split: bool = True, **sizes: 
     return Engine(config, runner), runner
 
 
-@pytest.mark.parametrize(("budget", "block_size", "ahead"), [(7, 4, True), (33, 16, False), (2048, 4, False)])
+def every_other(values: Sequence[Any]) -> list[Any]:
+    """All families with all of these; in CI, each family with every other one."""
+    return [
+        pytest.param(family, *value, marks=[] if (i + j) % 2 == 0 else pytest.mark.full)
+        for i, family in enumerate(FAMILIES)
+        for j, value in enumerate(values)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("folder", "budget", "block_size", "ahead"),
+    every_other([(7, 4, True), (33, 16, False), (2048, 4, False)]),
+    indirect=["folder"],
+)
 def test_the_same_tokens_at_the_edges_of_windows(
     folder: Path, expected: list[list[int]], budget: int, block_size: int, ahead: bool
 ) -> None:
@@ -166,7 +180,7 @@ def test_a_hit_needs_only_the_last_window_of_layers_with_one(folder: Path, expec
     assert runner.pool.num_blocks == 2000
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(("folder", "ahead"), every_other([(False,), (True,)]), indirect=["folder"])
 def test_a_pool_too_small_for_all_preempts_and_says_the_same(
     folder: Path, expected: list[list[int]], ahead: bool
 ) -> None:

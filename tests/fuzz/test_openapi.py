@@ -16,7 +16,7 @@ from tests.fuzz.served import BODIES, CASE_S, answers_as_ever, no_mistakes, serv
 schemathesis = pytest.importorskip("schemathesis", reason="machines with a GPU have no need of it")
 openapi_checks = pytest.importorskip("schemathesis.specs.openapi.checks")
 
-NUM_EXAMPLES, NUM_FULL = 4, 30
+NUM_EXAMPLES, NUM_FULL = 3, 30
 """Of each operation, that fit and that do not."""
 CHECKS = [
     schemathesis.checks.not_a_server_error,

@@ -86,9 +86,19 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize(("device", "dtype"), PLACES)
-@pytest.mark.parametrize(("values", "group", "scale_rows", "with_zero"), FORMS)
-@pytest.mark.parametrize(("num_rows", "splits", "steps"), [(1, 1, 1), (5, 3, 2), (20, 2, 1)])
+FEW_ROWS = [
+    pytest.param(*rows, *form.values, *place.values, marks=place.marks if ci or place.marks else pytest.mark.full)
+    for i, rows in enumerate([(1, 1, 1), (5, 3, 2), (20, 2, 1)])
+    for j, form in enumerate(FORMS)
+    for k, place in enumerate(PLACES)
+    for ci in [(i + j + k) % 2 == 0]
+]
+"""Every two values of different kinds meet in one of those that CI runs."""
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "splits", "steps", "values", "group", "scale_rows", "with_zero", "device", "dtype"), FEW_ROWS
+)
 def test_few_rows(
     num_rows: int,
     splits: int,
