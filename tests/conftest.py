@@ -86,9 +86,13 @@ def pytest_collection(session: pytest.Session) -> None:
     worker, count = (session.config.workerinput[name] for name in ("workerid", "workercount"))
     folders = [Path(arg).resolve() for arg in session.config.args if Path(arg).is_dir()]
     ignored = [Path(path).resolve() for path in session.config.getoption("ignore")]
+    capture = session.config.pluginmanager.getplugin("capturemanager")
+    capture.resume_global_capture()  # as pytest does while it collects
     for file in shares.part_of(folders, ignored, int(worker.removeprefix("gw")), count):
         with contextlib.suppress(Exception, pytest.skip.Exception):
             importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
+    capture.suspend_global_capture()
+    capture.read_global_capture()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
