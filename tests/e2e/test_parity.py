@@ -165,10 +165,10 @@ def check_hits(way: Way, reference: Reference, answer: Answer) -> None:
 
 
 def share(references: ReferenceFile, index: int) -> list[Reference]:
-    """The prompts of PAIRWISE[index]: 6 to go one at a time, or 11 to go at once; all lengths, ids and text."""
+    """The prompts of PAIRWISE[index]: 6 to go one at a time, or 16 to go at once; all lengths, ids and text."""
     one_at_a_time = PAIRWISE[index].at_once == 1
     ours = [r for i, r in enumerate(references.of_kind("ids", "text")) if (i % 7 < 3) == one_at_a_time]
-    return ours[index // 2 + 8 :: 16] if one_at_a_time else ours[index // 2 :: 12]
+    return ours[index // 2 + 8 :: 16] if one_at_a_time else ours[index // 2 :: 8]
 
 
 @pytest.mark.parametrize("index", range(len(PAIRWISE)), ids=lambda i: str(PAIRWISE[i]))
