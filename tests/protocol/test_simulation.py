@@ -124,7 +124,7 @@ def seeds(in_ci: range, in_full: range) -> list[Any]:
     return [*in_ci, *(pytest.param(seed, marks=pytest.mark.full) for seed in in_full)]
 
 
-@pytest.mark.parametrize("seed", seeds(range(4), range(4, 12)))
+@pytest.mark.parametrize("seed", seeds(range(8), range(8, 12)))
 def test_without_faults_every_answer_is_whole(seed: int) -> None:
     world = race(seed, faults=0.0, num_blocks=26)
     for client in world.clients.values():
