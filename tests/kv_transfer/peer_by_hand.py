@@ -122,3 +122,8 @@ def inbound(transport: PairTransport) -> list[Inbound]:
     found = Future[list[Inbound]]()
     transport._pair.call(lambda: found.set_result(transport._pair._ends.of(Inbound)))
     return found.result(DEADLINE_S)
+
+
+def hung_up(peer: Peer, channel: Channel) -> None:
+    """Nothing comes on the channel, and it ends."""
+    assert list(peer.until_lost(channel)) == []
