@@ -137,11 +137,7 @@ def _race(draw: random.Random, num_acts: int, draw_faults: float) -> World:
     for _ in range(num_acts):
         if draw.random() < 0.05:
             submit_one(world, draw)
-        acts = world.faults() if draw.random() < draw_faults else world.enabled()
-        if acts:
-            world.act(draw.choice(acts))
-        if draw.random() < 0.1:
-            world.advance(draw.choice([0.001, 0.05]))
+        world.act_at_random(draw, draw_faults)
     world.run_dry()
     world.check_whole()
     return world

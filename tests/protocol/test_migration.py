@@ -373,11 +373,7 @@ def run(seed: int, faults: float, num_acts: int = 220, windows: tuple[int | None
             world.submit(prompt, draw.choice([1, 1, 1, 2]), sampling)
         if draw.random() < 0.2 and (moves := [act for act in world.faults() if act[0] == "move"]):
             world.act(draw.choice(moves))
-        acts = world.faults() if draw.random() < faults else world.enabled()
-        if acts:
-            world.act(draw.choice(acts))
-        if draw.random() < 0.1:
-            world.advance(draw.choice([0.001, 0.05]))
+        world.act_at_random(draw, faults)
     world.run_dry()
     world.check_whole()
     return world

@@ -109,11 +109,7 @@ def _race(
                 num_prompt_logprobs=draw.choice([None, None, 0]),
             )
             world.submit(prompt, draw.choice([1, 1, 1, 2, 4]), sampling, draw.choice([0.5, 1e6, 1e6]))
-        acts = world.faults() if draw.random() < faults else world.enabled()
-        if acts:
-            world.act(draw.choice(acts))
-        if draw.random() < 0.1:
-            world.advance(draw.choice([0.001, 0.05]))
+        world.act_at_random(draw, faults)
     world.run_dry()
     world.check_whole()
     return world

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -153,6 +154,14 @@ class World:
         acts += [("move", i) for i, node in self.nodes.items() if node.role is NodeRole.DECODE and node.subscribed]
         acts += [("damage", i) for i, transfer in enumerate(self.hub.pending) if is_checked(transfer)]
         return acts
+
+    def act_at_random(self, draw: random.Random, faults: float) -> None:
+        """One act, with that probability a fault, and every tenth time some time passes."""
+        acts = self.faults() if draw.random() < faults else self.enabled()
+        if acts:
+            self.act(draw.choice(acts))
+        if draw.random() < 0.1:
+            self.advance(draw.choice([0.001, 0.05]))
 
     def act(self, act: tuple[str, object]) -> None:
         match act:
