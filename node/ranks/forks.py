@@ -41,6 +41,11 @@ class LossReason(NamedTuple):
     is_secondary: bool = False
 
 
+def to_blame(reasons: Iterable[LossReason]) -> LossReason | None:
+    """The first of these losses that is not secondary; else the first."""
+    return min(reasons, key=lambda reason: reason.is_secondary, default=None)
+
+
 class RankPipe(NamedTuple):
     """A forked rank's end of the pipe to the process that forked it. heartbeats: the counters of all these ranks; this
     rank increments number `heartbeat_index`. of_pool: for what it reports of its KV pool, see `send_of_pool`."""
@@ -124,6 +129,11 @@ class RankFork:
         self.num_silent, self.ready = 0, True
         return True
 
+    @property
+    def has_ended_in_order(self) -> bool:
+        ended = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        return ended is not None and ended.si_code == os.CLD_EXITED and ended.si_status == 0
+
     def loss_reason(self, why: str) -> LossReason:
         """Why the rank is lost, with the error that it reported itself."""
         message = self.peek() or {}
@@ -178,20 +188,20 @@ class RankForks:
                 secondary = secondary or reason
         return secondary
 
-    def ended(self) -> list[RankFork]:
-        """The ranks that have ended."""
-        return [fork for fork in self.all if select.select([fork.pidfd], [], [], 0)[0]]
-
-    def end(self, timeout_s: float) -> None:
-        """Wait for the ranks to end, and kill those that have not ended in time."""
+    def end(self, timeout_s: float) -> list[LossReason]:
+        """Wait for the ranks to end, and kill those that have not ended in time. Returns why ranks were lost: those
+        that ended before that, but not in order."""
         self.unwatch()
-        deadline = time.monotonic() + timeout_s
+        deadline, lost = time.monotonic() + timeout_s, []
         for fork in self.all:
             if not select.select([fork.pidfd], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 signal.pidfd_send_signal(fork.pidfd, signal.SIGKILL)
+            elif not fork.has_ended_in_order:
+                lost.append(fork.loss_reason(HAS_ENDED))
             os.waitpid(fork.pid, 0)
             os.close(fork.pidfd)
             fork.link.close()
+        return lost
 
     def _watch(self, on_lost: OnLost) -> None:
         counts = memoryview(self._heartbeats).cast("q")

@@ -27,7 +27,7 @@ from node import preflight
 from node.limits import Limits
 from node.peers.links import PeerLink
 from node.peers.rendezvous import HELLO_TIMEOUT_S, join_rendezvous
-from node.ranks.forks import BEAT_S, LossReason, RankFork, RankForks, RankPipe, fork
+from node.ranks.forks import BEAT_S, LossReason, RankFork, RankForks, RankPipe, fork, to_blame
 from node.ranks.joining import rendezvous_of, shared_flags
 from node.ranks.rank_links import RemoteRankLink
 from node.ranks.ranks import RunRank
@@ -50,7 +50,7 @@ def run_headless(settings: NodeSettings, run: RunRank, limits: Limits | None = N
     try:
         code = host.run()
     finally:
-        host.end(limits.close if code == 0 else 0)
+        code = host.end(code)
     log.info("stopped exit_code=%d", code)
     return code
 
@@ -79,14 +79,21 @@ class _Host:
             except OSError:
                 return self._ends(f"{_RANK_0} has ended")
 
-    def end(self, timeout_s: float) -> None:
-        """End its ranks, and kill those that have not ended in time. Rank 0 waits until the link is closed."""
+    def end(self, code: int) -> int:
+        """End its ranks, and kill those that have not ended in time. Rank 0 waits until the link is closed. Returns the
+        exit code: `code`, or 1 if a rank was lost before the node ended in order. Rank 0 may have met that loss by
+        itself, and this host has not noticed it until now."""
         self._over.set()
-        self._forks.end(timeout_s)
+        reason = to_blame(self._forks.end(self._limits.close if code == 0 else 0))
+        if code == 0 and reason is not None:
+            self._report(reason)
+            code = self._ends(reason.text)
         if self._link is not None:
             with contextlib.suppress(OSError):  # rank 0 has ended
-                self._link.send(ended=True)
+                if code == 0:
+                    self._link.send(ended=True)
             self._link.close()
+        return code
 
     def _follow(self, link: PeerLink, signals: socket.socket) -> int:
         """Follow rank 0 until the node ends, and return the exit code. Raises OSError if the link is broken."""
@@ -142,21 +149,19 @@ class _Host:
 
     def _rank_lost(self, rank: RankFork, reason: LossReason) -> None:
         """Called on the watcher's thread. The ranks of all hosts wait for this one forever, so the node ends."""
-        if _ended_in_order(rank) and self._over.wait(self._limits.report):
+        if rank.has_ended_in_order and self._over.wait(self._limits.report):
             return  # the node has closed it, and tells this host too
         if reason.is_secondary and self._over.wait(self._limits.report / 2):
             return  # rank 0 knows which rank was lost first
-        if self._link is not None:
-            with contextlib.suppress(OSError):  # it is lost, too
-                self._link.send(lost=reason.text, met=reason.is_secondary)
-        log.critical("%s: this part of the node ends", reason.text)
+        self._report(reason)
+        self._ends(reason.text)
         logging.shutdown()
         os._exit(1)
 
-
-def _ended_in_order(rank: RankFork) -> bool:
-    ended = os.waitid(os.P_PIDFD, rank.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    return ended is not None and ended.si_code == os.CLD_EXITED and ended.si_status == 0
+    def _report(self, reason: LossReason) -> None:
+        if self._link is not None:
+            with contextlib.suppress(OSError):  # rank 0 is lost, too
+                self._link.send(lost=reason.text, met=reason.is_secondary)
 
 
 @contextlib.contextmanager

@@ -155,7 +155,7 @@ class OtherHosts:
             with contextlib.suppress(OSError):  # it has ended already
                 link.send(**({"lost": why} if why else {"stop": True}))
 
-    def end(self, timeout_s: float) -> None:
+    def end(self, timeout_s: float) -> list[LossReason]:
         self._over.set()
         deadline = time.monotonic() + timeout_s + _LEAVE_S
         for thread in self._threads:
@@ -164,17 +164,16 @@ class OtherHosts:
             self._wait_for_end(number, link, deadline)
         for rank in self._ranks:
             rank.stream.close()
+        lost = [number for number in self._links if number not in self._ended] if self._in_order else []
+        return [self._loss_reason or LossReason(f"node rank {number} {HAS_ENDED}") for number in lost]
 
     def _wait_for_end(self, number: int, link: PeerLink, deadline: float) -> None:
-        """Wait until the host has ended. One that does not report its end was lost before it learned that the node
-        ends; the node has noticed that in another way, and has ended in order."""
+        """Wait until the host has ended. One that does not report its end was lost, or has lost a rank, before it
+        learned that the node ends; the node has noticed that in another way, and has ended in order."""
         with contextlib.suppress(OSError):  # it has closed the link
             while (left_s := deadline - time.monotonic()) > 0 and select.select([link], [], [], left_s)[0]:
                 for message in link.receive():
                     self._handle(number, message)
-        if self._in_order and number not in self._ended:
-            reason = self._loss_reason or LossReason(f"node rank {number} {HAS_ENDED}")
-            log.critical("%s: the node ends", reason.text)
         link.close()
 
     def _start(self, name: str, run: Callable[..., object], *arguments: Any) -> None:

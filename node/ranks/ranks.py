@@ -28,12 +28,12 @@ from node.errors import StartupError
 from node.limits import Limits
 from node.ranks.forks import (
     ENDED_LOADING,
-    HAS_ENDED,
     MAX_MESSAGE,
     LossReason,
     RankForks,
     RankPipe,
     fork,
+    to_blame,
 )
 from node.ranks.hosts import OtherHosts
 from node.ranks.pool_wire import PoolWire
@@ -82,9 +82,9 @@ class HostRanks(Protocol):
     def limit_sends(self, timeout_s: float) -> None:
         """Set how long `send` waits for a rank that reads nothing."""
 
-    def end(self, timeout_s: float) -> None:
+    def end(self, timeout_s: float) -> list[LossReason]:
         """Wait until they have ended, and kill those that have not in time. If all are ready, they have been told to
-        end."""
+        end. Returns why some were lost before that."""
 
 
 class ForkedRanks:
@@ -146,13 +146,14 @@ class ForkedRanks:
     def limit_sends(self, timeout_s: float) -> None:
         self._writer.timeout_s = timeout_s
 
-    def end(self, timeout_s: float) -> None:
-        self.forks.end(timeout_s)
+    def end(self, timeout_s: float) -> list[LossReason]:
+        lost = self.forks.end(timeout_s)
         if self._reader.is_alive():
             self._reader.join(_READER_S)  # all ranks have ended, which it sees
         if not self._reader.is_alive():  # else it would use sockets that are closed
             for rank in self.forks.all:
                 rank.of_pool.close()
+        return lost
 
 
 class Ranks:
@@ -221,13 +222,14 @@ class Ranks:
         if self._hosts is not None:
             self._hosts.stop("" if serve else self._why)
         if serve:
-            self._report_lost()
             for ranks in self._all:
                 ranks.limit_sends(self._limits.close)
             with contextlib.suppress(OSError):  # TimeoutError is one
                 self.others.close()
-        for ranks in self._all:
-            ranks.end(self._limits.close if serve else 0)
+        lost = [reason for ranks in self._all for reason in ranks.end(self._limits.close if serve else 0)]
+        reason = to_blame(lost)
+        if serve and reason is not None:  # rank 0 has met that loss by itself, before anybody noticed it
+            log.critical("%s: the node ends", reason.text)
 
     def _send(self, kind: int, array: NDArray[np.int32]) -> None:
         for ranks in self._all:
@@ -249,15 +251,8 @@ class Ranks:
     def _to_blame(self) -> LossReason | None:
         """The loss to report, of those that become known within a moment: preferably one that is not secondary."""
         moment_s = self._limits.report / 2 / len(self._all)
-        reasons = [reason for ranks in self._all if (reason := ranks.loss_reason(moment_s)) is not None]
-        return next((reason for reason in reasons if not reason.is_secondary), reasons[0] if reasons else None)
-
-    def _report_lost(self) -> None:
-        """Report ranks that were lost while the node was ending in order, before the watcher noticed. Secondary losses
-        are reported only if there are no others."""
-        reasons = [rank.loss_reason(HAS_ENDED) for rank in self._forked.forks.ended()]
-        for reason in [reason for reason in reasons if not reason.is_secondary] or reasons:
-            log.critical("%s: the node ends", reason.text)
+        reasons = (ranks.loss_reason(moment_s) for ranks in self._all)
+        return to_blame(reason for reason in reasons if reason is not None)
 
 
 def fork_ranks(settings: NodeSettings, run: RunRank, limits: Limits | None = None) -> Ranks | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import mmap
 import os
 import select
 import socket
@@ -24,7 +25,7 @@ from node.errors import StartupError
 from node.limits import Limits
 from node.peers.links import PeerLink
 from node.peers.rendezvous import join_rendezvous
-from node.ranks.forks import LossReason, RankFork, fork
+from node.ranks.forks import LossReason, RankFork, RankForks, fork
 from node.ranks.headless import _Host
 from node.ranks.hosts import OtherHosts, _HostRank
 from node.ranks.joining import JoiningHosts, rendezvous_of, shared_flags
@@ -189,24 +190,39 @@ def test_a_rank_that_has_ended_in_order_is_not_lost(
         os.close(pidfd)
 
 
+@pytest.mark.parametrize(("command", "code"), [("true", 0), ("false", 1)])
+def test_a_rank_lost_before_the_node_ends_in_order_is_reported(command: str, code: int) -> None:
+    """Rank 0 met that loss by itself, and ends in order before its host has noticed."""
+    settings = NodeSettings(model="none", tensor_parallel_size=4, nnodes=2, node_rank=1)
+    first, second = hosts_of_two()
+    link, of_rank = socket.socketpair()
+    of_rank.close()
+    with subprocess.Popen([command]) as process:
+        rank = RankFork(3, process.pid, os.pidfd_open(process.pid), link, link, ready=True)
+        host = _Host(settings, RankForks([rank], mmap.mmap(-1, 8), LIMITS), LIMITS)
+        host._link = second
+        first.stop("")
+        assert host._handle(second.receive_one(PATIENCE_S)) == 0
+        assert host.end(0) == code
+    lost = [f"node rank 1: rank 3 (process {process.pid}) has ended"]
+    assert [reason.text for reason in first.end(PATIENCE_S)] == lost * code
+
+
 @pytest.mark.parametrize(
-    ("message", "logged"),
+    ("message", "lost"),
     [
-        ({"beat": True}, ["node rank 1 has ended: the node ends"]),
-        ({"lost": "rank 3 has ended", "met": False}, ["node rank 1: rank 3 has ended: the node ends"]),
+        ({"beat": True}, ["node rank 1 has ended"]),
+        ({"lost": "rank 3 has ended", "met": False}, ["node rank 1: rank 3 has ended"]),
         ({"ended": True}, []),
     ],
 )
-def test_a_node_that_has_met_a_loss_by_itself_names_the_host(
-    message: dict[str, Any], logged: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_node_that_has_met_a_loss_by_itself_names_the_host(message: dict[str, Any], lost: list[str]) -> None:
     """It ends in order, before it has heard of the host."""
     hosts, host = hosts_of_two()
     hosts.stop("")
     host.send(**message)
     host.close()
-    hosts.end(PATIENCE_S)
-    assert [record.getMessage() for record in caplog.records] == logged
+    assert [reason.text for reason in hosts.end(PATIENCE_S)] == lost
 
 
 def hosts_of_two() -> tuple[OtherHosts, PeerLink]:

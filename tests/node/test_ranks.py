@@ -8,13 +8,10 @@ import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
-from node.ranks.forks import LossReason
-from node.ranks.ranks import ForkedRanks, Ranks
+from node.ranks.forks import LossReason, to_blame
 from tests.node.rank_scene import LIMITS
 from tests.node.scenes import PATIENCE_S, SceneProcess, all_closed, wait_ended
 
@@ -48,6 +45,7 @@ ENDS = {
     "dies-step": "has ended: the node ends",
     "fails-step": "has ended (its part is too large): the node ends",
     "hangs-step": f"has been silent for {LIMITS.silence:g} s: the node ends",
+    "dies-close": "has ended: the node ends",
 }
 """What the node says, by what becomes of rank 2. Rank 1 meets its end, and is not to blame."""
 
@@ -68,25 +66,20 @@ def scene(tmp_path: Path) -> Iterator[Callable[[str], Scene]]:
 @pytest.mark.parametrize("case", ENDS)
 def test_the_node_ends_and_says_which_rank_is_lost(scenes: dict[str, Scene], case: str) -> None:
     scene = scenes[case]
-    assert scene.wait() == 1
+    assert scene.wait() == (case != "dies-close")
     said = scene.err
     assert ENDS[case] in said
     assert "rank 2" in said
     assert "rank 1" not in said
-    assert ("serves" in scene.out) == case.endswith("-step")
+    assert ("serves" in scene.out) == case.endswith(("-step", "-close"))
 
 
-@pytest.mark.parametrize("found_cause", [True, False])
-def test_a_rank_that_met_the_end_of_another_is_blamed_only_if_no_other_is_found(
-    caplog: pytest.LogCaptureFixture, found_cause: bool
-) -> None:
-    """By a node that ends in order, since it met that end as well, before its watcher has noticed."""
-    reasons = [LossReason("rank 1", is_secondary=True), *([LossReason("rank 2")] if found_cause else [])]
-    ended = [SimpleNamespace(loss_reason=lambda _, reason=reason: reason) for reason in reasons]
-    ranks = object.__new__(Ranks)
-    ranks._forked = cast(ForkedRanks, SimpleNamespace(forks=SimpleNamespace(ended=lambda: ended)))
-    ranks._report_lost()
-    assert caplog.messages == [f"{reasons[-1].text}: the node ends"]
+def test_a_rank_that_met_the_end_of_another_is_blamed_only_if_no_other_is_found() -> None:
+    met, other = (LossReason(f"rank {number}", is_secondary=True) for number in (1, 3))
+    cause = LossReason("rank 2")
+    assert to_blame([]) is None
+    assert to_blame([met, other]) == met
+    assert to_blame([met, cause, other]) == cause
 
 
 def test_ranks_end_with_their_node(scene: Callable[[str], Scene]) -> None:
