@@ -34,6 +34,8 @@ MAX_PIPELINED = 64
 _MAX_TURNED_AWAY = 128
 """Connections beyond the limit that may be open at the same time to be told so; they need descriptors too."""
 _HEADER_COST = 32
+_NUM_SLICES = 4
+"""Of the time that a client has for the rest of a request."""
 
 
 class SharedConnectionState:
@@ -247,15 +249,15 @@ class Connection(BoundedWrites, HttpToolsProtocol):
         answering = self.cycle is not None and not self.cycle.response_complete
         if self._reading is _Reading.NOTHING:
             if not answering and self.timeout_keep_alive_task is None:
-                self.timeout_keep_alive_task = self._later(self._limits.idle_timeout_s, self.timeout_keep_alive_handler)
+                idle_s, close = self._limits.idle_timeout_s, self.timeout_keep_alive_handler
+                self.timeout_keep_alive_task = self.loop.call_later(idle_s, close)
         elif self._reading is _Reading.HEAD:
             if not answering:
-                self._read_timer = self._later(self._limits.header_timeout_s, self._late)
+                self._wait_for_rest(self._limits.header_timeout_s, self._late)
         elif not self.pipeline:
-            self._read_timer = self._later(self._limits.body_timeout_s, self._late)
+            self._wait_for_rest(self._limits.body_timeout_s, self._late)
 
     def _late(self) -> None:
-        self._read_timer = None
         if self.flow.read_paused:  # by us
             self._watch()
         elif self._reading is _Reading.HEAD:
@@ -278,7 +280,7 @@ class Connection(BoundedWrites, HttpToolsProtocol):
             self._close_in_time()
         elif self._reading is _Reading.BODY and self.cycle.response_complete:
             self._stop_read_timer()
-            self._read_timer = self._later(self._limits.linger_s, self.transport.abort)
+            self._wait_for_rest(self._limits.linger_s, self.transport.abort)
         elif self._reading is not _Reading.NOTHING:  # the next has begun
             self._unset_keepalive_if_required()
             self._watch()
@@ -316,7 +318,7 @@ class Connection(BoundedWrites, HttpToolsProtocol):
         self.transport.write(_answer(status, body, self.server_state.default_headers))
         self._half_close()
         self.flow.resume_reading()
-        self._read_timer = self._later(self._limits.linger_s, self.transport.abort)
+        self._wait_for_rest(self._limits.linger_s, self.transport.abort)
 
     def _addressed(self) -> dict[str, str]:
         """The path of the newest request, as far as it has come, in the form of an ASGI scope."""
@@ -336,8 +338,17 @@ class Connection(BoundedWrites, HttpToolsProtocol):
 
     # ---- timers ----
 
-    def _later(self, delay_s: float, call: Callable[[], object]) -> TimerHandle:
-        return self.loop.call_later(delay_s, call)
+    def _wait_for_rest(self, limit_s: float, late: Callable[[], object], num_slices: int = _NUM_SLICES) -> None:
+        """Call `late` unless the timer is stopped within `limit_s`. What has arrived is read between two time slices,
+        so a client is not late because this process did not run meanwhile."""
+        self._read_timer = self.loop.call_later(limit_s / _NUM_SLICES, self._end_slice, limit_s, late, num_slices - 1)
+
+    def _end_slice(self, limit_s: float, late: Callable[[], object], num_left: int) -> None:
+        self._read_timer = None
+        if num_left:
+            self._wait_for_rest(limit_s, late, num_left)
+        else:
+            late()
 
     def _stop_read_timer(self) -> None:
         if self._read_timer is not None:

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import logging
 import socket
+import time
 
 import pytest
 import uvloop
@@ -374,6 +375,19 @@ async def test_a_request_answered_early_may_end_and_the_next_come():
         assert (await client.answer())[0] == 401
         await client.send(b"x" * 100_000 + GET)
         assert (await client.answer())[0] == 401
+
+
+@on_uvloop
+async def test_time_in_which_the_server_does_not_run_does_not_count():
+    """A part of the request lies in the socket meanwhile, and its client waits for room there."""
+    async with serving(refuse, linger_s=0.6) as port, peer(port) as client:
+        await client.send(b"POST /a HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % 2**23)
+        assert (await client.answer())[0] == 401
+        rest = asyncio.create_task(client.send(bytes(2**23) + GET))
+        await asyncio.sleep(0)
+        time.sleep(0.7)  # noqa: ASYNC251 - nothing else runs, server or client
+        assert (await client.answer())[0] == 401
+        await rest
 
 
 @pytest.mark.parametrize("head", [b"HTTP/1.1\r\nconnection: close", b"HTTP/1.0"])
