@@ -41,7 +41,7 @@ async def test_figures_are_those_of_the_stub(endpoint):
     assert (run["input_tokens"], run["cached_tokens"], run["output_tokens"]) == (6 * 7, 6 * 3, 6 * TOKENS)
     assert "43% of the prompt tokens were in the server's prefix cache" in report(results.runs, None, {})
     for name, expected_s in {"ttft_ms": FIRST_S, "itl_ms": GAP_S, "tpot_ms": GAP_S}.items():
-        assert expected_s * 1e3 - 1 < run[name]["p50"] < expected_s * 1e3 * 2
+        assert expected_s * 1e3 - 1 < run[name]["p50"] < expected_s * 1e3 + 1000
     assert run["e2e_ms"]["p50"] > (FIRST_S + (TOKENS - 1) * GAP_S) * 1e3 - 1
 
 
