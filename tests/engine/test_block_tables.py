@@ -261,3 +261,22 @@ def test_a_chunk_is_as_long_as_there_are_blocks_for() -> None:
     run(engine)
     assert seq.num_output_tokens == 4
     assert engine.blocks.counts_by_state()[BlockState.OWNED] == engine.blocks.num_claimed == 0
+
+
+def test_a_prompt_that_finds_no_block_for_its_next_tokens_is_in_no_step() -> None:
+    """Others have what it gives back, and all that is not claimed; then nobody does."""
+    engine, model = make_engine(windows=(None, 6), num_blocks=60, max_num_batched_tokens=8)
+    engine.add(seq := sequence(40))
+    kept: list[int] = []
+    for _ in range(8):
+        engine.compute(engine.schedule(0.0))
+        kept += (read := [block for block in seq.block_table if block != NULL_BLOCK and block not in kept])
+        engine.blocks.share(read, 1)
+        kept += engine.allocate(max(0, engine.blocks.num_unclaimed))
+        engine.check_integrity([Holding("lease", "", seq.attempt_id, (), 0.0, kept)])
+    assert engine.tables.is_growing(seq), "it waits, and keeps its place"
+    assert 0 < seq.num_computed_tokens < 40
+    assert min(chunk.length for batch in model.batches for chunk in batch) > 0
+    engine.blocks.release(kept)
+    run(engine)
+    assert seq.num_output_tokens == 4

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from baton.errors import InternalError, NodeUnavailable, PeerLost
-from baton.messages import Abort, AttemptId, End, KvEvents, Migrate, Prefill, Tokens, Update
+from baton.messages import Abort, AttemptId, End, KvEvents, Load, Migrate, Prefill, Tokens, Update
 from baton.node_info import NodeRole
 from baton.sampling import SamplingParams
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
@@ -159,6 +159,49 @@ async def test_what_a_node_says_of_its_prefix_cache_is_known_and_what_is_refused
         dispatcher.submit(RoutedRequest("r", (1,), 1, SamplingParams(), 60.0), lambda event: None, time.monotonic())
     samples = [sample for metric in registry.collect() for sample in metric.samples]
     assert sum(sample.value for sample in samples if sample.name == "baton:request_ends_total") == 1
+
+
+@pytest.mark.parametrize("full", [True, False])
+async def test_what_waits_is_sent_once_its_node_has_room_or_is_drained_no_longer(full: bool) -> None:
+    """Though nothing else happens."""
+    dispatcher = Dispatcher(RouterCore(1), RequestMetrics(RouterMetrics(new_registry(ROUTER)), lambda: "m"))
+    sent: list[Prefill | Abort | Migrate] = []
+    for name, role in (("p1", NodeRole.PREFILL), ("d1", NodeRole.DECODE)):
+        dispatcher.node_up(info(name, role), sent.append)
+    if full:
+        dispatcher.handle_node_message("d1", Load(0, 1, num_blocks_free=0, num_blocks_total=9))
+    else:
+        dispatcher.drain_node("d1", True)
+    dispatcher.submit(RoutedRequest("r", (1, 2), 1, SamplingParams(), 60.0), lambda event: None, time.monotonic())
+    assert not sent
+    assert not dispatcher.is_on("d1")
+    if full:
+        dispatcher.handle_node_message("d1", Load(0, 0, num_blocks_free=9, num_blocks_total=9))
+    else:
+        dispatcher.drain_node("d1", False)
+    assert [type(message) for message in sent] == [Prefill]
+    assert dispatcher.is_on("d1")
+    dispatcher.close()
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+async def test_what_generates_on_a_node_that_is_to_leave_moves_at_once(says_so: bool) -> None:
+    """Whether the node says that it stops, or somebody else drains it."""
+    dispatcher = Dispatcher(RouterCore(1), RequestMetrics(RouterMetrics(new_registry(ROUTER)), lambda: "m"))
+    sent: list[Prefill | Abort | Migrate] = []
+    for name in ("d1", "d2"):
+        dispatcher.node_up(info(name, NodeRole.DECODE), sent.append)
+    dispatcher.submit(RoutedRequest("r", (1, 2), 1, SamplingParams(), 60.0), lambda event: None, time.monotonic())
+    (prefill,) = sent
+    assert isinstance(prefill, Prefill)
+    node = prefill.target_incarnation
+    dispatcher.handle_node_message(node, (Update(prefill.attempt_id, Tokens(0, 0, (5,))),))
+    if says_so:
+        dispatcher.handle_node_message(node, Load(draining=True))
+    else:
+        dispatcher.drain_node(node, True)
+    assert [type(message) for message in sent] == [Prefill, Migrate]
+    dispatcher.close()
 
 
 async def test_nothing_is_kept_of_what_has_ended() -> None:
