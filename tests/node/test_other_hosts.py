@@ -25,7 +25,7 @@ from node.errors import StartupError
 from node.limits import Limits
 from node.peers.links import PeerLink
 from node.peers.rendezvous import join_rendezvous
-from node.ranks.forks import LossReason, RankFork, RankForks, fork
+from node.ranks.forks import BEAT_S, LossReason, RankFork, RankForks, fork
 from node.ranks.headless import _Host
 from node.ranks.hosts import OtherHosts, _HostRank
 from node.ranks.joining import JoiningHosts, rendezvous_of, shared_flags
@@ -88,6 +88,7 @@ def test_a_host_that_ends_before_all_have_joined_may_join_again() -> None:
             with socket.create_connection((port.address.host, port.address.port)) as other:
                 PeerLink(other).send(**nonsense)
                 is_dropped(PeerLink(other))
+        host.send(beat=True)
         for more in (b"{", b"{}\n"):
             with socket.create_connection((port.address.host, port.address.port)) as chatty:
                 PeerLink(chatty).send(rank=2, serves={"--model": "weights"})
@@ -122,6 +123,23 @@ def test_a_host_that_says_nothing_is_given_up_with_its_ranks_while_others_are_mi
         assert sorted(joined) == [("host", 1), ("rank", 2), ("rank", 3)]
         for link in (*links, *joined.values()):
             link.close()
+
+
+def test_a_host_takes_its_own_ranks_with_it_once_it_was_silent_for_too_long() -> None:
+    settings = NodeSettings(model="none", tensor_parallel_size=6, nnodes=3)
+    hosts = JoiningHosts(settings, "weights", Limits(loading_silence=5 * BEAT_S))
+    with contextlib.ExitStack() as stack:
+        members = [("host", 1), ("host", 2), *(("rank", number) for number in range(2, 6))]
+        hosts._joined = {member: PeerLink(stack.enter_context(socket.socket())) for member in members}
+        for _ in range(5):
+            hosts._joined["host", 1].num_silent = 0
+            hosts._count_silence()
+        assert len(hosts._joined) == 6
+        hosts._lost(("rank", 2), "has ended")
+        assert list(hosts._joined) == [member for member in members if member != ("rank", 2)]
+        hosts._joined["host", 1].num_silent = 0
+        hosts._count_silence()
+        assert list(hosts._joined) == [("host", 1), ("rank", 3)]
 
 
 def test_a_host_without_the_cluster_secret_of_the_first_is_refused(tmp_path: Path) -> None:

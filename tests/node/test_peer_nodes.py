@@ -17,6 +17,7 @@ from baton.incarnation import failure_domain
 from deploy.ports import HeldPort
 from node.errors import StartupError
 from node.limits import Limits
+from node.peers import nodes as peer_nodes
 from node.peers.data_parallel import join_nodes
 from node.peers.links import PeerLink
 from node.peers.nodes import BEAT_S, PeerNodes
@@ -245,20 +246,22 @@ def test_all_stop_together_and_leave_when_all_have_drained(scene: Scene) -> None
     nodes = scene.together(3, woken.release)
     for node in nodes[:2]:
         node.ready(told.release)
+    assert not told.acquire(blocking=False)
     nodes[0].start()
     for _ in nodes[1:]:
         assert woken.acquire(timeout=PATIENCE_S)
     nodes[1].stop_others()
     assert told.acquire(timeout=PATIENCE_S)
-    heard_late = threading.Event()
+    heard_late = threading.Semaphore(0)
     with nodes[2]._state:
         assert nodes[2]._state.wait_for(lambda: nodes[2]._stop_requested, PATIENCE_S)
-    nodes[2].ready(heard_late.set)
-    assert heard_late.is_set(), "it was told before it was ready"
+    nodes[2].ready(heard_late.release)
+    assert heard_late.acquire(blocking=False), "it was told before it was ready"
     leaving = [scene.pool.submit(node.leave, PATIENCE_S) for node in nodes]
     for node in nodes[:2]:
         node.stop_others()  # comes after all that they have said
-        assert told.acquire(timeout=PATIENCE_S)
+        for heard in (told, heard_late):
+            assert heard.acquire(timeout=PATIENCE_S)
     assert not any(node._drained for node in nodes), "a wave runs"
     for node in nodes:
         node.end()
@@ -285,32 +288,41 @@ def test_a_node_that_ends_at_once_when_all_have_drained_is_not_lost(scene: Scene
 
 
 def test_one_that_gives_up_says_so_at_once_and_can_be_ended(scene: Scene) -> None:
-    """While its own requests still run."""
-    nodes = scene.together(2)
+    """While its own requests still run, or it waits for them."""
+    woken = threading.Semaphore(0)
+    nodes = scene.together(2, woken.release)
     nodes[0].start()
-    other = scene.pool.submit(nodes[1].leave, PATIENCE_S, False)
+    assert woken.acquire(timeout=PATIENCE_S)
+    other = scene.pool.submit(nodes[1].leave, 2 * PATIENCE_S, False)
     with nodes[0]._state:
         assert nodes[0]._state.wait_for(lambda: 1 in nodes[0]._drained, PATIENCE_S)
+    first = scene.pool.submit(nodes[0].leave, 2 * PATIENCE_S)
     nodes[1].give_up()
     assert not other.result(PATIENCE_S)
+    nodes[0].give_up()
+    first.result(PATIENCE_S)
 
 
-def test_one_that_fails_does_not_wait_for_the_others(scene: Scene) -> None:
+def test_one_that_fails_does_not_wait_for_the_others(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """They go on, and hear of its end by that of its connection."""
+    monkeypatch.setattr(peer_nodes, "_LEFT_S", 2 * PATIENCE_S)
     nodes = scene.together(2)
     closing = scene.pool.submit(nodes[0].close)
     closing.result(PATIENCE_S)
     scene.ended("data parallel rank 0 has ended")
 
 
-def test_rank_0_leaves_last(scene: Scene) -> None:
+def test_rank_0_leaves_last(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it has of the store and of connections is there until the others have ended."""
+    monkeypatch.setattr(peer_nodes, "_LEFT_S", 2 * PATIENCE_S)
     nodes = scene.together(2)
     leaving = [scene.pool.submit(node.leave, PATIENCE_S) for node in nodes]
     assert all(future.result(PATIENCE_S) for future in leaving)
     first = scene.pool.submit(nodes[0].close)
     nodes[0]._watcher.join(PATIENCE_S)
-    assert not first.done()
+    nodes[1]._broadcast(beat=True)
+    with pytest.raises(TimeoutError):
+        first.result(0.1)
     nodes[1].close()
     first.result(PATIENCE_S)
 
@@ -318,6 +330,8 @@ def test_rank_0_leaves_last(scene: Scene) -> None:
 def test_one_that_does_not_drain_is_not_waited_for_without_end(scene: Scene) -> None:
     nodes = scene.together(2)
     assert not nodes[0].leave(0.1)
+    nodes[0]._watcher.join(PATIENCE_S)
+    assert not nodes[0]._watcher.is_alive(), "whatever becomes of the others"
 
 
 @pytest.mark.parametrize("lost", [0, 2])

@@ -5,14 +5,17 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
 
 from baton.address import HostPort
 from deploy.ports import HeldPort
+from node.errors import StartupError
 from node.peers.links import PeerLink
-from node.peers.rendezvous import RendezvousEndpoint, RendezvousServer
+from node.peers.rendezvous import RendezvousEndpoint, RendezvousServer, join_rendezvous, mismatch
 
 PATIENCE_S = 20.0
 TIMEOUT_S = 0.3
@@ -113,3 +116,65 @@ def test_connections_without_a_hello_are_dropped_in_the_end(scene: Scene) -> Non
     with scene.server:
         pass
     assert silent.recv(1) == b""
+
+
+def test_an_address_that_is_not_this_machines_is_named() -> None:
+    """By its own flag: the port may be free."""
+    endpoint = RendezvousEndpoint(HostPort("192.0.2.1", 1), "--address", "--port", "node")
+    with pytest.raises(StartupError, match=r"^--address: cannot listen on 192.0.2.1:1: "):
+        endpoint.listen()
+
+
+def test_it_listens_at_an_address_of_either_family() -> None:
+    with HeldPort(HostPort("::1", 0)) as port:
+        endpoint = RendezvousEndpoint(port.address, "--address", "--port", "node")
+        with endpoint.listen() as listener:
+            assert listener.family is socket.AF_INET6
+
+
+def test_an_answer_that_does_not_come_is_asked_for_again_until_the_time_is_over() -> None:
+    """As of a host that has vanished, and comes back at its address."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        listener.settimeout(PATIENCE_S / 2)
+        endpoint = RendezvousEndpoint(HostPort(*listener.getsockname()), "--address", "--port", "node")
+        with pytest.raises(StartupError, match=r"--address: could not reach .* within 0.1 s: nothing has come"):
+            join_rendezvous(endpoint, {"number": 1}, 0.1)
+        joined = pool.submit(join_rendezvous, endpoint, {"number": 2}, PATIENCE_S, answer_s=0.1)
+        with ExitStack() as stack:
+            links = [stack.enter_context(closing(PeerLink(listener.accept()[0]))) for _ in range(3)]
+            assert [link.receive_one(PATIENCE_S)["number"] for link in links] == [1, 2, 2]
+            links[-1].send(welcome=True)
+            link, answer = joined.result(PATIENCE_S)
+            assert answer == {"welcome": True}
+            link.close()
+
+
+def test_a_flag_that_a_peer_does_not_know_is_named() -> None:
+    """It may be of another version."""
+    assert mismatch({"--a": "1"}, {"--a": "1", "--b": "2"}, "rank 0") == "--b: None, and rank 0 has 2"
+
+
+def pair() -> tuple[PeerLink, PeerLink]:
+    """Both ends of a connection, which was made with a timeout."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = PeerLink(socket.create_connection(listener.getsockname(), timeout=PATIENCE_S))
+        return one, PeerLink(listener.accept()[0])
+
+
+def test_a_message_is_read_alone_whatever_its_length_and_not_waited_for_without_end() -> None:
+    one, other = pair()
+    for _ in range(2):
+        other.send(text="x" * 5000)
+    assert [one.receive_one(PATIENCE_S) for _ in range(2)] == [{"text": "x" * 5000}] * 2
+    with pytest.raises(TimeoutError, match="nothing has come for 0 s"):
+        one.receive_one(0.0)
+    one.close()
+    other.close()
+
+
+def test_a_link_sends_at_once_and_waits_as_long_as_it_must() -> None:
+    one, other = pair()
+    assert one._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    assert one._socket.gettimeout() is None
+    one.close()
+    other.close()

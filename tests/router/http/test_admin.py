@@ -18,7 +18,7 @@ from baton.address import HostPort
 from baton.errors import InternalError
 from baton.messages import Load, Prefill
 from baton.node_info import NodeRole
-from router.nodes.report import num_nodes_by_state
+from router.nodes.report import num_nodes_by_state, report_nodes
 from router.placement.circuit_breakers import MAX_FAILURES
 from router.server import RouterServer
 from router.settings import RouterSettings
@@ -289,16 +289,21 @@ async def test_without_a_key_there_is_no_admin_api(router: Router) -> None:
 
 async def test_debug_nodes_says_why_nodes_are_never_paired(nodes: FakeCluster) -> None:
     other = dataclasses.replace(LAYOUT, fingerprint="another")
-    wrong = await nodes.add(NodeRole.DECODE, layout=other, version="1.2.3")
+    wrong = await nodes.add(NodeRole.DECODE, layout=other, version="1.2.3", metrics_address="10.0.0.1:9100")
+    wrong.load = Load(1, 2, 3, 4)
     small = await nodes.add(NodeRole.DECODE, layout=dataclasses.replace(LAYOUT, block_size=4))
     router = Router(nodes)
     await router.start()
     await router.until(lambda: not router.problems())
+    pool = router.server.core.pool
+    await router.until(lambda: (known := pool.get(wrong.info.incarnation)) and known.load == wrong.load)
     async with httpx.AsyncClient(base_url=router.http) as client:
         shown = (await client.get("/debug/nodes")).json()
     (told,) = [node for node in shown["nodes"] if node["node_id"] == wrong.info.node_id]
     assert (told["fingerprint"], told["version"], told["sources"]) == ("another", "1.2.3", ["flags"])
-    assert told["load"]["num_running"] == 0
+    assert (told["incarnation"], told["address"]) == (wrong.info.incarnation, wrong.info.address)
+    assert (told["model"], told["metrics_address"]) == ("tiny", "10.0.0.1:9100")
+    assert told["load"] == {"num_waiting": 1, "num_running": 2, "num_blocks_free": 3, "num_blocks_total": 4}
     versions = {node["model_version"] for node in shown["nodes"]}
     assert len(versions) == 2
     assert all(version.startswith("tiny@") for version in versions)
@@ -308,6 +313,7 @@ async def test_debug_nodes_says_why_nodes_are_never_paired(nodes: FakeCluster) -
     assert unpaired == {wrong.info.node_id: ("prefill-0", reason), small.info.node_id: ("prefill-0", misfit)}
     (out,) = [node for node in shown["nodes"] if node["state"] != "up"]  # `wrong` works alone
     assert (out["node_id"], out["state"]) == (small.info.node_id, "incompatible")
+    assert out["metrics_address"] is None
     assert out["problem"] == f"fits none of the other role: {misfit}"
     assert shown["problems"] == []
     await router.stop()
@@ -365,6 +371,8 @@ async def test_a_name_without_an_address_is_named_in_readiness(nodes: FakeCluste
     router = Router(nodes, decode_dns=(HostPort("nowhere.invalid", 9000),))
     await router.start()
     await router.until(lambda: "--decode-dns nowhere.invalid:9000: " in router.server.cluster.readiness().status)
+    (problem,) = report_nodes(router.server.cluster).problems
+    assert problem.startswith("--decode-dns nowhere.invalid:9000: ")
     await router.until(lambda: router.server.cluster.readiness().ready)
     await router.stop()
 

@@ -7,6 +7,7 @@ import time
 from functools import partial
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from baton.errors import InternalError, NodeUnavailable, PeerLost
 from baton.messages import Abort, AttemptId, End, KvEvents, Load, Migrate, Prefill, Tokens, Update
@@ -18,12 +19,30 @@ from router.request_metrics import RequestMetrics
 from router.requests import recovery
 from router.requests.core import RouterCore
 from router.requests.request_state import RequestEnd, RequestEvent, RoutedRequest
+from router.versions import version_of
 from tests.router.rig import info
+
+
+def counted(registry: CollectorRegistry, name: str) -> list[tuple[dict[str, str], float]]:
+    """What a counter has, by its labels."""
+    samples = [sample for metric in registry.collect() for sample in metric.samples]
+    return [(sample.labels, sample.value) for sample in samples if sample.name == name and sample.value]
+
+
+class Ticks(RouterCore):
+    """Counts how often it is told the time alone."""
+
+    num = 0
+
+    def tick(self, now: float) -> None:
+        self.num += 1
+        super().tick(now)
 
 
 async def test_every_deadline_is_kept_though_nobody_submits_again() -> None:
     """Of requests that no node has, so that no message to one sets the timer."""
-    dispatcher = Dispatcher(RouterCore(1), RequestMetrics(RouterMetrics(new_registry(ROUTER)), lambda: "m"))
+    core = Ticks(1)
+    dispatcher = Dispatcher(core, RequestMetrics(RouterMetrics(new_registry(ROUTER)), lambda: "m"))
     ended: asyncio.Queue[tuple[str, RequestEvent]] = asyncio.Queue()
     begun = time.monotonic()
 
@@ -42,6 +61,7 @@ async def test_every_deadline_is_kept_though_nobody_submits_again() -> None:
             assert time.monotonic() - begun >= deadline_s, "before its time"
             order.append(name)
     assert order == ["first", "second", "last"]
+    assert core.num <= 6, "the timer fires for a deadline, and perhaps just before it"
     dispatcher.close()
 
 
@@ -69,11 +89,13 @@ async def test_a_request_whose_two_nodes_are_lost_ends_though_nobody_is_left_to_
 ) -> None:
     monkeypatch.setattr(recovery, "RETURN_S", 0.02)
     dispatcher = Dispatcher(RouterCore(1), RequestMetrics(RouterMetrics(new_registry(ROUTER)), lambda: "m"))
+    sent: list[Prefill | Abort | Migrate] = []
     for name in ("d1", "d2"):
-        dispatcher.node_up(info(name, NodeRole.DECODE), lambda message: None)
+        dispatcher.node_up(info(name, NodeRole.DECODE), sent.append)
     ended: asyncio.Queue[RequestEvent] = asyncio.Queue()
     dispatcher.submit(RoutedRequest("r", (1, 2), 1, SamplingParams(), 60.0), ended.put_nowait, time.monotonic())
     dispatcher.node_lost("d1", "reset")
+    assert [message.attempt_id.attempt for message in sent] == [0, 1], "the other one has it at once"
     dispatcher.node_lost("d2", "reset")
     async with asyncio.timeout(5):
         event = await ended.get()
@@ -95,7 +117,7 @@ async def test_an_attempt_that_waited_is_counted_by_what_it_follows() -> None:
     dispatcher.node_up(info("d2", NodeRole.DECODE), sent.append)
     assert len(sent) == 2
     labels = {"role": ROUTER, "model_name": "m", "reason": "node_lost"}
-    assert registry.get_sample_value("baton:request_attempts_total", labels) == 1.0
+    assert counted(registry, "baton:request_attempts_total") == [(labels, 1)], "and the first attempt is not"
     dispatcher.close()
 
 
@@ -150,15 +172,17 @@ async def test_a_sample_that_is_stopped_ends_during_the_call() -> None:
 async def test_what_a_node_says_of_its_prefix_cache_is_known_and_what_is_refused_is_counted() -> None:
     registry = new_registry(ROUTER)
     core = RouterCore(1)
-    dispatcher = Dispatcher(core, RequestMetrics(RouterMetrics(registry), lambda: "m"))
+    dispatcher = Dispatcher(core, RequestMetrics(RouterMetrics(registry), lambda: "the first of several"))
     dispatcher.node_up(info("p1", NodeRole.PREFILL), lambda message: None)
     dispatcher.handle_node_message("p1", KvEvents(0, stored=(b"h" * 32,), snapshot=True))
     assert core.prefix_index.num_blocks("p1") == 1
     dispatcher.close()
+    version = version_of(info("p1", NodeRole.PREFILL))
+    request = RoutedRequest("r", (1,), 1, SamplingParams(), 60.0, version=version)
     with pytest.raises(NodeUnavailable):
-        dispatcher.submit(RoutedRequest("r", (1,), 1, SamplingParams(), 60.0), lambda event: None, time.monotonic())
-    samples = [sample for metric in registry.collect() for sample in metric.samples]
-    assert sum(sample.value for sample in samples if sample.name == "baton:request_ends_total") == 1
+        dispatcher.submit(request, lambda event: None, time.monotonic())
+    ((labels, value),) = counted(registry, "baton:request_ends_total")
+    assert (labels["model_name"], value) == ("m", 1)
 
 
 @pytest.mark.parametrize("full", [True, False])

@@ -16,6 +16,7 @@ from baton.node_info import NodeRole, TransportEndpoint
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from router.discovery.source import Member
 from router.nodes import links
+from router.nodes.report import report_nodes
 from tests.router.conftest import Router, says
 from tests.router.fake_node import LAYOUT, PATIENCE_S, Answer, FakeCluster
 from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer
@@ -238,6 +239,8 @@ async def test_a_node_that_stops_gets_nothing_new_and_finishes_what_it_has(empty
         response = await answer(router)
         assert response.json()["timings"]["attempts"] == 1
         assert response.json()["timings"]["decode_node"] == second.info.node_id
+    states = {node.node_id: node.state for node in report_nodes(router.server.cluster).nodes}
+    assert (states[first.info.node_id], states[second.info.node_id]) == ("stopping", "up")
     second.load = Load(draining=True)
     await router.ready(False)
     assert "no decode node" in router.server.cluster.readiness().status
