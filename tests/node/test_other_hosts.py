@@ -185,27 +185,44 @@ def test_a_rank_that_breaks_off_before_it_is_told_where_ranks_meet_is_lost() -> 
     link.close()
 
 
-@pytest.mark.parametrize(("command", "is_lost"), [("true", False), ("false", True)])
-def test_a_rank_that_has_ended_in_order_is_not_lost(
-    command: str, is_lost: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("command", "is_secondary", "node_ends", "is_lost"),
+    [
+        ("true", False, True, False),
+        ("true", False, False, True),
+        ("false", False, True, True),
+        ("false", True, True, False),
+        ("false", True, False, True),
+    ],
+)
+def test_a_rank_that_has_ended_with_its_node_is_not_lost(
+    command: str, is_secondary: bool, node_ends: bool, is_lost: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its host may hear a moment later that the node ends."""
+    """In order, or since it has met the loss of another: its host may hear a moment later that the node ends."""
 
     def end(code: int) -> NoReturn:
         raise SystemExit(code)
 
     monkeypatch.setattr(os, "_exit", end)
     monkeypatch.setattr(logging, "shutdown", lambda: None)
+    limits = replace(LIMITS, report=0.0)
     settings = NodeSettings(model="none", tensor_parallel_size=4, nnodes=2, node_rank=1)
-    host = _Host(settings, fork([], lambda *_: None, LIMITS), LIMITS)
-    host.end(0)
+    host = _Host(settings, fork([], lambda *_: None, limits), limits)
+    if node_ends:
+        host.end(0)
+    first, host._link = hosts_of_two()
     with subprocess.Popen([command]) as process, socket.socket() as link:
         pidfd = os.pidfd_open(process.pid)
         select.select([pidfd], [], [])
         rank = RankFork(3, process.pid, pidfd, link, link, ready=True)
         with pytest.raises(SystemExit) if is_lost else contextlib.nullcontext():
-            host._rank_lost(rank, LossReason("rank 3 has ended"))
+            host._rank_lost(rank, LossReason("rank 3 has ended", is_secondary))
         os.close(pidfd)
+    host._link.close()
+    lost = [{"lost": "rank 3 has ended", "met": is_secondary}] * is_lost
+    for message in lost:
+        assert first._links[1].receive_one(PATIENCE_S) == message
+    first.end(0)
 
 
 @pytest.mark.parametrize(("command", "code"), [("true", 0), ("false", 1)])
@@ -263,6 +280,40 @@ def test_a_host_that_is_told_to_stop_as_the_node_ends_has_nothing_to_add() -> No
     host.close()
     hosts.end(PATIENCE_S)
     assert asked == []
+
+
+def test_a_host_that_is_told_to_stop_before_the_node_serves_stops_it_then() -> None:
+    hosts, host = hosts_of_two()
+    asked: list[bool] = []
+    hosts._handle(1, {"stopping": True})
+    hosts.serves(lambda: asked.append(True))
+    assert host.receive_one(PATIENCE_S) == {"serves": True}
+    assert asked == [True]
+    hosts._handle(1, {"beat": True})
+    assert asked == [True]
+    host.close()
+    hosts.end(0)
+
+
+def test_hosts_are_ready_when_all_of_their_ranks_are() -> None:
+    hosts, host = hosts_of_two()
+    unused: Any = None
+    ranks = [_HostRank(number, unused) for number in (2, 3)]
+    assert not hosts.ready, "there are none yet"
+    hosts._ranks = ranks
+    for rank in ranks:
+        assert not hosts.ready
+        rank._handle({"ready": True})
+    assert hosts.ready
+    ranks[1].lost()
+    hosts._ranks.append(_HostRank(4, unused))
+    hosts._ranks[-1].lost()
+    assert not hosts.ready
+    with pytest.raises(RuntimeError, match="rank 4 has ended"):
+        hosts.pools()
+    hosts._ranks.clear()
+    host.close()
+    hosts.end(0)
 
 
 @pytest.mark.parametrize("of", ["host", "rank"])
