@@ -13,6 +13,7 @@ from kv_transfer import create, staging_for
 from kv_transfer.transports.carriers.groups import _serve_store
 from kv_transfer.transports.host import address_of, hosts_of, interface_of, net_devices
 from kv_transfer.transports.pair.address import PairAddress
+from kv_transfer.transports.pair.listener import Listener
 from tests.descriptors import NUM_CALLERS
 from tests.fork_server import run_program
 from tests.kv_transfer.rig_node import DEADLINE_S
@@ -95,6 +96,7 @@ def test_a_process_without_descriptors_hangs_up_on_who_dials(tmp_path: Path) -> 
     program = """
 from kv_transfer import create, staging_for
 from kv_transfer.transports.pair.address import PairAddress
+from kv_transfer.transports.pair.listener import Listener
 from tests.descriptors import heard_without_descriptors
 
 one, other = (create("ipc", staging_for("ipc", 1, 4096, "cpu"), lambda: None) for _ in range(2))
@@ -107,6 +109,16 @@ print("done")
     run = run_program(program, tmp_path, env=os.environ, timeout_s=DEADLINE_S)
     assert run.stdout.splitlines() == [str([b""] * NUM_CALLERS), "done"], run.stdout + run.stderr
     assert "Too many open files" in run.stderr
+
+
+def test_a_listener_that_is_closed_keeps_no_descriptor() -> None:
+    listener = Listener(socket.create_server(("127.0.0.1", 0)))
+    spare = listener._spare
+    assert spare is not None
+    os.fstat(spare)
+    listener.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(spare)
 
 
 def test_which_interface_that_is(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
