@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from baton.errors import TransferError
 from kv_transfer import create, staging_for
 from kv_transfer.transports.carriers.groups import _serve_store
 from kv_transfer.transports.host import address_of, hosts_of, interface_of, net_devices
@@ -56,6 +59,23 @@ def test_words_are_taken_at_the_host_alone_and_others_are_told_where(host: str) 
     address = address_of(host)
     assert (new, hosts) == (({"::"}, hosts_of(None)) if address is None else ({address}, (address,)))
     create("ipc", staging_for("ipc", 1, 64, "cpu"), lambda: None, host=host).connect("peer", transport.info())
+    transport.close()
+
+
+def test_who_listens_at_one_host_calls_from_there() -> None:
+    """Where the peer may look for what its carrier offers besides."""
+    staging = staging_for("ipc", 1, 64, "cpu")
+    transport = create("ipc", staging, lambda: None, host="127.0.0.2")
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        listener.settimeout(DEADLINE_S)
+        address, port = PairAddress.unpack(transport.info(), "it"), listener.getsockname()[1]
+        peer = dataclasses.replace(address, id="b" * 32, hosts=("127.0.0.1",), port=port)
+        done = pool.submit(transport.connect, "peer", peer.pack())
+        caller, (host, _) = listener.accept()
+        assert host == "127.0.0.2"
+        caller.close()
+        with pytest.raises(TransferError, match="peer cannot be reached"):
+            done.result(DEADLINE_S)
     transport.close()
 
 

@@ -271,6 +271,23 @@ def test_all_stop_together_and_leave_when_all_have_drained(scene: Scene) -> None
     assert not scene.exits.acquire(blocking=False)
 
 
+def test_a_node_that_has_drained_says_so_when_the_step_of_the_others_ends(scene: Scene) -> None:
+    started = scene.meet(0, 2)
+    other = scene.connect(rank=1, size=2, serves=SERVES)
+    node = started.result(PATIENCE_S)
+    node.start()
+    leaving = scene.pool.submit(node.leave, PATIENCE_S)
+    while not node._state._waiters:  # type: ignore[attr-defined]
+        threading.Event().wait(0.001)
+    node.end()
+    heard = [other.receive_one(PATIENCE_S) for _ in range(3)]  # where ranks meet, and that a wave began
+    while heard[-1] != {"rank": 0, "drained": True}:
+        assert len(heard) < 20, "it says no more than that it lives"
+        heard.append(other.receive_one(PATIENCE_S))
+    other.send(rank=1, drained=True)
+    assert leaving.result(PATIENCE_S)
+
+
 def test_a_node_that_ends_at_once_when_all_have_drained_is_not_lost(scene: Scene) -> None:
     """Though nobody here has seen yet that all have: its last word and the end of its connection come together."""
     started = scene.meet(0, 2)
