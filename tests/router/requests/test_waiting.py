@@ -16,6 +16,7 @@ from router.placement.placement import Placement
 from router.placement.pool import Pool
 from router.requests.recovery import MAX_ATTEMPTS, RETURN_S
 from router.requests.request_state import AttemptState, RequestEnd, RoutedRequest
+from tests.router.requests.room import placed
 from tests.router.rig import RouterRig, info
 
 
@@ -32,10 +33,6 @@ def lose(rig: RouterRig, name: str, now: float = 2.0) -> None:
 def submit(rig: RouterRig, name: str, deadline_s: float = 60.0) -> None:
     rig.core.submit(RoutedRequest(name, (1, 2, 3), 1, SamplingParams(max_tokens=8), deadline_s), 0.0)
     rig.collect()
-
-
-def placed(rig: RouterRig) -> list[str]:
-    return [prefill.attempt_id.request_id for _, prefill in rig.prefills]
 
 
 # ---- without a node ----
