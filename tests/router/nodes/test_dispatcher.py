@@ -29,6 +29,15 @@ def counted(registry: CollectorRegistry, name: str) -> list[tuple[dict[str, str]
     return [(sample.labels, sample.value) for sample in samples if sample.name == name and sample.value]
 
 
+def with_nodes(*names: str) -> tuple[Dispatcher, list[Prefill | Abort | Migrate]]:
+    """A dispatcher with these nodes, and what it sends them. p...: a prefill node, d...: a decode node."""
+    dispatcher = Dispatcher(RouterCore(1), RequestMetrics(RouterMetrics(new_registry(ROUTER)), lambda: "m"))
+    sent: list[Prefill | Abort | Migrate] = []
+    for name in names:
+        dispatcher.node_up(info(name, NodeRole.PREFILL if name[0] == "p" else NodeRole.DECODE), sent.append)
+    return dispatcher, sent
+
+
 class Ticks(RouterCore):
     """Counts how often it is told the time alone."""
 
@@ -70,9 +79,7 @@ async def test_a_request_that_waits_in_vain_for_a_lost_node_ends_though_nothing_
 ) -> None:
     """Of the second node only its peer says that it is lost."""
     monkeypatch.setattr(recovery, "RETURN_S", 0.02)
-    dispatcher = Dispatcher(RouterCore(1), RequestMetrics(RouterMetrics(new_registry(ROUTER)), lambda: "m"))
-    for name, role in (("p1", NodeRole.PREFILL), ("d1", NodeRole.DECODE), ("d2", NodeRole.DECODE)):
-        dispatcher.node_up(info(name, role), lambda message: None)
+    dispatcher, _ = with_nodes("p1", "d1", "d2")
     ended: asyncio.Queue[RequestEvent] = asyncio.Queue()
     dispatcher.submit(RoutedRequest("r", (1, 2), 1, SamplingParams(), 60.0), ended.put_nowait, time.monotonic())
     dispatcher.node_lost("d1", "reset")
@@ -88,10 +95,7 @@ async def test_a_request_whose_two_nodes_are_lost_ends_though_nobody_is_left_to_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(recovery, "RETURN_S", 0.02)
-    dispatcher = Dispatcher(RouterCore(1), RequestMetrics(RouterMetrics(new_registry(ROUTER)), lambda: "m"))
-    sent: list[Prefill | Abort | Migrate] = []
-    for name in ("d1", "d2"):
-        dispatcher.node_up(info(name, NodeRole.DECODE), sent.append)
+    dispatcher, sent = with_nodes("d1", "d2")
     ended: asyncio.Queue[RequestEvent] = asyncio.Queue()
     dispatcher.submit(RoutedRequest("r", (1, 2), 1, SamplingParams(), 60.0), ended.put_nowait, time.monotonic())
     dispatcher.node_lost("d1", "reset")
@@ -123,10 +127,7 @@ async def test_an_attempt_that_waited_is_counted_by_what_it_follows() -> None:
 
 async def test_a_node_has_what_is_left_of_a_requests_time() -> None:
     """It was received long ago: its body came slowly."""
-    dispatcher = Dispatcher(RouterCore(1), RequestMetrics(RouterMetrics(new_registry(ROUTER)), lambda: "m"))
-    sent: list[Prefill | Abort | Migrate] = []
-    for name, role in (("p1", NodeRole.PREFILL), ("d1", NodeRole.DECODE)):
-        dispatcher.node_up(info(name, role), sent.append)
+    dispatcher, sent = with_nodes("p1", "d1")
     request = RoutedRequest("r", (1, 2), 1, SamplingParams(), 60.0)
     dispatcher.submit(request, lambda event: None, time.monotonic() - 50.0)
     (prefill,) = sent
@@ -138,10 +139,7 @@ async def test_a_node_has_what_is_left_of_a_requests_time() -> None:
 
 async def test_a_sink_is_not_called_again_before_it_returns() -> None:
     """Though it asks for something that ends the request."""
-    dispatcher = Dispatcher(RouterCore(1), RequestMetrics(RouterMetrics(new_registry(ROUTER)), lambda: "m"))
-    sent: list[Prefill | Abort | Migrate] = []
-    for name, role in (("p1", NodeRole.PREFILL), ("d1", NodeRole.DECODE)):
-        dispatcher.node_up(info(name, role), sent.append)
+    dispatcher, sent = with_nodes("p1", "d1")
     calls: list[str] = []
 
     def sink(event: RequestEvent) -> None:
@@ -157,10 +155,7 @@ async def test_a_sink_is_not_called_again_before_it_returns() -> None:
 
 
 async def test_a_sample_that_is_stopped_ends_during_the_call() -> None:
-    dispatcher = Dispatcher(RouterCore(1), RequestMetrics(RouterMetrics(new_registry(ROUTER)), lambda: "m"))
-    sent: list[Prefill | Abort | Migrate] = []
-    for name, role in (("p1", NodeRole.PREFILL), ("d1", NodeRole.DECODE)):
-        dispatcher.node_up(info(name, role), sent.append)
+    dispatcher, sent = with_nodes("p1", "d1")
     told: list[RequestEvent] = []
     dispatcher.submit(RoutedRequest("r", (1, 2), 1, SamplingParams(), 60.0), told.append, time.monotonic())
     dispatcher.stop_sample("r", 0)
@@ -188,10 +183,7 @@ async def test_what_a_node_says_of_its_prefix_cache_is_known_and_what_is_refused
 @pytest.mark.parametrize("full", [True, False])
 async def test_what_waits_is_sent_once_its_node_has_room_or_is_drained_no_longer(full: bool) -> None:
     """Though nothing else happens."""
-    dispatcher = Dispatcher(RouterCore(1), RequestMetrics(RouterMetrics(new_registry(ROUTER)), lambda: "m"))
-    sent: list[Prefill | Abort | Migrate] = []
-    for name, role in (("p1", NodeRole.PREFILL), ("d1", NodeRole.DECODE)):
-        dispatcher.node_up(info(name, role), sent.append)
+    dispatcher, sent = with_nodes("p1", "d1")
     if full:
         dispatcher.handle_node_message("d1", Load(0, 1, num_blocks_free=0, num_blocks_total=9))
     else:
@@ -211,10 +203,7 @@ async def test_what_waits_is_sent_once_its_node_has_room_or_is_drained_no_longer
 @pytest.mark.parametrize("says_so", [True, False])
 async def test_what_generates_on_a_node_that_is_to_leave_moves_at_once(says_so: bool) -> None:
     """Whether the node says that it stops, or somebody else drains it."""
-    dispatcher = Dispatcher(RouterCore(1), RequestMetrics(RouterMetrics(new_registry(ROUTER)), lambda: "m"))
-    sent: list[Prefill | Abort | Migrate] = []
-    for name in ("d1", "d2"):
-        dispatcher.node_up(info(name, NodeRole.DECODE), sent.append)
+    dispatcher, sent = with_nodes("d1", "d2")
     dispatcher.submit(RoutedRequest("r", (1, 2), 1, SamplingParams(), 60.0), lambda event: None, time.monotonic())
     (prefill,) = sent
     assert isinstance(prefill, Prefill)
