@@ -178,15 +178,8 @@ class RankForks:
         silent, deadline = {fork.link for fork in self.all}, time.monotonic() + timeout_s
         while silent and (left_s := deadline - time.monotonic()) > 0:
             silent -= set(select.select(silent, [], [], left_s)[0])
-        secondary = None
-        for fork in self.all:
-            message = fork.peek()
-            if message is None or "error" in message:
-                reason = fork.loss_reason(HAS_ENDED)
-                if not reason.is_secondary:
-                    return reason
-                secondary = secondary or reason
-        return secondary
+        failed = [fork for fork in self.all if (message := fork.peek()) is None or "error" in message]
+        return to_blame(fork.loss_reason(HAS_ENDED) for fork in failed)
 
     def end(self, timeout_s: float) -> list[LossReason]:
         """Wait for the ranks to end, and kill those that have not ended in time. Returns why ranks were lost: those
