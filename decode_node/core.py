@@ -96,6 +96,8 @@ class DecodeCore(RoleCore):
         self._migrations.end_overdue(now)
 
     def _take_results(self, result: StepResult) -> None:
+        if result.num_tokens:
+            self._running.step_retired()
         for sequence, piece in result.prompt_logprobs:
             self._outbox.to_router(sequence.attempt_id, piece)
         for sequence in result.advanced:
@@ -139,8 +141,14 @@ class DecodeCore(RoleCore):
         for sequence in plan.preempted:
             self._migrations.preempted(sequence)
         # Sent before the launch, unlike other updates: first tokens wait for it, and a launch takes 1 to 2 ms.
-        self._running.tell_adopted(plan.chunks)
+        self._running.launching(plan.chunks, waits=self._is_filled_up(plan))
         return plan
+
+    def _is_filled_up(self, plan: Plan) -> bool:
+        """Whether the step will take as long as the target allows, since prompts fill it up, and does not begin yet."""
+        engine = self.engine
+        has_target = engine.config.target_itl_s is not None and engine.device_busy_since is not None
+        return has_target and not all(chunk.is_decode for chunk in plan.chunks)
 
     def _tell_launched(self, plan: Plan, now: float) -> None:
         self._running.tell_started(plan.started, now)

@@ -60,7 +60,8 @@ class RunningRequests:
         self._fences = fences
         self._running: dict[AttemptId, Running] = {}
         self._deadlines = Deadlines[AttemptId]()
-        self._adopted: dict[AttemptId, Lease] = {}  # requests whose first step has not been launched
+        self._adopted: dict[AttemptId, Lease] = {}  # requests whose first step has not begun
+        self._begin_next: set[AttemptId] = set()  # those of them whose step is launched, and begins when one retires
         self._ended: list[AttemptId] = []
 
     def __len__(self) -> int:
@@ -153,11 +154,29 @@ class RunningRequests:
             started = Started(sequence.num_cached_tokens, now - running.received)
             self._outbox.to_router(sequence.attempt_id, started)
 
-    def tell_adopted(self, chunks: Iterable[Chunk]) -> None:
-        """Report those adopted requests whose first step is the one with these chunks, which this turn launches."""
+    def launching(self, chunks: Iterable[Chunk], waits: bool) -> None:
+        """Report those adopted requests whose first step is the one with these chunks, which this turn launches.
+
+        waits: report them when the step begins instead. A step is launched some milliseconds before; if it then takes
+        as long as the target for the gap between two tokens, a first token that is passed on at the launch is followed
+        by the second too late. If the step is shorter, there is no need to keep the first token back.
+        """
         if self._adopted:
-            for attempt_id in self._adopted.keys() & {chunk.sequence.attempt_id for chunk in chunks}:
-                self._outbox.to_router(attempt_id, self._adopted.pop(attempt_id).adopted(self._engine.clock()))
+            first_steps = self._adopted.keys() & {chunk.sequence.attempt_id for chunk in chunks}
+            if waits:
+                self._begin_next |= first_steps
+            else:
+                self._tell_adopted(first_steps)
+
+    def step_retired(self) -> None:
+        """A step has ended, so the one launched after it has begun."""
+        if self._begin_next:
+            began, self._begin_next = self._begin_next, set()
+            self._tell_adopted(began)
+
+    def _tell_adopted(self, attempt_ids: Iterable[AttemptId]) -> None:
+        for attempt_id in attempt_ids:
+            self._outbox.to_router(attempt_id, self._adopted.pop(attempt_id).adopted(self._engine.clock()))
 
     def advanced(self, sequence: Sequence) -> None:
         """A chunk of a local prompt is computed."""
@@ -233,3 +252,4 @@ class RunningRequests:
         self._ended.append(attempt_id)
         self._deadlines.discard(attempt_id)
         self._adopted.pop(attempt_id, None)
+        self._begin_next.discard(attempt_id)

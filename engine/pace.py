@@ -70,9 +70,19 @@ class Pace:
         """When to launch the step after the oldest one in flight, if no request joins it before. None: at once."""
         if self.busy_since is None or (expected_s := self._expected_s()) is None:
             return None
-        cost_s = max(self._cost_s[kind], self._cost_s[LaunchKind(kind.prompts)])
-        wait_s = SHARE * expected_s - SLACK_S - cost_s
+        wait_s = SHARE * expected_s - SLACK_S - self._margin_s(kind)
         return self.busy_since + wait_s if wait_s > 0 else None
+
+    def _margin_s(self, kind: LaunchKind) -> float:
+        """What most launches of this kind cost."""
+        return max(self._cost_s[kind], self._cost_s[LaunchKind(kind.prompts)])
+
+    def idle_s(self, now: float, kind: LaunchKind) -> float:
+        """How long the device will probably idle before a step of this kind whose launch begins now. 0: it will not,
+        or nothing is known."""
+        if self.busy_since is None or (expected_s := self._expected_s()) is None:
+            return 0.0
+        return max(0.0, now + self._margin_s(kind) - self.busy_since - expected_s)
 
     def launched(
         self,

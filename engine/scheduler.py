@@ -104,11 +104,12 @@ class Scheduler:
         self._running.pop(seq, None)
         self.waiting.remove(seq)
 
-    def schedule(self, may_preempt: bool = True) -> Plan:
+    def schedule(self, may_preempt: bool = True, idle_s: float = 0.0) -> Plan:
         """Choose the chunks of a step. Allocates, evicts and preempts; every chunk must then be launched.
 
         No sequence may be preempted while a launched step uses its blocks: if `may_preempt` is False and a sequence
-        would have to be preempted, the plan is empty.
+        would have to be preempted, the plan is empty. idle_s: how long the device will idle before the step, which is
+        part of the gap between two tokens.
         """
         plan = Plan()
         lacking = self._lacking()
@@ -119,7 +120,7 @@ class Scheduler:
             if not may_preempt and not self._blocks.can_allocate(sum(lacking.values())):
                 return plan
         self._extend_tables(plan, lacking)
-        budget = self._schedule_running(plan)
+        budget = self._schedule_running(plan, idle_s)
         if not plan.preempted:  # running sequences need their blocks: admitting now would preempt again
             self._admit(plan, budget)
         return plan
@@ -176,7 +177,7 @@ class Scheduler:
             self._preempt(plan, seq)
         return True
 
-    def _schedule_running(self, plan: Plan) -> PromptBudget:
+    def _schedule_running(self, plan: Plan, idle_s: float) -> PromptBudget:
         """Add chunks of the running sequences, first of those that generate, which wait for no prompt. Returns the
         budget that is left for prompts."""
         prompts = list[tuple[Sequence, int]]()
@@ -200,15 +201,15 @@ class Scheduler:
                 prompts.append((seq, to_go))
             elif not seq.hand_off:
                 has_streams = True  # its next token is decided when a step retires, and will then wait for this step
-        budget = self._budget(plan, has_streams, num_forced)
+        target_s = self._config.target_itl_s if has_streams else None
+        budget = self._budget(plan, None if target_s is None else target_s - idle_s, num_forced)
         for seq, to_go in prompts:
             if budget.has_room:
                 self._take_prompt(plan, seq, budget, to_go)
         return budget
 
-    def _budget(self, plan: Plan, has_streams: bool, num_forced: int) -> PromptBudget:
+    def _budget(self, plan: Plan, limit_s: float | None, num_forced: int) -> PromptBudget:
         """The budget for prompts beside the chunks in the plan, of whose tokens `num_forced` belong to forced runs."""
-        limit_s = self._config.target_itl_s if has_streams else None
         size = StepSize.of(plan.chunks) if limit_s is not None or num_forced else EMPTY
         return PromptBudget(self._config, self._step_time, size, limit_s, len(plan.chunks))
 

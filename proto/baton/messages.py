@@ -193,7 +193,8 @@ class HandedOff:
 
 class Adopted(NamedTuple):
     """The decode node's first message: it holds the KV, and the first step with the request is launched in this turn.
-    On a GPU that step begins when the one before it ends, a few milliseconds later at most.
+    On a GPU that step begins when the one before it ends, a few milliseconds later at most. If prompts fill the step up
+    to --target-itl, the message comes when it begins.
 
     `transfer_s`: from receipt of the commit until the last byte is in place, i.e. the part of the transfer that was not
     overlapped with computing the prompt. `scatter_s`: the part of it after the last part's arrival (on a GPU the copy

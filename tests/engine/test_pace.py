@@ -323,3 +323,24 @@ def test_a_size_tells_decodes_from_prompts() -> None:
     mixed = StepSize.of([Chunk.of(seqs[0], 4, 1), Chunk.of(seqs[1], 2, 4)])
     assert mixed == StepSize(2, 5, 4, 24)
     assert mixed.has_prompts
+
+
+def test_a_launch_that_is_on_time_leaves_the_device_busy() -> None:
+    pace = paced(0.010, cost_s=0.002)
+    due = pace.launch_at(PLAIN)
+    assert due is not None
+    assert pace.idle_s(due, PLAIN) == 0
+
+
+def test_a_launch_that_is_late_leaves_the_device_idle_from_the_end_of_the_step_before() -> None:
+    pace = paced(0.010, cost_s=0.002)
+    assert pace.idle_s(100.009, PLAIN) == pytest.approx(0.001)
+    assert pace.idle_s(100.015, PLAIN) == pytest.approx(0.007)
+    assert pace.idle_s(100.009, LaunchKind(newcomers=True)) == pytest.approx(0.001), "no cheaper than without them"
+
+
+def test_how_long_the_device_idles_is_unknown_without_a_step_in_flight_or_one_known() -> None:
+    pace = Pace()
+    assert pace.idle_s(5.0, PLAIN) == 0
+    pace.launched(TEN, 0.0, 0.0, idle=False)
+    assert pace.idle_s(5.0, PLAIN) == 0

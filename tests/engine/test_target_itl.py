@@ -315,3 +315,33 @@ def test_the_target_changes_no_token(wanted: Seq[tuple[int, int, int]], ahead: b
 def test_no_limit_is_no_limit(size: StepSize) -> None:
     budget = PromptBudget(make(**BIG)[0].config, StepTime(), size, None)
     assert budget.fitting(0, 9000) == 512
+
+
+def chunk_of_a_launch(late_s: float) -> int:
+    """The first chunk of a prompt in a step that is launched this long after the one before it was to end."""
+    timed = Timed(async_scheduling=True)
+    timed.model.slow = True
+    for tokens in (100, 200, 400, 500):
+        size = StepSize(5, 100, tokens, tokens * tokens)
+        timed.engine._timing.step_time.learn(size, takes(size))
+    for i in range(4):
+        timed.engine.add(sequence(3, first=10 * i, max_tokens=1900))
+    engine = timed.engine
+    for _ in range(6):
+        engine.compute(engine.schedule(timed.now), wait=False)  # launched as the step before it begins
+        step_s = takes(StepSize.of(timed.model.batches[-1]))
+        if len(engine._in_flight) > 1:
+            timed.now += step_s
+            next(step for step in timed.model.steps if step.running).running = False
+            engine.retire()
+    began = engine.device_busy_since
+    assert began is not None
+    engine.add(sequence(1900, first=1000))
+    plan = engine.schedule(began + step_s + late_s)
+    return next(chunk.length for chunk in plan.chunks if not chunk.is_decode)
+
+
+def test_how_late_a_step_begins_is_part_of_the_gap() -> None:
+    on_time, late, too_late = (chunk_of_a_launch(late_s) for late_s in (-0.003, 0.003, 0.1))
+    assert on_time > late + 100
+    assert late > LEAST_CHUNK == too_late

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from baton.errors import DeadlineExceeded
 from baton.handoff_messages import Commit, Reserve
-from baton.messages import Abort, Adopted, End, Sample, Tokens, Update
+from baton.messages import Abort, Adopted, AttemptId, End, Prefill, Sample, Tokens, Update
 from decode_node.leases import Lease
 from engine.pace import SHARE, SLACK_S
 from node.events import FromPeer
+from tests.protocol.network import EPOCH
 from tests.protocol.node import BLOCK_SIZE
 from tests.protocol.paced_decoding import ENDLESS, NEW, OLD, PROMPT, STEP_S, Decoding
 
@@ -143,3 +146,79 @@ def test_what_happens_before_the_commit_takes_no_time(
     assert (adopted.transfer_s, adopted.scatter_s, adopted.step_wait_s) == (transfer_s, scatter_s, step_wait_s)
     assert adopted.handoff_s == 0.5 + launched - 10.0
     assert adopted.num_cached_tokens == BLOCK_SIZE
+
+
+class Filling:
+    """NEW joins a step that is launched before it begins, beside the first chunk of a local prompt, if there is one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, target_s: float | None, prompt: bool = True) -> None:
+        self.decoding = decoding = Decoding()
+        config = dataclasses.replace(decoding.core.engine.config, target_itl_s=target_s)
+        monkeypatch.setattr(decoding.core.engine, "config", config)
+        lease = decoding.reserve()
+        if prompt:
+            local = AttemptId(EPOCH, "local", 0)
+            message = Prefill(local, decoding.node.incarnation, PROMPT, (Sample(0),), ENDLESS, 60.0)
+            decoding.core.handle(message, decoding.now)
+        decoding.core.handle(FromPeer("p", decoding.commit_of(lease)), decoding.now)
+        decoding.wait_until(decoding.core.engine.launch_at or decoding.now)
+        decoding.turn()
+        assert decoding.num_in_flight == 2
+
+
+@pytest.mark.parametrize(("target_s", "prompt"), [(None, True), (0.020, False)])
+def test_a_first_token_does_not_wait_for_a_step_that_is_short_or_has_no_target(
+    target_s: float | None, prompt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len(Filling(monkeypatch, target_s, prompt).decoding.told(Adopted)) == 1
+
+
+def test_a_first_token_waits_for_the_begin_of_a_step_as_long_as_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding = Filling(monkeypatch, 0.020).decoding
+    launched = decoding.now
+    assert decoding.told(Adopted) == []
+    decoding.turn()
+    assert decoding.told(Adopted) == [], "the step before it has not ended"
+    decoding.wait_until(launched + 0.004)
+    decoding.finish_step()
+    decoding.turn()
+    (adopted,) = decoding.told(Adopted)
+    assert isinstance(adopted, Adopted)
+    assert adopted.step_wait_s >= 0.004
+    assert decoding.told(Tokens) == []
+    decoding.finish_step()
+    decoding.turn()
+    assert [len(decoding.told(kind)) for kind in (Adopted, Tokens)] == [1, 1]
+
+
+def test_a_first_token_does_not_wait_if_no_step_is_before_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding = Decoding()
+    config = dataclasses.replace(decoding.core.engine.config, target_itl_s=0.020)
+    monkeypatch.setattr(decoding.core.engine, "config", config)
+    lease = decoding.reserve()
+    decoding.core.handle(Abort(OLD), decoding.now)
+    decoding.turn()
+    while decoding.num_in_flight != 0:
+        decoding.finish_step()
+        decoding.turn()
+    message = Prefill(AttemptId(EPOCH, "local", 0), decoding.node.incarnation, PROMPT, (Sample(0),), ENDLESS, 60.0)
+    decoding.core.handle(message, decoding.now)
+    decoding.commit(lease)
+    assert len(decoding.told(Adopted)) == 1
+    assert decoding.num_in_flight == 1
+
+
+def test_an_abort_between_launch_and_begin_of_the_first_step_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decoding = Filling(monkeypatch, 0.020).decoding
+    for attempt_id in (NEW, OLD, AttemptId(EPOCH, "local", 0)):
+        decoding.core.handle(Abort(attempt_id), decoding.now)
+    decoding.turn()
+    while decoding.num_in_flight:
+        decoding.finish_step()
+        decoding.turn()
+    assert decoding.told(Adopted) == []
+    assert len(decoding.told(End)) == 1
+    assert decoding.core.idle
+    assert decoding.node.pool_is_whole()
