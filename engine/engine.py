@@ -215,7 +215,8 @@ class Engine:
         if not self.has_room:
             return Plan()
         began = time.perf_counter()
-        idle_s = self._timing.idle_s(now, has_newcomers=self._adopted_since is not None)
+        has_newcomers, idle = self._adopted_since is not None, self._oldest_is_done
+        idle_s = self._timing.idle_s(now, has_newcomers=has_newcomers, idle=idle)
         plan = self.scheduler.schedule(may_preempt=not self._in_flight, idle_s=idle_s)
         self.counters.scheduled(began, launches=bool(plan.chunks))
         for seq in plan.preempted:

@@ -77,12 +77,13 @@ class Pace:
         """What most launches of this kind cost."""
         return max(self._cost_s[kind], self._cost_s[LaunchKind(kind.prompts)])
 
-    def idle_s(self, now: float, kind: LaunchKind) -> float:
+    def idle_s(self, now: float, kind: LaunchKind, *, idle: bool) -> float:
         """How long the device will probably idle before a step of this kind whose launch begins now. 0: it will not,
-        or nothing is known."""
+        or nothing is known. idle: the step in flight is done."""
         if self.busy_since is None or (expected_s := self._expected_s()) is None:
             return 0.0
-        return max(0.0, now + self._margin_s(kind) - self.busy_since - expected_s)
+        end = self.busy_since + expected_s
+        return max(0.0, now + self._margin_s(kind) - (end if idle else max(end, now)))
 
     def launched(
         self,

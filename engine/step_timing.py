@@ -29,10 +29,12 @@ class StepTiming:
         known, or there is no such limit."""
         return self._prompt_rate.tokens_per_s(self._decodes if is_running else EMPTY, self._clock())
 
-    def idle_s(self, now: float, has_newcomers: bool) -> float:
+    def idle_s(self, now: float, *, has_newcomers: bool, idle: bool) -> float:
         """How long the device will probably idle before a step with prompts whose launch begins now; 0 if nothing is
-        to be kept within `target_itl_s`."""
-        return 0.0 if self._config.target_itl_s is None else self.pace.idle_s(now, LaunchKind(True, has_newcomers))
+        to be kept within `target_itl_s`. idle: the step in flight is done."""
+        if self._config.target_itl_s is None:
+            return 0.0
+        return self.pace.idle_s(now, LaunchKind(True, has_newcomers), idle=idle)
 
     def learn(self, retired: InFlight) -> float:
         """Learn how long a step took: on a device of its own since the end of the step before, else including its turn.

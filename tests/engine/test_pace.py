@@ -329,18 +329,22 @@ def test_a_launch_that_is_on_time_leaves_the_device_busy() -> None:
     pace = paced(0.010, cost_s=0.002)
     due = pace.launch_at(PLAIN)
     assert due is not None
-    assert pace.idle_s(due, PLAIN) == 0
+    assert pace.idle_s(due, PLAIN, idle=False) == 0
 
 
 def test_a_launch_that_is_late_leaves_the_device_idle_from_the_end_of_the_step_before() -> None:
-    pace = paced(0.010, cost_s=0.002)
-    assert pace.idle_s(100.009, PLAIN) == pytest.approx(0.001)
-    assert pace.idle_s(100.015, PLAIN) == pytest.approx(0.007)
-    assert pace.idle_s(100.009, LaunchKind(newcomers=True)) == pytest.approx(0.001), "no cheaper than without them"
+    pace, newcomers = paced(0.010, cost_s=0.002), LaunchKind(newcomers=True)
+    assert pace.idle_s(100.009, PLAIN, idle=False) == pytest.approx(0.001)
+    assert pace.idle_s(100.015, PLAIN, idle=True) == pytest.approx(0.007)
+    assert pace.idle_s(100.009, newcomers, idle=False) == pytest.approx(0.001), "no cheaper than without them"
+
+
+def test_a_step_that_takes_longer_than_expected_keeps_the_device_busy() -> None:
+    assert paced(0.010, cost_s=0.002).idle_s(100.015, PLAIN, idle=False) == pytest.approx(0.002), "only the launch"
 
 
 def test_how_long_the_device_idles_is_unknown_without_a_step_in_flight_or_one_known() -> None:
     pace = Pace()
-    assert pace.idle_s(5.0, PLAIN) == 0
+    assert pace.idle_s(5.0, PLAIN, idle=True) == 0
     pace.launched(TEN, 0.0, 0.0, idle=False)
-    assert pace.idle_s(5.0, PLAIN) == 0
+    assert pace.idle_s(5.0, PLAIN, idle=True) == 0

@@ -55,6 +55,10 @@ class Timed:
         self.engine.check_integrity()
         return plan.chunks
 
+    def finish(self) -> None:
+        """End the oldest step, if `model.slow`."""
+        next(step for step in self.model.steps if step.running).running = False
+
     def decode(self, num: int, steps: int = 3) -> list[Sequence]:
         """Streams, and a few steps of theirs."""
         streams = [sequence(3, first=10 * i, max_tokens=1900) for i in range(num)]
@@ -317,7 +321,7 @@ def test_no_limit_is_no_limit(size: StepSize) -> None:
     assert budget.fitting(0, 9000) == 512
 
 
-def chunk_of_a_launch(late_s: float) -> int:
+def chunk_of_a_launch(late_s: float, has_ended: bool) -> int:
     """The first chunk of a prompt in a step that is launched this long after the one before it was to end."""
     timed = Timed(async_scheduling=True)
     timed.model.slow = True
@@ -332,16 +336,22 @@ def chunk_of_a_launch(late_s: float) -> int:
         step_s = takes(StepSize.of(timed.model.batches[-1]))
         if len(engine._in_flight) > 1:
             timed.now += step_s
-            next(step for step in timed.model.steps if step.running).running = False
+            timed.finish()
             engine.retire()
     began = engine.device_busy_since
     assert began is not None
+    if has_ended:
+        timed.finish()
     engine.add(sequence(1900, first=1000))
     plan = engine.schedule(began + step_s + late_s)
     return next(chunk.length for chunk in plan.chunks if not chunk.is_decode)
 
 
 def test_how_late_a_step_begins_is_part_of_the_gap() -> None:
-    on_time, late, too_late = (chunk_of_a_launch(late_s) for late_s in (-0.003, 0.003, 0.1))
+    on_time, late, too_late = (chunk_of_a_launch(late_s, has_ended=late_s > 0) for late_s in (-0.003, 0.003, 0.1))
     assert on_time > late + 100
     assert late > LEAST_CHUNK == too_late
+
+
+def test_a_step_that_takes_longer_than_usual_leaves_the_next_one_as_much_of_a_prompt() -> None:
+    assert chunk_of_a_launch(0.1, has_ended=False) == chunk_of_a_launch(0.0, has_ended=False)
