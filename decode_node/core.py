@@ -141,14 +141,8 @@ class DecodeCore(RoleCore):
         for sequence in plan.preempted:
             self._migrations.preempted(sequence)
         # Sent before the launch, unlike other updates: first tokens wait for it, and a launch takes 1 to 2 ms.
-        self._running.launching(plan.chunks, waits=self._is_filled_up(plan))
+        self._running.launching(plan.chunks)
         return plan
-
-    def _is_filled_up(self, plan: Plan) -> bool:
-        """Whether the step will take as long as the target allows, since prompts fill it up, and does not begin yet."""
-        engine = self.engine
-        has_target = engine.config.target_itl_s is not None and engine.device_busy_since is not None
-        return has_target and not all(chunk.is_decode for chunk in plan.chunks)
 
     def _tell_launched(self, plan: Plan, now: float) -> None:
         self._running.tell_started(plan.started, now)

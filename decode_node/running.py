@@ -7,6 +7,7 @@ yet to get.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from baton.deadlines import Deadlines
@@ -154,19 +155,23 @@ class RunningRequests:
             started = Started(sequence.num_cached_tokens, now - running.received)
             self._outbox.to_router(sequence.attempt_id, started)
 
-    def launching(self, chunks: Iterable[Chunk], waits: bool) -> None:
+    def launching(self, chunks: Seq[Chunk]) -> None:
         """Report those adopted requests whose first step is the one with these chunks, which this turn launches.
 
-        waits: report them when the step begins instead. A step is launched some milliseconds before; if it then takes
-        as long as the target for the gap between two tokens, a first token that is passed on at the launch is followed
-        by the second too late. If the step is shorter, there is no need to keep the first token back.
+        If prompts fill the step up, they are reported when it begins. It is launched some milliseconds before, and then
+        takes as long as the target for the gap between two tokens: a first token that is passed on at the launch would
+        be followed by the second too late.
         """
         if self._adopted:
             first_steps = self._adopted.keys() & {chunk.sequence.attempt_id for chunk in chunks}
-            if waits:
+            if self._engine.device_busy_since is not None and self._is_filled_up(chunks):
                 self._begin_next |= first_steps
             else:
                 self._tell_adopted(first_steps)
+
+    def _is_filled_up(self, chunks: Seq[Chunk]) -> bool:
+        has_target = self._engine.config.target_itl_s is not None
+        return has_target and not all(chunk.is_decode for chunk in chunks)
 
     def step_retired(self) -> None:
         """A step has ended, so the one launched after it has begun."""
