@@ -13,8 +13,9 @@ import baton.sampling
 from baton.errors import InvalidRequest
 from baton.logits_processors import LogitsProcessor
 from baton.node_info import GenerationDefaults
-from baton.sampling import MAX_LOGPROBS, NAMES
+from baton.sampling import NAMES
 from router.text.generation_request import SEED_SPACE, GenerationRequest
+from router.text.num_logprobs import ALL
 from router.text.structured_output import structured_output_of
 
 _NUMBERS = (
@@ -72,12 +73,13 @@ class SamplingParams:
     """Names and defaults are vLLM's; `baton.sampling` has the ranges.
 
     n: answers to each prompt. seed: None and -1 draw one; the same seed gives the same answers. max_tokens: None is
-    what the context leaves. logprobs: None for none, 0 for those of the chosen tokens, k <= 20 for the k most likely
-    too. logprob_token_ids: logprobs of these tokens, instead of the most likely ones'. stop: texts that end an answer,
-    of which they are no part unless `include_stop_str_in_output`. detokenize: False leaves texts out of the outputs.
-    structured_outputs: what an answer must match, or a dict with one of its names. allowed_token_ids: no other token is
-    chosen. bad_words: no token completes one of these. prompt_logprobs: logprobs of the prompt's tokens, each with so
-    many of the most likely ones. logits_processors: names of installed ones, or dicts with `name`, `args` and `kwargs`.
+    what the context leaves. logprobs: None for none, 0 for those of the chosen tokens, k for the k most likely too, -1
+    for those of the whole vocabulary; the nodes' `max_logprobs` limits it. logprob_token_ids: logprobs of these tokens,
+    instead of the most likely ones'. stop: texts that end an answer, of which they are no part unless
+    `include_stop_str_in_output`. detokenize: False leaves texts out of the outputs. structured_outputs: what an answer
+    must match, or a dict with one of its names. allowed_token_ids: no other token is chosen. bad_words: no token
+    completes one of these. prompt_logprobs: logprobs of the prompt's tokens, each with so many of the most likely ones,
+    limited as `logprobs` is. logits_processors: names of installed ones, or dicts with `name`, `args` and `kwargs`.
     beam_width, length_penalty: see `BeamSearchParams`. output_kind: of an `AsyncLLM`. Raises InvalidRequest, whose
     `param` is the name of the field.
     """
@@ -118,6 +120,8 @@ class SamplingParams:
         ranged = {**self.sampling(), **{name: frozenset(getattr(self, name) or ()) for name in _TOKEN_LISTS}}
         ranged["seed"] = ranged.get("seed", 0) % SEED_SPACE
         ranged["top_k"] = max(0, self.top_k) if self.top_k == -1 else self.top_k  # -1: vLLM's older way to say off
+        for name in {"num_logprobs", "num_prompt_logprobs"} & ranged.keys():
+            ranged[name] = max(0, ranged[name])
         ranged.setdefault("max_tokens", max(1, self.min_tokens))
         baton.sampling.SamplingParams(**ranged)
 
@@ -158,8 +162,9 @@ class SamplingParams:
             _check(value is None or _is_whole(value), name, "a whole number or None", value)
         for name in _FLAGS:
             _check(isinstance(getattr(self, name), bool), name, "True or False", getattr(self, name))
-        wanted = f"in [0, {MAX_LOGPROBS}], or None"
-        _check(self.logprobs is None or self.logprobs >= 0, "logprobs", wanted, self.logprobs)
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            _check(count is None or count >= ALL, name, "0 or more, -1 for all, or None", count)
         self._check_lists()
         stated, biases = self._structured_outputs, self.logit_bias
         wanted = "a StructuredOutputsParams, a dict or None"

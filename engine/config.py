@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.layout import num_blocks_for
+from baton.sampling import DEFAULT_MAX_LOGPROBS
 from baton.table_shape import NO_WINDOW, TableShape
 from engine.step_padding import UNPADDED, StepPadding
 
@@ -27,7 +28,8 @@ class EngineConfig:
     section 4.3). None: only the budget bounds a step. `target_itl_s`: the most time that a step with decodes should
     take; its prompts get chunks for which that is predicted, see `engine.prompt_budget`. None: only the budget bounds
     it. `padding`: to how many tokens the device pads a step with prompts and decodes. `num_speculative_tokens`: the
-    most draft tokens of a sequence that a step verifies. `windows`: of each KV group of the model's layers, see
+    most draft tokens of a sequence that a step verifies. `max_logprobs`: the most logprobs of likely tokens that a
+    request may ask for, per token. `windows`: of each KV group of the model's layers, see
     `baton.table_shape`.
     """
 
@@ -42,6 +44,7 @@ class EngineConfig:
     num_stages: int = 1
     saturating_num_tokens: int | None = None
     num_speculative_tokens: int = 0
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS
     target_itl_s: float | None = None
     padding: StepPadding = UNPADDED
     windows: tuple[int | None, ...] = NO_WINDOW

@@ -96,6 +96,7 @@ def describe(
         vocab_size=config.vocab_size,
         version=baton.__version__,
         model_aliases=settings.served_model_name[1:],
+        max_logprobs=config.max_logprobs,
         structured_outputs_backend=StructuredBackend(settings.structured_outputs_backend),
     )
 

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from baton.node_info import GenerationDefaults
 from baton.rpc.trust import ClusterSettings
+from baton.sampling import DEFAULT_MAX_LOGPROBS
 from baton.settings import JsonObject, Names
 from engine.checkpoint import changed_defaults
 
@@ -35,6 +36,13 @@ class ModelSettings(ClusterSettings):
         "auto",
         description="where defaults of sampling parameters come from: auto: generation_config.json; vllm: only from "
         "--override-generation-config",
+    )
+    max_logprobs: int = Field(
+        DEFAULT_MAX_LOGPROBS,
+        ge=-1,
+        lt=1 << 31,
+        description="how many likely tokens a request may ask the logprobs of, for each token of answer or prompt; -1: "
+        "the whole vocabulary; of several nodes, the smallest counts",
     )
     override_generation_config: JsonObject = Field(
         {},
@@ -92,6 +100,10 @@ class ModelSettings(ClusterSettings):
     def model_name(self) -> str:
         """The first of the names by which clients ask for the model."""
         return self.served_model_name[0] if self.served_model_name else self.model
+
+    def most_logprobs(self, vocab_size: int) -> int:
+        """--max-logprobs as a number."""
+        return vocab_size if self.max_logprobs < 0 else self.max_logprobs
 
     def read_chat_template(self) -> str | None:
         """That of --chat-template; None: it is not given. Raises ValueError."""

@@ -40,6 +40,7 @@ from baton.messages import (
     Stayed,
     Subscribe,
     Subscribed,
+    Tokens,
     Update,
 )
 from baton.prompt_logprobs import PromptLogprobs
@@ -66,9 +67,9 @@ MAX_UPDATES = 100_000
 """The most updates queued for one router, some minutes of tokens. If there are more, the router does not read, and its
 session ends."""
 UPDATES_PER_MESSAGE = 8192
-PIECES_BYTES_PER_MESSAGE = 128 * 1024
-"""A message with this many bytes of prompt logprobs takes no more updates: reading it keeps the router busy for 1 ms,
-and all logprobs of a backlog together could exceed the size of a message."""
+LOGPROBS_BYTES_PER_MESSAGE = 128 * 1024
+"""A message with this many bytes of logprobs takes no more updates: reading it keeps the router busy for 1 ms, and all
+logprobs of a backlog together could exceed the size of a message."""
 LOAD_PERIOD_S = 0.1
 """The shortest interval between reports of a changed load; an unchanged one is sent every HEARTBEAT_S."""
 
@@ -289,9 +290,12 @@ def _batches(updates: Sequence[Update]) -> Iterator[tuple[Update, ...]]:
     would have the sample go on."""
     start = num_bytes = 0
     for end, update in enumerate(updates, 1):
-        if isinstance(update.kind, PromptLogprobs):
-            num_bytes += update.kind.num_bytes
-        is_full = end - start >= UPDATES_PER_MESSAGE or num_bytes >= PIECES_BYTES_PER_MESSAGE
+        kind = update.kind
+        if isinstance(kind, PromptLogprobs):
+            num_bytes += kind.num_bytes
+        elif isinstance(kind, Tokens) and kind.logprobs:
+            num_bytes += sum([logprobs.num_bytes for logprobs in kind.logprobs])
+        is_full = end - start >= UPDATES_PER_MESSAGE or num_bytes >= LOGPROBS_BYTES_PER_MESSAGE
         if end == len(updates) or (is_full and not isinstance(updates[end].kind, SampleEnd)):
             yield tuple(updates[start:end])
             start, num_bytes = end, 0

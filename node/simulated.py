@@ -144,6 +144,7 @@ def engine_config(
         saturating_num_tokens=settings.saturating_num_tokens,
         async_scheduling=profile.node.async_scheduling if ahead is None else ahead,
         target_itl_s=settings.target_itl_s,
+        max_logprobs=settings.most_logprobs(vocab_size),
     )
 
 

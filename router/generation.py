@@ -24,7 +24,8 @@ from router.text.prompt_logprobs import ScoredPrompt
 log = logging.getLogger(__name__)
 
 _MAX_DELTAS = 128
-"""Of one `next`: writing them out, with 20 logprobs each, must not block the event loop."""
+_MAX_LOGPROBS = 21 * _MAX_DELTAS
+"""Of one `next`: writing them out must not block the event loop, nor exceed a message. A single delta may have more."""
 
 
 @dataclass(slots=True)
@@ -147,9 +148,13 @@ class Generation:
         if len(self._waiting) == 1:  # as for most tokens
             return [self._waiting.popleft()]
         by_answer: dict[int, list[Delta]] = {}
+        room = _MAX_LOGPROBS
         for _ in range(min(_MAX_DELTAS, len(self._waiting))):
             delta = self._waiting.popleft()
+            room -= sum([1 + len(entry.top) for entry in delta.logprobs])
             by_answer.setdefault(delta.index, []).append(delta)
+            if room <= 0:
+                break
         if self._waiting:
             self.tell()
         return [join(deltas) for deltas in by_answer.values()]

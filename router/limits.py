@@ -24,6 +24,9 @@ MAX_PROMPT_LOGPROBS = 2**20
 """Of all answers to a request: a prompt of 32,768 tokens with 20 alternatives each has 688,128."""
 MAX_STREAMED_PROMPT_LOGPROBS = 2**15
 """Of all answers to a streamed request, since they are written in one chunk of each."""
+MAX_ANSWER_LOGPROBS = 2**22
+"""Of all answers to a request with more logprobs of each token than there are by default: a whole answer, as chats have
+it, takes half a kilobyte for each while it is written."""
 MAX_TEMPLATE_VALUES = 256
 MAX_TEMPLATE_CHARS = 16_384
 MAX_TEMPLATE_DEPTH = 8

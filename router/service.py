@@ -25,7 +25,13 @@ from router.requests.request_record import Preparation
 from router.requests.request_state import RoutedRequest
 from router.text.answer import Answer, NoAnswer
 from router.text.bad_words import bad_words_token_ids
-from router.text.generation_request import GenerationRequest, num_kept_tokens, prompt_tokens, sampling_params
+from router.text.generation_request import (
+    GenerationRequest,
+    check_answer_logprobs,
+    num_kept_tokens,
+    prompt_tokens,
+    sampling_params,
+)
 from router.text.models import Models, ServedModel
 from router.text.prompt_logprobs import check_prompt_logprobs
 from router.text.stops import NO_STOPS, StopScanner, StopStrings
@@ -178,7 +184,7 @@ class Service:
         if (structured := wanted.sampling.get("structured_outputs")) is not None:
             await self._grammars.check(structured, model, client)
         prompts = await self._prompts(model, wanted)
-        check_prompt_logprobs([prompt.tokens for prompt in prompts], wanted)
+        check_prompt_logprobs([prompt.tokens for prompt in prompts], wanted, model)
         admitted.resize(sum([len(prompt.tokens) for prompt in prompts]))
         bad_words = await self._bad_words(model, wanted.bad_words) if wanted.bad_words else ()
         preparation = _preparation(received, read)
@@ -188,6 +194,7 @@ class Service:
         for prompt in prompts:
             parts.append(self._part(model, wanted, stops, prompt, len(parts) * wanted.n, bad_words, preparation))
             await pause()
+        check_answer_logprobs([part.request.sampling for part in parts], wanted)
         generation = Generation(
             wanted.request_id, self._dispatcher, parts, admitted, self._deliveries, self._tells_timings
         )

@@ -20,6 +20,7 @@ CLUSTERS = {
     "house": (
         *("test_benchmarks.py", "test_console.py", "test_grpc_client.py", "test_openai_client.py"),
         *(
+            "test_max_logprobs.py",
             "test_other_apis.py",
             "test_parameter_combinations.py",
             "test_parameters.py",

@@ -35,6 +35,7 @@ from router.service import Service
 from router.text.answer import Delta
 from router.text.generation_request import GenerationRequest, sampling_params
 from router.text.models import Models, ServedModel
+from router.text.num_logprobs import UNLIMITED
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +98,7 @@ class LocalBackend:
         if self._failure is not None:
             raise self._failed_error()
         received = time.monotonic()
+        request = dataclasses.replace(request, logprob_limits=UNLIMITED)
         with self._service.admit(self._model, [len(prompt) for prompt in request.prompts], request.n) as admitted:
             generation = await self._service.generate(self._model, request, received, admitted, None, None)
         try:

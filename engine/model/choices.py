@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import array
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -10,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.messages import TokenLogprobs
+from baton.top_tokens import MOST_PAIRS, TopTokens, top_tokens
 from engine.model.processed_logits import ProcessedLogits, ToProcess
 from engine.model.upload import download
 from engine.step import Choice
@@ -58,11 +61,25 @@ class Sampled:
 
     def choices(self) -> list[Choice]:
         """One per choice of the batch. The caller must make sure that the copies of `to_host` are done."""
-        tokens, *logprobs = (tensor.tolist() for tensor in self._tensors)
+        tokens: list[int] = self._tensors[0].tolist()
         choices = [Choice(token) for token in tokens]
-        for (i, num), chosen, values, ids in zip(self._asked, *logprobs or ([], [], []), strict=True):
-            top = tuple(zip(ids, values, strict=True))[:num]
-            choices[i] = Choice(tokens[i], TokenLogprobs(chosen, top))
+        if self._asked:
+            _, chosen, values, ids = self._tensors
+            for (i, _), own, top in zip(self._asked, chosen.tolist(), self._tops(values, ids), strict=True):
+                choices[i] = Choice(tokens[i], TokenLogprobs(own, top))
         for i, failure in (self.processed.failed() if self.processed is not None else {}).items():
             choices[i] = Choice(tokens[i], failure=failure)
         return choices
+
+    def _tops(self, values: Tensor, ids: Tensor) -> Iterable[TopTokens]:
+        """In the order of `asked`. One choice may ask for many more than the others, which then pay only for theirs."""
+        nums = [num for _, num in self._asked]
+        if values.shape[1] <= MOST_PAIRS:
+            rows = zip(nums, ids.tolist(), values.tolist(), strict=True)
+            return [tuple(zip(own_ids, own, strict=True))[:num] for num, own_ids, own in rows]
+        return [
+            top_tokens(
+                array.array("I", own_ids[:num].astype(np.uint32).tobytes()), array.array("f", own[:num].tobytes())
+            )
+            for num, own_ids, own in zip(nums, ids.numpy(), values.numpy(), strict=True)
+        ]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from baton.prompt_logprobs import MAX_PIECE_TOKENS, PromptLogprobs
+from baton.prompt_logprobs import PromptLogprobs, most_piece_tokens
 from engine.model.errors import UnsupportedModel
 from engine.model.upload import download, upload
 from engine.sequence import Sequence
@@ -68,14 +68,15 @@ class ScoredPiece:
 
 
 def pieces(chunks: Seq[Chunk], vocab_size: int) -> list[ScoredPiece]:
-    """The prompt logprobs that the chunks ask for, as pieces whose logits take little memory. chunks: in the order of
-    the batch."""
-    rows = max(1, min(MAX_ROWS, MAX_PIECE_TOKENS, _MAX_ELEMENTS // vocab_size))
+    """The prompt logprobs that the chunks ask for, as pieces that take little memory: their logits, and what is told of
+    them. chunks: in the order of the batch."""
+    most_rows = max(1, min(MAX_ROWS, _MAX_ELEMENTS // vocab_size))
     found: list[ScoredPiece] = []
     first = 0
     for chunk in chunks:
-        if chunk.sequence.num_prompt_logprobs is not None:
+        if (num_top := chunk.sequence.num_prompt_logprobs) is not None:
             positions = chunk.scored_positions
+            rows = min(most_rows, most_piece_tokens(min(num_top, vocab_size)))
             for start in range(positions.start, positions.stop, rows):
                 count = min(rows, positions.stop - start)
                 found.append(ScoredPiece(chunk.sequence, start + 1, first + start - chunk.start, count))

@@ -14,7 +14,7 @@ from engine.step import Chunk
 _SAMPLING = SamplingParams(
     temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.1, num_logprobs=5, max_tokens=1
 )
-"""Every parameter that makes a sampler keep a copy of its logits."""
+"""Every parameter that makes a sampler keep a copy of its logits. `largest_steps` has the most logprobs instead."""
 _KINDS = (
     dataclasses.replace(_SAMPLING, allowed_token_ids=frozenset({0}), bad_words_token_ids=((0,), (0, 0))),
     SamplingParams(temperature=0.0),
@@ -43,12 +43,15 @@ def largest_steps(config: EngineConfig) -> list[list[Chunk]]:
     length = min(config.max_num_batched_tokens // num_seqs, longest)
     few = min(config.max_num_batched_tokens // longest, num_seqs)
 
+    num_logprobs = max(_SAMPLING.num_logprobs, min(config.max_logprobs, config.vocab_size))
+    sampling = dataclasses.replace(_SAMPLING, num_logprobs=num_logprobs)
+
     def decodes(num: int) -> list[Chunk]:
-        seqs = _prompts(num, longest, config, num_drafts=num_drafts)
+        seqs = _prompts(num, longest, config, sampling, num_drafts)
         return [Chunk.of(seq, seq.num_tokens - 1, 1 + num_drafts) for seq in seqs]
 
     def prompts(num: int, start: int, end: int) -> list[Chunk]:
-        return [Chunk.of(prompt, start, end - start) for prompt in _prompts(num, end, config)]
+        return [Chunk.of(prompt, start, end - start) for prompt in _prompts(num, end, config, sampling)]
 
     return [
         decodes(config.max_num_seqs - few) + prompts(few, 0, longest),

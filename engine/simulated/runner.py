@@ -61,7 +61,7 @@ class SimulatedModelRunner:
         begun(0.0)
         # Made up now: what is made up of a sequence after its end would be kept for ever.
         choices = [self._tokens.choices(chunk) for chunk in chunks]
-        scored = [(c.sequence, self._tokens.prompt_logprobs(c)) for c in chunks if c.scored_positions]
+        scored = [(c.sequence, piece) for c in chunks for piece in self._tokens.prompt_logprobs(c)]
         return SimulatedStep(choices, scored, marks, self._clock)
 
     def _step_s(self, chunks: Seq[Chunk]) -> float:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import array
 import math
 import zlib
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 from baton.messages import TokenLogprobs
-from baton.prompt_logprobs import PromptLogprobs
+from baton.prompt_logprobs import PromptLogprobs, most_piece_tokens
 from engine.sequence import Sequence
 from engine.step import Choice, Chunk
 
@@ -54,13 +55,19 @@ class MadeUpTokens:
     def _logprobs(self, seq: Sequence, sample: int, index: int, num_top: int) -> TokenLogprobs | None:
         if num_top < 0:
             return None
-        top = tuple((self.token(seq, sample, index, rank), -_LN2 * (rank + 1)) for rank in range(num_top))
+        ranks = range(min(num_top, len(self._said)))
+        top = tuple((self.token(seq, sample, index, rank), -_LN2 * (rank + 1)) for rank in ranks)
         return TokenLogprobs(-_LN2, top)
 
-    def prompt_logprobs(self, chunk: Chunk) -> PromptLogprobs:
-        """Logprobs of the tokens after the chunk's scored positions: each is the most likely, with probability 1/2."""
-        seq, scored = chunk.sequence, chunk.scored_positions
-        num_top = seq.num_prompt_logprobs or 0
+    def prompt_logprobs(self, chunk: Chunk) -> Iterator[PromptLogprobs]:
+        """Logprobs of the tokens after the chunk's scored positions, in pieces: each token is the most likely, with
+        probability 1/2."""
+        num_top = min(chunk.sequence.num_prompt_logprobs or 0, len(self._said))
+        scored, most = chunk.scored_positions, most_piece_tokens(num_top)
+        for start in range(scored.start, scored.stop, most):
+            yield self._piece(chunk.sequence, range(start, min(start + most, scored.stop)), num_top)
+
+    def _piece(self, seq: Sequence, scored: range, num_top: int) -> PromptLogprobs:
         top_ids, top = array.array("I"), array.array("f")
         for position in scored:
             own = seq.prompt_tokens[position + 1]

@@ -124,6 +124,7 @@ def _limits(settings: NodeSettings, checkpoint: Checkpoint, device: torch.device
         async_scheduling=overlaps if settings.async_scheduling is None else settings.async_scheduling,
         num_stages=settings.pipeline_parallel_size,
         target_itl_s=settings.target_itl_s,
+        max_logprobs=settings.most_logprobs(checkpoint.vocab_size),
     )
     if on_gpu and settings.captures_graphs:
         padding = step_padding(limits, settings.captured_prompt_tokens, settings.captured_mixed_tokens)

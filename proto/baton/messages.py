@@ -21,8 +21,9 @@ from baton import PROTOCOL_VERSION
 from baton.block_hash import BlockHash
 from baton.errors import BatonError
 from baton.node_times import DecodeTimes, PromptTimes
-from baton.prompt_logprobs import PromptLogprobs
+from baton.prompt_logprobs import NUMBER_BYTES, PromptLogprobs
 from baton.sampling import FinishReason, SamplingParams
+from baton.top_tokens import TopTokens
 
 
 class AttemptId(NamedTuple):
@@ -56,7 +57,11 @@ class TokenLogprobs:
     """The chosen token's logprob, and the most likely tokens with theirs, best first."""
 
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    top: TopTokens = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return 2 * NUMBER_BYTES * (1 + len(self.top))
 
 
 # ---- authentication ----

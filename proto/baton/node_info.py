@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from baton import PROTOCOL_VERSION
 from baton.layout import KvLayout
+from baton.sampling import DEFAULT_MAX_LOGPROBS
 from baton.structured_output.constraint import StructuredBackend
 
 MAX_MODEL_ALIASES = 64
@@ -52,7 +53,8 @@ class GenerationDefaults:
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """A node's description, with all that a router needs, since it has no model folder of its own."""
+    """A node's description, with all that a router needs, since it has no model folder of its own. `max_logprobs`: how
+    many of the most likely tokens a request may ask for, per token."""
 
     role: NodeRole
     incarnation: str
@@ -74,3 +76,4 @@ class NodeInfo:
     structured_outputs_backend: StructuredBackend = StructuredBackend.GUIDANCE
     metrics_address: str = ""
     model_aliases: tuple[str, ...] = ()
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS

@@ -10,10 +10,15 @@ from typing import NamedTuple
 
 NUMBER_BYTES = 4
 MAX_PIECE_TOKENS = 1024
-"""Bounds a piece, and so a message: 172 KB with 20 alternatives each."""
-
+MAX_PIECE_LOGPROBS = 21 * MAX_PIECE_TOKENS
+"""Bounds a piece, and so a message: 172 KB. A single token may have more, as many as the vocabulary."""
 
 _SWAP = sys.byteorder == "big"
+
+
+def most_piece_tokens(num_top: int) -> int:
+    """The most tokens of a piece with so many alternatives each."""
+    return max(1, min(MAX_PIECE_TOKENS, MAX_PIECE_LOGPROBS // (1 + num_top)))
 
 
 class PromptTokenLogprob(NamedTuple):

@@ -11,10 +11,11 @@ from baton.errors import InvalidRequest
 from baton.logits_processors import MAX_LOGITS_PROCESSORS, LogitsProcessor
 from baton.structured_output.constraint import StructuredOutput
 
-MAX_LOGPROBS = 20
-"""As in OpenAI's API."""
-MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
-"""Each beam's step reports the logprobs of twice as many tokens."""
+DEFAULT_MAX_LOGPROBS = 20
+"""Of a model whose nodes do not say otherwise (--max-logprobs). As in OpenAI's API."""
+MAX_BEAM_WIDTH = 10
+"""Each beam's step reports the logprobs of twice as many tokens, whatever --max-logprobs is."""
+MAX_INT32 = 2**31 - 1
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 """Number of entries; OpenAI's API allows 300."""
@@ -66,12 +67,13 @@ class SamplingParams:
 
     The random draw for a token is a function of (`seed` + sample index, position) alone, so any node can take over at
     any position and draw the same token. `num_logprobs`: -1: none; 0: the chosen token's; k: also the k most likely;
-    logprobs are of the raw logits, before penalties and temperature. `logprob_token_ids`: tokens whose logprobs come,
-    in this order, instead of those of the most likely ones; `num_logprobs` is their number. `allowed_token_ids`: no
-    other token is chosen; empty: all are allowed. `bad_words_token_ids`: no token completes one of these in the output,
-    unless the allowed tokens leave no other. `logits_processors`: those of installed packages that change the raw
-    logits. `beam_width`: beam search with so many beams, of which the best become the answers. Raises InvalidRequest
-    that names the parameter.
+    logprobs are of the raw logits, before penalties and temperature. The model limits k (--max-logprobs of its nodes),
+    here and in `num_prompt_logprobs`: whoever knows the model checks it. `logprob_token_ids`: tokens whose logprobs
+    come, in this order, instead of those of the most likely ones; `num_logprobs` is their number. `allowed_token_ids`:
+    no other token is chosen; empty: all are allowed. `bad_words_token_ids`: no token completes one of these in the
+    output, unless the allowed tokens leave no other. `logits_processors`: those of installed packages that change the
+    raw logits. `beam_width`: beam search with so many beams, of which the best become the answers. Raises
+    InvalidRequest that names the parameter.
     """
 
     temperature: float = _within(1.0, 0.0, 1e6, "must be in [0, 1e6], 0 being greedy")
@@ -87,7 +89,7 @@ class SamplingParams:
     min_tokens: int = _within(0, 0, 2**31 - 1, "must be in [0, max_tokens]")
     ignore_eos: bool = False
     stop_token_ids: frozenset[int] = frozenset()
-    num_logprobs: int = _within(-1, -1, MAX_LOGPROBS, f"must be at most {MAX_LOGPROBS}")
+    num_logprobs: int = _within(-1, -1, MAX_INT32, "must be -1 (none) or more, and below 2^31")
     logprob_token_ids: tuple[int, ...] = ()
     num_prompt_logprobs: int | None = None
     structured_outputs: StructuredOutput | None = None
@@ -103,8 +105,8 @@ class SamplingParams:
             if value != default and value not in valid:  # defaults are in range, and most parameters have theirs
                 _check(False, "logprobs" if name == "num_logprobs" else name, value, valid.text)
         prompt = self.num_prompt_logprobs
-        in_range = prompt is None or 0 <= prompt <= MAX_LOGPROBS
-        _check(in_range, "prompt_logprobs", prompt, f"must be in [0, {MAX_LOGPROBS}]")
+        in_range = prompt is None or 0 <= prompt <= MAX_INT32
+        _check(in_range, "prompt_logprobs", prompt, "must be 0 or more, and below 2^31")
         _check(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, RANGES["min_tokens"].text)
         if self.stop_token_ids:
             _check_count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
@@ -127,7 +129,6 @@ class SamplingParams:
 
     def _check_logprob_tokens(self) -> None:
         name, count = "logprob_token_ids", len(self.logprob_token_ids)
-        _check_count(name, count, MAX_LOGPROBS)
         _check_tokens(name, self.logprob_token_ids)
         _check(count == self.num_logprobs, name, count, f"must be num_logprobs, {self.num_logprobs} tokens")
         if self.beam_width:

@@ -99,6 +99,7 @@ ALL_NAMES = frozenset(
         "max_buffered_body_bytes",
         "max_connections",
         "max_header_bytes",
+        "max_logprobs",
         "max_model_len",
         "max_num_batched_tokens",
         "max_num_prompt_tokens",

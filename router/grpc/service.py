@@ -34,7 +34,6 @@ from router.service import MESSAGE_SIZE, Service
 from router.text.answer import Delta
 from router.text.generation_request import GenerationRequest, check_answer, check_num_tokens, encode
 from router.text.models import ServedModel
-from router.text.prompt_logprobs import check_num_prompt_logprobs
 
 log = logging.getLogger(__name__)
 
@@ -243,11 +242,9 @@ def _generation_request(
     """Raises InvalidRequest. `left_s`: until the call's own deadline."""
     sampling: dict[str, Any] = {said.name: value for said, value in request.ListFields() if said.name in NAMES}
     if request.HasField("logprobs"):
-        if request.logprobs < 0:
-            raise InvalidRequest(f"logprobs must be 0 or more, not {request.logprobs}", "logprobs")
         sampling["num_logprobs"] = request.logprobs
     if request.HasField("prompt_logprobs"):
-        sampling["num_prompt_logprobs"] = check_num_prompt_logprobs(request.prompt_logprobs)
+        sampling["num_prompt_logprobs"] = request.prompt_logprobs
     if request.HasField("structured_outputs"):
         sampling["structured_outputs"] = wire.read_structured(request.structured_outputs)
     if request.logits_processors:

@@ -41,6 +41,7 @@ class ChatWebSocket:
         )
         body.check()
         model = self._service.model(body.model)
+        body = body.with_num_logprobs(model)
         request_id = body.request_id or state.request_id
         generation, reading, prompt = await self._generate.start_chat(state, request_id, model, body)
         shape = chat_shape(generation, model, body, reading, prompt)

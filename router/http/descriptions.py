@@ -54,6 +54,8 @@ OPERATIONS: Mapping[str, str] = {
     "console_file": "a file of the console",
 }
 
+_LIMIT = ", limited by `--max-logprobs` of the nodes (20); -1: of all"
+
 FIELDS: Mapping[str, str] = {
     "model": "name of the model; unset: the only one that is served",
     "messages": "the chat so far",
@@ -104,13 +106,14 @@ FIELDS: Mapping[str, str] = {
     "cache_salt": "prompts are cached apart for each salt",
     "response_format": "`text`, `json_object`, `json_schema` or `structural_tag`",
     "structured_outputs": "`json`, `regex`, `choice`, `grammar` or `structural_tag`",
-    "logprobs": "logprobs of the answer's tokens, and of so many likely ones",
+    "logprobs": f"logprobs of the answer's tokens, and of so many likely ones{_LIMIT}",
     "CompletionRequest.max_tokens": "most tokens of an answer; null: the model's, else what fits into the context; "
     "unset: `16`",
     "ChatRequest.logprobs": "logprobs of the answer's tokens",
-    "prompt_logprobs": "logprobs of the prompt's tokens, and of so many likely ones",
-    "logprob_token_ids": "tokens whose logprobs come instead of the most likely ones'; needs `logprobs`",
-    "top_logprobs": "logprobs of so many likely tokens; needs `logprobs`",
+    "prompt_logprobs": f"logprobs of the prompt's tokens, and of so many likely ones{_LIMIT}",
+    "logprob_token_ids": "tokens, as many as `--max-logprobs` allows, whose logprobs come instead of the most likely "
+    "ones'; needs `logprobs`",
+    "top_logprobs": f"logprobs of so many likely tokens{_LIMIT}; needs `logprobs`",
     "token_ids": "the prompt",
     "sampling_params": "how tokens are chosen",
     "detokenize": "accepted, no effect: answers have no text, and `stop` is looked for either way",
@@ -121,8 +124,8 @@ FIELDS: Mapping[str, str] = {
     "SglangRequest.priority": "requests with a higher one are served earlier, as with SGLang; unset: 0",
     "return_logprob": "add logprobs to `meta_info`",
     "logprob_start_len": "with those of each prompt from this token on; unset: -1, without them",
-    "top_logprobs_num": "and of so many likely tokens",
-    "token_ids_logprob": "tokens whose logprobs come instead of the most likely ones'",
+    "top_logprobs_num": "and of so many likely tokens, limited by `--max-logprobs` of the nodes (20)",
+    "token_ids_logprob": "tokens, as many likewise, whose logprobs come instead of the most likely ones'",
     "return_text_in_logprobs": "say tokens as texts, too",
     "return_prompt_token_ids": "add `prompt_token_ids` to the answer",
     "extra_key": "another name of `cache_salt`",

@@ -74,6 +74,7 @@ class GenerateRoutes:
         body = await self._bodies.read(request, ChatRequest)
         body.check()
         model = self._service.model(body.model)
+        body = body.with_num_logprobs(model)
         request_id = request_id_of(request, body.request_id)
         generation, reading, prompt = await self.start_chat(request.state, request_id, model, body)
         return self._response(generation, body, chat_shape(generation, model, body, reading, prompt))
@@ -140,6 +141,7 @@ class GenerateRoutes:
         body = await self._bodies.read(request, CompletionRequest)
         body.check()
         model = self._service.model(body.model)
+        body = body.with_num_logprobs(model)
         wanted = body.wanted(request_id_of(request, body.request_id))
         with self._service.admit(model, [len(prompt) for prompt in wanted.prompts], wanted.n) as admitted:
             echoes = await self._echoes(model, wanted, body.num_kept) if body.echo else {}

@@ -9,6 +9,7 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from baton.errors import BatonError
+from baton.messages import TokenLogprobs
 from router.generation import Generation
 from router.http.answers import json_response
 from router.http.body_writer import BodyWriter, body_writer_of
@@ -22,8 +23,8 @@ _HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-_LOGPROBS_SIZE = 50
-"""The cost of writing a token's logprobs, relative to a token."""
+_LOGPROBS_SIZE, _LOGPROB_SIZE = 50, 2.5
+"""The cost of writing a token's logprobs, relative to a token: at least, and of each where there are many."""
 _PROMPT_LOGPROB_SIZE = 5
 """The cost of writing one logprob of a prompt."""
 _PIECE_SIZE = 5
@@ -73,7 +74,7 @@ class WholeResponse(Response):
 
     async def _answer(self, deltas: dict[int, list[Delta]]) -> Response:
         every = [delta for of_answer in deltas.values() for delta in of_answer]
-        size = sum(len(delta.token_ids) + _LOGPROBS_SIZE * len(delta.logprobs) for delta in every)
+        size = sum(len(delta.token_ids) + sum(map(_size_of, delta.logprobs)) for delta in every)
         size += sum(_PROMPT_LOGPROB_SIZE * delta.prompt.size for delta in every if delta.prompt)
         size += self._generation.usage.num_prompt_tokens
         if self._shape.reads_pieces:
@@ -119,3 +120,7 @@ class EventResponse(Response):
         except BatonError as error:
             tail = self._shape.error(body_of(error, scope))
         await send({"type": "http.response.body", "body": stream.rest + tail})
+
+
+def _size_of(entry: TokenLogprobs) -> int:
+    return max(_LOGPROBS_SIZE, int(_LOGPROB_SIZE * len(entry.top)))

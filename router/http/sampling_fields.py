@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, Field
 
 from baton.errors import InvalidRequest
-from baton.sampling import MAX_ALLOWED_TOKEN_IDS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, NAMES, RANGES
+from baton.sampling import MAX_ALLOWED_TOKEN_IDS, MAX_STOP_TOKEN_IDS, NAMES, RANGES
 from router.http.fields import CONFIG, Biases, Strings, Whole, Words, between, sampling
 from router.http.logits_processors import ProcessorList, plain_processors
 from router.limits import MAX_N
+from router.text.models import ServedModel
+from router.text.num_logprobs import ALL, logprobs_range, num_logprobs
 from router.text.structured_output import structured_output_of
 
 
@@ -52,8 +55,8 @@ class SamplingFields(CommonSampling):
     bad_words: Words = ()
     logits_processors: ProcessorList | None = None
     include_stop_str_in_output: bool | None = None
-    prompt_logprobs: Whole | None = between(0, MAX_LOGPROBS)
-    logprob_token_ids: list[Whole] | None = Field(None, min_length=1, max_length=MAX_LOGPROBS)
+    prompt_logprobs: Whole | None = between(ALL)
+    logprob_token_ids: list[Whole] | None = Field(None, min_length=1)
     structured_outputs: dict[str, Any] | None = None
 
     def sampling(self, **translated: Any) -> dict[str, Any]:
@@ -68,7 +71,22 @@ class SamplingFields(CommonSampling):
 _PARAMETERS = frozenset(NAMES)
 
 
-def check_num_logprobs(count: int | None, param: str) -> None:
+F = TypeVar("F", bound=BaseModel)
+
+
+def with_num_logprobs(body: F, model: ServedModel, *names: str) -> F:
+    """The same with `ALL` in the fields of these names replaced by its number. Raises InvalidRequest if the model tells
+    fewer logprobs."""
+    given = {name: asked for name in names if (asked := getattr(body, name)) is not None}
+    counts = {name: num_logprobs(asked, model) for name, asked in given.items()}
+    for name, count in counts.items():
+        if count is None:
+            raise InvalidRequest(f"`{name}` must be in {logprobs_range(model)}, not {given[name]}.", name)
+    return body.model_copy(update=counts) if counts != given else body
+
+
+def check_logprob_token_ids(ids: Sequence[int] | None, model: ServedModel, param: str) -> None:
     """Raises InvalidRequest."""
-    if count is not None and not 0 <= count <= MAX_LOGPROBS:
-        raise InvalidRequest(f"`{param}` must be in [0, {MAX_LOGPROBS}], not {count}.", param)
+    if ids and len(ids) > model.max_logprobs:
+        most = f"List should have at most {model.max_logprobs} items after validation"
+        raise InvalidRequest(f"{param}: {most}, not {len(ids)}", param)

@@ -3,23 +3,25 @@ ignored, unless they would change the answer (`unsupported`)."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, Field
 
 from baton.errors import InvalidRequest
 from baton.priority import MAX_PRIORITY, MIN_PRIORITY
-from baton.sampling import MAX_BEAM_WIDTH, MAX_CACHE_SALT_CHARS, MAX_LOGPROBS, RANGES
+from baton.sampling import MAX_BEAM_WIDTH, MAX_CACHE_SALT_CHARS, RANGES
 from router.http.fields import CONFIG, Name, Prompts, Role, Text, TextOrObject, Whole, between, sampling
-from router.http.sampling_fields import SamplingFields, check_num_logprobs
+from router.http.sampling_fields import SamplingFields, check_logprob_token_ids, with_num_logprobs
 from router.http.template_fields import TemplateFields
 from router.http.tools import ToolCalls, ToolChoice, ToolList, allowed_tools, check_tools
 from router.http.unsupported import refuse_unsupported
-from router.limits import MAX_MESSAGES, MAX_N, MAX_PROMPT_LOGPROBS, MAX_STREAMED_PROMPT_LOGPROBS
+from router.limits import MAX_MESSAGES, MAX_N
 from router.request_ids import REQUEST_ID
 from router.service import MESSAGE_SIZE
 from router.text.answer_reader import Parsers
 from router.text.generation_request import GenerationRequest
+from router.text.models import ServedModel
+from router.text.num_logprobs import ALL, STREAMED, WHOLE
 from router.text.structured_output import GUIDED, structured_output_of
 from router.text.tokenizer import TruncationSide
 
@@ -74,6 +76,8 @@ class StreamOptions(BaseModel):
 class GenerationFields(SamplingFields):
     """Fields that chats and completions share."""
 
+    _logprob_counts: ClassVar[tuple[str, ...]]
+    """The fields that say how many logprobs are wanted."""
     model: Name | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -97,11 +101,15 @@ class GenerationFields(SamplingFields):
     def check(self) -> None:
         """Raises InvalidRequest for unsupported fields and for contradictions."""
         refuse_unsupported(self.model_extra or {})
-        check_num_logprobs(self.prompt_logprobs, "prompt_logprobs")
         if self.best_of is not None:
             self._check_best_of(self.best_of)
         if self.stream_options and not self.stream:
             raise InvalidRequest("`stream_options` needs `stream` to be true.", "stream_options")
+
+    def with_num_logprobs(self, model: ServedModel) -> Self:
+        """See `router.http.sampling_fields`. Raises InvalidRequest."""
+        check_logprob_token_ids(self.logprob_token_ids, model, "logprob_token_ids")
+        return with_num_logprobs(self, model, *self._logprob_counts)
 
     def _check_best_of(self, best_of: int) -> None:
         if not 1 <= best_of <= MAX_N:
@@ -160,7 +168,7 @@ class GenerationFields(SamplingFields):
             "include_stop_str_in_output": bool(self.include_stop_str_in_output),
             "skip_special_tokens": self.skip_special_tokens is not False,
             "spaces_between_special_tokens": self.spaces_between_special_tokens is not False,
-            "max_prompt_logprobs": MAX_STREAMED_PROMPT_LOGPROBS if self.stream else MAX_PROMPT_LOGPROBS,
+            "logprob_limits": STREAMED if self.stream else WHOLE,
             "truncate_prompt_tokens": self.truncate_prompt_tokens,
             "truncation_side": self.truncation_side or "left",
             "timeout_s": self.timeout,
@@ -176,10 +184,11 @@ _CONSTRAINTS = ("structured_outputs", *GUIDED, "response_format")
 
 
 class ChatRequest(GenerationFields, TemplateFields):
+    _logprob_counts = ("prompt_logprobs", "top_logprobs")
     messages: list[ChatMessage] = Field(max_length=MAX_MESSAGES, json_schema_extra={"minItems": 1})
     max_completion_tokens: Whole | None = between(1)
     logprobs: bool | None = None
-    top_logprobs: Whole | None = between(0, MAX_LOGPROBS)
+    top_logprobs: Whole | None = between(ALL)
     include_reasoning: bool | None = None
     thinking_token_budget: Whole | None = between(-1)  # -1: none
     return_prompt_text: bool | None = None
@@ -201,7 +210,6 @@ class ChatRequest(GenerationFields, TemplateFields):
         if not self.logprobs and (self.top_logprobs or self.logprob_token_ids):
             name = "top_logprobs" if self.top_logprobs else "logprob_token_ids"
             raise InvalidRequest(f"`{name}` needs `logprobs` to be true.", name)
-        check_num_logprobs(self.top_logprobs, "top_logprobs")
 
     def _check_budget(self, budget: int) -> None:
         name = "thinking_token_budget"
@@ -260,9 +268,10 @@ class ChatRequest(GenerationFields, TemplateFields):
 
 
 class CompletionRequest(GenerationFields):
+    _logprob_counts = ("prompt_logprobs", "logprobs")
     prompt: Prompts
     max_tokens: Whole | None = between(0, RANGES["max_tokens"].most)  # 0: with `echo`, the prompt alone
-    logprobs: Whole | None = between(0, MAX_LOGPROBS)
+    logprobs: Whole | None = between(ALL)
     echo: bool | None = None
     add_special_tokens: bool | None = None
 
@@ -272,7 +281,6 @@ class CompletionRequest(GenerationFields):
             raise InvalidRequest("`max_tokens` must be 1 or more, or 0 with `echo`, not 0.", "max_tokens")
         if self.max_tokens == 0 and self.min_tokens:
             raise InvalidRequest(f"`min_tokens` must be in [0, max_tokens], not {self.min_tokens}.", "min_tokens")
-        check_num_logprobs(self.logprobs, "logprobs")
         if self.logprob_token_ids and self.logprobs is None:
             raise InvalidRequest("`logprob_token_ids` needs `logprobs`.", "logprob_token_ids")
 

@@ -12,6 +12,7 @@ from baton.errors import InvalidRequest
 from baton.node_info import GenerationDefaults
 from baton.priority import check_priority
 from baton.sampling import (
+    DEFAULT_MAX_LOGPROBS,
     MAX_ALLOWED_TOKEN_IDS,
     MAX_CACHE_SALT_CHARS,
     MAX_LOGIT_BIAS,
@@ -20,9 +21,10 @@ from baton.sampling import (
     SamplingParams,
 )
 from baton.structured_output.constraint import StructuredOutput
-from router.limits import MAX_COUNTED_CHARS, MAX_N, MAX_PROMPT_LOGPROBS, MAX_STOP_CHARS, MAX_STOP_STRINGS
+from router.limits import MAX_COUNTED_CHARS, MAX_N, MAX_STOP_CHARS, MAX_STOP_STRINGS
 from router.text.bad_words import check_bad_words
 from router.text.models import ServedModel
+from router.text.num_logprobs import WHOLE, LogprobLimits, num_prompt_logprobs, num_sample_logprobs
 from router.text.tokenizer import TruncationSide, truncated
 
 SEED_SPACE = 2**64
@@ -61,7 +63,7 @@ class GenerationRequest:
     truncate_prompt_tokens: int | None = None
     truncation_side: TruncationSide = "left"
     prompt_only: bool = False
-    max_prompt_logprobs: int = MAX_PROMPT_LOGPROBS
+    logprob_limits: LogprobLimits = WHOLE
     timeout_s: float | None = None
     cache_salt: str = ""
     priority: int = 0
@@ -230,6 +232,12 @@ def sampling_params(
         named = given["logprob_token_ids"] = tuple(dict.fromkeys(given["logprob_token_ids"]))
         _check_tokens(named, model, "logprob_token_ids")
         given["num_logprobs"] = len(named)
+    for name, count in (
+        ("num_logprobs", num_sample_logprobs(given, model)),
+        ("num_prompt_logprobs", num_prompt_logprobs(given, model)),
+    ):
+        if count is not None:
+            given[name] = count
     given["bad_words_token_ids"] = bad_words_token_ids
     if given.get("top_k") == -1:  # vLLM's older way to say off
         given["top_k"] = 0
@@ -238,6 +246,21 @@ def sampling_params(
     params = SamplingParams(**given)
     _check_may_begin(params, model)
     return params
+
+
+def check_answer_logprobs(params: Sequence[SamplingParams], wanted: GenerationRequest) -> None:
+    """Raises InvalidRequest if the answers would have too many logprobs. params: of each prompt."""
+    num_each, limits = 1 + params[0].num_logprobs, wanted.logprob_limits
+    if num_each <= 1 + DEFAULT_MAX_LOGPROBS:
+        return
+    if num_each > limits.of_token:
+        text = f"logprobs must be at most {limits.of_token - 1} in a stream, since those of a token come in one event"
+        raise InvalidRequest(f"{text}, not {num_each - 1}", "logprobs")
+    num_samples = max(wanted.n, params[0].beam_width)
+    count = num_samples * num_each * sum([of_prompt.max_tokens for of_prompt in params])
+    if count > limits.of_answers:
+        text = f"logprobs may give at most {limits.of_answers} of all answers here, not {count}"
+        raise InvalidRequest(f"{text}: n, max_tokens or logprobs must be lower", "logprobs")
 
 
 def _seed(asked: int | None) -> int:

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from baton.errors import InvalidRequest, NodeUnavailable
 from baton.node_info import GenerationDefaults, NodeInfo
+from baton.sampling import DEFAULT_MAX_LOGPROBS
 from baton.structured_output import xgrammar_compiler
 from baton.structured_output.constraint import StructuredBackend
 from router.text.chat import ChatTemplate
@@ -27,9 +28,10 @@ class UnknownModel(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One version of a model. `max_model_len` is the shortest context of its nodes in use, in tokens. `chat` is
-    `chat_template`, compiled. `block_size`: tokens in a KV block of the node that came last; 0: not known.
-    `aliases`: further names by which clients ask for it; to one who did, the alias is its `name`."""
+    """One version of a model. `max_model_len` is the shortest context of its nodes in use, in tokens; so `max_logprobs`
+    is the smallest limit, see NodeInfo. `chat` is `chat_template`, compiled. `block_size`: tokens in a KV block of the
+    node that came last; 0: not known. `aliases`: further names by which clients ask for it; to one who did, the alias
+    is its `name`."""
 
     name: str
     max_model_len: int
@@ -43,6 +45,7 @@ class ServedModel:
     block_size: int = 0
     version: ModelVersion | None = None
     aliases: tuple[str, ...] = ()
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS
 
 
 class Models:
@@ -175,10 +178,14 @@ class Models:
         return self._draw.choices(found, weights)[0] if any(weights) else found[-1]
 
     def _limit(self, version_id: str) -> None:
-        """The shortest context of a version's nodes in use counts; without one, the last that did."""
-        limits = [node.max_model_len for node in self._nodes.values() if version_of(node).id == version_id]
-        if limits:
-            self._versions[version_id] = dataclasses.replace(self._versions[version_id], max_model_len=min(limits))
+        """The smallest limits of a version's nodes in use count; without one, the last that did."""
+        nodes = [node for node in self._nodes.values() if version_of(node).id == version_id]
+        if nodes:
+            self._versions[version_id] = dataclasses.replace(
+                self._versions[version_id],
+                max_model_len=min(node.max_model_len for node in nodes),
+                max_logprobs=min(node.max_logprobs for node in nodes),
+            )
 
     def _prune(self) -> None:
         known = {version_of(node).id for node in self._nodes.values()}.union(self._last_at.values())
@@ -227,4 +234,5 @@ def _described(known: ServedModel | None, version: ModelVersion, info: NodeInfo,
         block_size=info.layout.block_size,
         version=version,
         aliases=info.model_aliases,
+        max_logprobs=info.max_logprobs,
     )

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from baton.errors import InvalidRequest
 from baton.prompt_logprobs import PromptLogprobs, PromptTokenLogprob
-from baton.sampling import MAX_LOGPROBS
 from router.text.generation_request import GenerationRequest
+from router.text.models import ServedModel
+from router.text.num_logprobs import num_prompt_logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +31,12 @@ class ScoredPrompt:
         return sum(piece.num_tokens * (1 + piece.num_top) for piece in self.pieces)
 
 
-def check_num_prompt_logprobs(count: int) -> int:
-    """Raises InvalidRequest if it is out of range."""
-    if not 0 <= count <= MAX_LOGPROBS:
-        raise InvalidRequest(f"prompt_logprobs must be in [0, {MAX_LOGPROBS}], not {count}", "prompt_logprobs")
-    return count
-
-
-def check_prompt_logprobs(prompts: Sequence[tuple[int, ...]], wanted: GenerationRequest) -> None:
-    """Raises InvalidRequest if the answers would repeat too many logprobs of the prompts."""
-    num_top = wanted.sampling.get("num_prompt_logprobs")
+def check_prompt_logprobs(prompts: Sequence[tuple[int, ...]], wanted: GenerationRequest, model: ServedModel) -> None:
+    """Raises InvalidRequest if the model does not tell so many, or the answers would repeat too many."""
+    num_top = num_prompt_logprobs(wanted.sampling, model)
     if num_top is None:
         return
-    count, most = wanted.n * (1 + num_top) * sum(map(len, prompts)), wanted.max_prompt_logprobs
+    count, most = wanted.n * (1 + num_top) * sum(map(len, prompts)), wanted.logprob_limits.of_prompts
     if count > most:
         raise InvalidRequest(
             f"prompt_logprobs may give at most {most} logprobs of all answers' prompts here, not {count}",

@@ -3,6 +3,7 @@ either a message or refused."""
 
 from __future__ import annotations
 
+import array
 import random
 from typing import Any
 
@@ -25,6 +26,7 @@ from baton.messages import (
     Tokens,
     Update,
 )
+from baton.prompt_logprobs import PromptLogprobs
 from baton.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_TOKENS,
@@ -38,7 +40,7 @@ from baton.v1 import common_pb2, node_pb2
 from kv_transfer.parts import LEASE_BITS, PART_BITS
 from tests.cpu_time import takes_less_than
 
-LIMITS = wire.Limits(vocab_size=100, max_model_len=64, max_seconds=30.0, block_size=4, num_layers=2)
+LIMITS = wire.Limits(vocab_size=100, max_model_len=64, max_seconds=30.0, block_size=4, num_layers=2, max_logprobs=20)
 WORK = AttemptId(1, "r", 0)
 NAN, INF = float("nan"), float("inf")
 
@@ -100,7 +102,8 @@ PROMPT = [
     ("sampling.temperature", NAN, "temperature"),
     ("sampling.min_p", INF, "min_p"),
     ("sampling.max_tokens", 0, "max_tokens"),
-    ("sampling.num_logprobs", 21, "logprobs"),
+    ("sampling.num_logprobs", 21, "logprobs must be at most 20, not 21"),
+    ("sampling.num_prompt_logprobs", 21, "prompt_logprobs must be at most 20, not 21"),
     ("sampling.logprob_token_ids", [100], "token ids of logprob_token_ids"),
     ("sampling.logprob_token_ids", [1] * 21, "logprob_token_ids"),
     ("target_incarnation", "a\nb", "target_incarnation"),
@@ -265,6 +268,7 @@ def node_info(**changes: object) -> common_pb2.NodeInfo:
     [
         *[(name, 0) for name in ("max_model_len", "max_num_seqs", "num_blocks", "vocab_size")],
         ("vocab_size", 2**32 - 1),
+        ("max_logprobs", 2**32 - 1),
         *[(name, "") for name in ("incarnation", "node_id", "address", "served_model_name")],
         ("node_id", "a\nlevel=info forged"),
         ("node_id", "x" * 600),
@@ -291,6 +295,12 @@ def test_what_no_node_is_is_refused(field, value) -> None:
     assert wire.read_node_info(node_info()).vocab_size == 64
     with pytest.raises(InvalidRequest):
         wire.read_node_info(node_info(**{field: value}))
+
+
+@pytest.mark.parametrize("said", [None, 0, 50, 2**31])
+def test_a_node_that_does_not_say_how_many_logprobs_it_tells_is_an_older_one(said: int | None) -> None:
+    info = wire.read_node_info(node_info(max_logprobs=said))
+    assert info.max_logprobs == wire.Limits.of(info).max_logprobs == (20 if said is None else said)
 
 
 def test_an_errors_text_is_cut() -> None:
@@ -355,6 +365,46 @@ def test_as_many_kv_events_as_are_allowed_are_read() -> None:
     message = wire.read_node_message(node_pb2.NodeMessage(kv_events={"stored": b"x" * 32 * 1024}))
     assert isinstance(message, KvEvents)
     assert len(message.stored) == 1024
+
+
+# ---- logprobs ----
+
+
+def piece(count: int, num_top: int) -> node_pb2.NodeMessage:
+    numbers = [array.array(kind, [1] * size).tobytes() for kind, size in zip("fI", (count, count), strict=True)]
+    top = [array.array(kind, [1] * count * num_top).tobytes() for kind in "If"]
+    return wire.write_node_message((Update(WORK, PromptLogprobs(1, num_top, *numbers, *top)),))
+
+
+@pytest.mark.parametrize(
+    ("count", "num_top", "fits"),
+    [
+        *[(1024, 0, True), (1025, 0, False), (1024, 20, True), (1025, 20, False)],
+        *[(512, 41, True), (513, 41, False), (1, 50_000, True), (2, 50_000, False)],
+    ],
+)
+def test_a_piece_of_a_prompts_logprobs_is_of_bounded_size(count: int, num_top: int, fits: bool) -> None:
+    """A single token may have as many as the model tells."""
+    message = piece(count, num_top)
+    (update,) = wire.read_node_message(message, wire.Limits(max_logprobs=50_000))  # type: ignore[misc]
+    assert isinstance(update.kind, PromptLogprobs) is fits
+    (update,) = wire.read_node_message(message, wire.Limits(max_logprobs=num_top - 1))  # type: ignore[misc]
+    assert isinstance(update.kind, End)
+
+
+@pytest.mark.parametrize("count", [20, 21, 5_000])
+def test_logprobs_of_many_tokens_are_read_as_they_were_written(count: int) -> None:
+    """More than the context has tokens, too."""
+    top = tuple((token, -token / 4) for token in range(count))
+    said = Update(WORK, Tokens(0, 0, (1,), (TokenLogprobs(-0.5, top),)))
+    limits = wire.Limits(vocab_size=count, max_model_len=16, max_logprobs=count)
+    (read,) = wire.read_node_message(wire.write_node_message((said,)), limits)  # type: ignore[misc]
+    assert read == said
+    assert wire.write_node_message((read,)) == wire.write_node_message((said,))
+    for wrong in (NAN, INF):
+        spoilt = Tokens(0, 0, (1,), (TokenLogprobs(-0.5, (*top[:-1], (0, wrong))),))
+        (read,) = wire.read_node_message(wire.write_node_message((Update(WORK, spoilt),)), limits)  # type: ignore[misc]
+        assert isinstance(read.kind, End)
 
 
 # ---- random bytes ----

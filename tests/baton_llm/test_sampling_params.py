@@ -33,8 +33,9 @@ def test_every_parameter_of_the_nodes_can_be_set():
         ("n", 1000),
         ("max_tokens", 0),
         ("min_tokens", 17),
-        ("logprobs", 21),
-        ("logprobs", -1),
+        ("logprobs", 2**31),
+        ("logprobs", -2),
+        ("prompt_logprobs", -2),
         ("seed", "7"),
         ("stop", [""]),
         ("stop", [3]),
@@ -71,9 +72,11 @@ def test_a_bad_value_is_refused_by_name(name, value):
     assert error.value.param == name
 
 
-def test_logprobs_of_the_whole_vocabulary_are_refused_with_their_range():
-    with pytest.raises(InvalidRequest, match=r"logprobs must be in \[0, 20\], or None, not -1"):
-        SamplingParams(logprobs=-1)
+def test_how_many_logprobs_a_model_tells_is_not_known_yet():
+    params = SamplingParams(logprobs=-1, prompt_logprobs=4096)
+    assert (params.sampling()["num_logprobs"], params.sampling()["num_prompt_logprobs"]) == (-1, 4096)
+    with pytest.raises(InvalidRequest, match="prompt_logprobs must be 0 or more, -1 for all, or None, not -2"):
+        SamplingParams(prompt_logprobs=-2)
 
 
 def test_stop_texts_need_texts():

@@ -22,7 +22,8 @@ class House:
     `chunk_64` and `chunk_2048`: prompts go in chunks of so many tokens, and are handed to the same decode node, so that
     a test can have a prompt cached on either side alone; `chunk_2048` leaves first tokens to the decode node. `small`:
     in front of the decode node whose pool holds one request of full length and no more. `alone`: in front of the other
-    decode node, which then computes prompts too.
+    decode node, which then computes prompts too. Of likely tokens, `chunk_64` tells the logprobs of 50, `chunk_2048`
+    and `alone` of all, and `small` of as many as by default.
     """
 
     cluster: Cluster
@@ -41,11 +42,12 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     with Cluster(tmp_path_factory.mktemp("house")) as cluster:
         _clusters.append(cluster)
         blocks = "--num-gpu-blocks-override=4096"
-        narrow = cluster.node("prefill", "prefill-64", "--max-num-batched-tokens=64", blocks)
+        narrow = cluster.node("prefill", "prefill-64", "--max-num-batched-tokens=64", blocks, "--max-logprobs=50")
         ahead = "--async-scheduling"  # as on a GPU; the other two retire each step before the next
+        every = "--max-logprobs=-1"
         groups = "--kv-layer-groups=3"
-        wide = cluster.node("prefill", "prefill-2048", "--max-num-batched-tokens=2048", blocks, ahead, groups)
-        decode = cluster.node("decode", "decode-large", blocks, ahead, "--verify-transfers")
+        wide = cluster.node("prefill", "prefill-2048", "--max-num-batched-tokens=2048", blocks, ahead, groups, every)
+        decode = cluster.node("decode", "decode-large", blocks, ahead, "--verify-transfers", every)
         small = cluster.node("decode", "decode-small", "--num-gpu-blocks-override=256")
         late = "--first-token=decode"
         routers = [cluster.router([narrow], [decode]), cluster.router([wide], [decode], late)]

@@ -114,6 +114,13 @@ def test_the_largest_steps(budget: int, num_seqs: int, max_len: int, shapes: lis
             assert chunk.end <= pool.max_model_len < max_len + 1
 
 
+@pytest.mark.parametrize(("most", "asked"), [(0, 5), (20, 20), (300, 300), (10_000, 1000)])
+def test_the_largest_steps_have_as_many_logprobs_as_requests_may_ask_for(most: int, asked: int) -> None:
+    config = EngineConfig(num_blocks=99, max_model_len=40, vocab_size=1000, max_num_seqs=5, max_logprobs=most)
+    chunks = [chunk for step in largest_steps(config) for chunk in step]
+    assert {chunk.sequence.sampling.num_logprobs for chunk in chunks} == {asked}
+
+
 @pytest.mark.parametrize(
     ("budget", "num_seqs", "max_len"), [(8192, 256, 40_000), (2048, 2, 300), (16, 1, 64), (1, 1, 2), (2, 5, 3)]
 )

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import GPT2Config, OPTConfig
 
+import baton.prompt_logprobs
 from baton.messages import AttemptId
 from baton.prompt_logprobs import PromptTokenLogprob
 from baton.sampling import SamplingParams
@@ -58,7 +59,7 @@ def told(results: list[StepResult], name: str) -> list[PromptTokenLogprob]:
     return entries
 
 
-def check(folder: Path, entries: list[PromptTokenLogprob]) -> None:
+def check(folder: Path, entries: list[PromptTokenLogprob], num_top: int = NUM_TOP) -> None:
     model: Any = tiny_models.reference(folder)
     with torch.inference_mode():
         logprobs = model(torch.tensor([PROMPT])).logits[0].float().log_softmax(-1)
@@ -67,7 +68,7 @@ def check(folder: Path, entries: list[PromptTokenLogprob]) -> None:
         row, token = logprobs[position], PROMPT[position + 1]
         assert entry.logprob == pytest.approx(float(row[token]), abs=1e-3)
         assert entry.rank == int((row >= row[token]).sum())
-        values, ids = row.topk(NUM_TOP)
+        values, ids = row.topk(num_top)
         assert [other for other, _ in entry.top] == ids.tolist()
         assert [value for _, value in entry.top] == pytest.approx(values.tolist(), abs=1e-3)
 
@@ -80,6 +81,19 @@ def test_they_are_the_models_own(folder: Path, chunk: int, monkeypatch: pytest.M
     results = counting.run(engine)
     check(folder, told(results, "a"))
     assert len([token for result in results for token in result.sampled]) == 3
+
+
+@pytest.mark.parametrize("asks", [50, tiny_models.VOCAB_SIZE, 10_000])
+def test_many_for_each_token_are_told_in_more_pieces(folder: Path, asks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(baton.prompt_logprobs, "MAX_PIECE_LOGPROBS", 200)
+    engine = make(folder, max_num_batched_tokens=32)
+    engine.add(ask("a", asks))
+    results = counting.run(engine)
+    num_top = min(asks, tiny_models.VOCAB_SIZE)
+    check(folder, told(results, "a"), num_top)
+    pieces = [piece for result in results for _, piece in result.prompt_logprobs]
+    assert {piece.num_tokens for piece in pieces} <= {200 // (1 + num_top), 1, 2}
+    assert {piece.num_top for piece in pieces} == {num_top}
 
 
 @pytest.mark.parametrize("family", sorted(tiny_models.MIXTURES))

@@ -36,10 +36,12 @@ class Ask:
     output: tuple[int, ...] = ()
 
 
-def begun(asks: Iterable[Ask], eos: tuple[int, ...] = (EOS,), device: str = "cpu") -> tuple[Sampler, SampleBatch]:
+def begun(
+    asks: Iterable[Ask], eos: tuple[int, ...] = (EOS,), device: str = "cpu", vocab_size: int = VOCAB
+) -> tuple[Sampler, SampleBatch]:
     """Each ask as a sequence of its own, in the sampler's rows 2, 3, ..."""
     asks = list(asks)
-    sampler = Sampler(len(asks) + 2, VOCAB, eos, torch.device(device))
+    sampler = Sampler(len(asks) + 2, vocab_size, eos, torch.device(device))
     for row, ask in enumerate(asks, 2):
         sampler.begin(row, ask.params, ask.prompt, ask.output)
     return sampler, SampleBatch(
@@ -59,7 +61,7 @@ def read(sampled: Sampled) -> list[Choice]:
 
 
 def choose(values: torch.Tensor, *asks: Ask) -> list[Choice]:
-    sampler, batch = begun(asks, device=values.device.type)
+    sampler, batch = begun(asks, device=values.device.type, vocab_size=values.shape[1])
     return read(sampler.launch(values, sampler.prepare(batch)))
 
 
@@ -309,6 +311,29 @@ def test_each_choice_gets_as_many_logprobs_as_it_asked_for() -> None:
     numbers = [-1, 0, 2, 20]
     chosen = choose(logits(), *(Ask(greedy(num_logprobs=n)) for n in numbers))
     assert [None if c.logprobs is None else len(c.logprobs.top) for c in chosen] == [None, 0, 2, VOCAB]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("most", [20, 21, 50, 3000, 5000])
+def test_one_choice_may_ask_for_many_logprobs_and_others_for_few(device: str, most: int) -> None:
+    values = torch.randn(3, 3000, generator=torch.Generator().manual_seed(most))
+    numbers = [2, most, -1, 20, 0]
+    rows = [0, 1, 0, 2, 1]
+    asks = [Ask(greedy(num_logprobs=number), row=row) for number, row in zip(numbers, rows, strict=True)]
+    named = Ask(greedy(num_logprobs=2, logprob_token_ids=(7, 2999)), row=2)
+    expected = values.log_softmax(dim=-1)
+    *told, last = choose(values.to(device), *asks, named)
+    for number, row, choice in zip(numbers, rows, told, strict=True):
+        assert choice.token == int(values[row].argmax())
+        if number < 0:
+            assert choice.logprobs is None
+            continue
+        best = expected[row].topk(min(number, 3000))
+        assert choice.logprobs is not None
+        assert [token for token, _ in choice.logprobs.top] == best.indices.tolist()
+        assert [value for _, value in choice.logprobs.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+    assert last.logprobs is not None
+    assert [token for token, _ in last.logprobs.top] == [7, 2999]
 
 
 # ---- draws ----

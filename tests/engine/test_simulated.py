@@ -202,6 +202,16 @@ def test_logprobs_are_as_many_as_were_asked_for(num_logprobs: int) -> None:
     assert found == (None if num_logprobs < 0 else num_logprobs)
 
 
+@pytest.mark.parametrize(("num_tokens", "num_top", "most"), [(3000, 0, 1024), (3000, 49, 430), (90, 10_000, 430)])
+def test_logprobs_of_a_prompt_come_in_pieces_that_can_be_sent(num_tokens: int, num_top: int, most: int) -> None:
+    seq = sequence(1, num_tokens, num_prompt_logprobs=num_top)
+    pieces = list(MadeUpTokens(50, (7,)).prompt_logprobs(Chunk.of(seq, 0, num_tokens)))
+    assert [index for piece in pieces for index in range(piece.first_index, piece.end_index)] == [*range(1, num_tokens)]
+    assert max(piece.num_tokens for piece in pieces) == min(most, num_tokens - 1)
+    for entry in itertools.islice(pieces[0], 20):
+        assert len(entry.top) == len(dict(entry.top)) == min(num_top, 49)
+
+
 def test_tokens_are_all_but_those_that_are_never_said() -> None:
     tokens, seq = MadeUpTokens(8, (1, 3)), sequence(1, 10)
     assert {tokens.token(seq, 0, index) for index in range(200)} == {0, 2, 4, 5, 6, 7}

@@ -54,6 +54,11 @@ def test_a_model_may_have_several_names(given: tuple[str, ...]) -> None:
     assert (described().served_model_name, described().model_aliases) == ("baton-tiny", ())
 
 
+@pytest.mark.parametrize(("flag", "told"), [((), 20), (("50",), 50), (("0",), 0), (("-1",), 4096), (("5000",), 5000)])
+def test_a_node_says_how_many_logprobs_it_tells(flag: tuple[str, ...], told: int) -> None:
+    assert described(*(f"--max-logprobs={value}" for value in flag)).max_logprobs == told
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [

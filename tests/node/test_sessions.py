@@ -18,6 +18,7 @@ from baton.messages import (
     SampleEnd,
     Subscribe,
     Subscribed,
+    TokenLogprobs,
     Tokens,
     Update,
     UpdateKind,
@@ -312,12 +313,23 @@ async def test_a_samples_end_travels_with_its_last_token(monkeypatch):
 async def test_logprobs_of_prompts_go_in_messages_of_bounded_size(monkeypatch):
     """A router that stood still for a while gets thousands of pieces, of 172 KB each."""
     piece = PromptLogprobs(1, 1, bytes(4), bytes(4), bytes(4), bytes(4))
-    monkeypatch.setattr(sessions, "PIECES_BYTES_PER_MESSAGE", 2 * 16)
+    monkeypatch.setattr(sessions, "LOGPROBS_BYTES_PER_MESSAGE", 2 * 16)
     async with running(PREFILL_SIDE, NodeRole.PREFILL) as node, session(node) as router:
         await router.read()
         kinds: list[UpdateKind] = [piece, End(), piece, piece, End(), piece]
         node.say(*[Update(WORK, kind) for kind in kinds])
         assert [[update.kind for update in await router.updates()] for _ in range(2)] == [kinds[:3], kinds[3:]]
+
+
+async def test_logprobs_of_tokens_go_in_messages_of_bounded_size():
+    """Each token may have as many as the vocabulary: 1.2 MB of them."""
+    entry = TokenLogprobs(-1.0, tuple((token, -2.0) for token in range(8191)))
+    tokens: list[UpdateKind] = [Tokens(0, index, (7,), (entry,)) for index in range(5)]
+    async with running(PREFILL_SIDE, NodeRole.PREFILL) as node, session(node) as router:
+        await router.read()
+        node.say(*[Update(WORK, kind) for kind in (*tokens, End())])
+        said = [[update.kind for update in await router.updates()] for _ in range(3)]
+        assert said == [tokens[:2], tokens[2:4], [tokens[4], End()]]
 
 
 # ---- what the prefix cache holds ----

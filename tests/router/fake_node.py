@@ -302,7 +302,7 @@ def prompt_pieces(prefill: Prefill, size: int = 4) -> list[PromptLogprobs]:
             array.array(kind, values).tobytes()
             for kind, values in (("f", [-float(i) for i in indexes]), ("I", indexes))
         ]
-        ids = array.array("I", [7 + j for _ in indexes for j in range(num_top)]).tobytes()
+        ids = array.array("I", [(7 + j) % vocab_size() for _ in indexes for j in range(num_top)]).tobytes()
         values = array.array("f", [-0.25 * (1 + j) for _ in indexes for j in range(num_top)]).tobytes()
         pieces.append(PromptLogprobs(first, num_top, own[0], own[1], ids, values))
     return pieces

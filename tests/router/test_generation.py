@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from baton.errors import BatonError, NodeUnavailable, RequestCancelled
-from baton.messages import SampleEnd, Tokens
+from baton.messages import SampleEnd, TokenLogprobs, Tokens
 from baton.sampling import FinishReason, SamplingParams
 from router.deliveries import Deliveries
 from router.generation import Generation, Part
@@ -81,6 +81,21 @@ async def test_a_reader_that_lags_gets_all_bit_by_bit():
             ids[delta.index] += delta.token_ids
     assert read == {0: "the fox" * 500, 1: "the fox" * 500}
     assert ids == {0: list(tokens), 1: list(tokens)}
+
+
+async def test_a_reader_that_lags_gets_few_tokens_with_many_logprobs():
+    """All at once would be a gigabyte, and block the event loop for as long as it takes to write."""
+    placing, top = Placing(), tuple((token, -2.0) for token in range(999))
+    subject, _ = generation(placing, part("a"))
+    await subject.start(0.0)
+    for index in range(9):
+        placing.sinks["a"](Tokens(0, index, (300,), (TokenLogprobs(-1.0, top),)))
+    placing.sinks["a"](Tokens(0, 9, (300,), (TokenLogprobs(-1.0, top * 9),)))
+    placing.sinks["a"](Tokens(0, 10, (300,), (TokenLogprobs(-1.0),)))
+    placing.end("a")
+    read = [len(delta.token_ids) for _ in range(5) for delta in await subject.next()]
+    assert read == [3, 3, 3, 1, 1]
+    assert subject.done
 
 
 async def test_a_listener_that_leaves_ahead_of_its_turn_is_not_called():

@@ -219,7 +219,7 @@ class GenerationDefaults(_message.Message):
     def __init__(self, eos_token_ids: _Optional[_Iterable[int]] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., max_new_tokens: _Optional[int] = ...) -> None: ...
 
 class NodeInfo(_message.Message):
-    __slots__ = ("protocol_version", "role", "incarnation", "node_id", "address", "served_model_name", "max_model_len", "max_num_seqs", "num_blocks", "layout", "endpoints", "tokenizer_digest", "chat_template", "special_tokens", "generation_defaults", "vocab_size", "version", "structured_outputs_backend", "model_aliases", "metrics_address")
+    __slots__ = ("protocol_version", "role", "incarnation", "node_id", "address", "served_model_name", "max_model_len", "max_num_seqs", "num_blocks", "layout", "endpoints", "tokenizer_digest", "chat_template", "special_tokens", "generation_defaults", "vocab_size", "version", "structured_outputs_backend", "model_aliases", "max_logprobs", "metrics_address")
     class SpecialTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -246,6 +246,7 @@ class NodeInfo(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STRUCTURED_OUTPUTS_BACKEND_FIELD_NUMBER: _ClassVar[int]
     MODEL_ALIASES_FIELD_NUMBER: _ClassVar[int]
+    MAX_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     role: NodeRole
@@ -266,5 +267,6 @@ class NodeInfo(_message.Message):
     version: str
     structured_outputs_backend: str
     model_aliases: _containers.RepeatedScalarFieldContainer[str]
+    max_logprobs: int
     metrics_address: str
-    def __init__(self, protocol_version: _Optional[int] = ..., role: _Optional[_Union[NodeRole, str]] = ..., incarnation: _Optional[str] = ..., node_id: _Optional[str] = ..., address: _Optional[str] = ..., served_model_name: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., num_blocks: _Optional[int] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., endpoints: _Optional[_Iterable[_Union[TransportEndpoint, _Mapping]]] = ..., tokenizer_digest: _Optional[str] = ..., chat_template: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., generation_defaults: _Optional[_Union[GenerationDefaults, _Mapping]] = ..., vocab_size: _Optional[int] = ..., version: _Optional[str] = ..., structured_outputs_backend: _Optional[str] = ..., model_aliases: _Optional[_Iterable[str]] = ..., metrics_address: _Optional[str] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., role: _Optional[_Union[NodeRole, str]] = ..., incarnation: _Optional[str] = ..., node_id: _Optional[str] = ..., address: _Optional[str] = ..., served_model_name: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., num_blocks: _Optional[int] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., endpoints: _Optional[_Iterable[_Union[TransportEndpoint, _Mapping]]] = ..., tokenizer_digest: _Optional[str] = ..., chat_template: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., generation_defaults: _Optional[_Union[GenerationDefaults, _Mapping]] = ..., vocab_size: _Optional[int] = ..., version: _Optional[str] = ..., structured_outputs_backend: _Optional[str] = ..., model_aliases: _Optional[_Iterable[str]] = ..., max_logprobs: _Optional[int] = ..., metrics_address: _Optional[str] = ...) -> None: ...

@@ -34,7 +34,8 @@ class Limits:
     """The limits of a message's reader: for a node those of its engine, for a router those of the node it reads from.
 
     `max_seconds` caps the deadlines of requests. `block_size` 0: not known. `num_pairs`: pairs of a rank here and a
-    rank of the peer that exchange KV. The defaults are the global limits.
+    rank of the peer that exchange KV. `max_logprobs`: of the likely tokens in one place. The defaults are the global
+    limits.
     """
 
     vocab_size: int = MAX_TOKEN_IDS
@@ -43,6 +44,7 @@ class Limits:
     block_size: int = 0
     num_layers: int = 1
     num_pairs: int = 1
+    max_logprobs: int = MAX_TOKEN_IDS
 
     @classmethod
     def of(cls, info: NodeInfo, max_seconds: float = MAX_SECONDS) -> Limits:
@@ -50,7 +52,14 @@ class Limits:
         layout = info.layout
         longest = min(max_seconds, MAX_SECONDS)
         num_entries = len(layout.layers_of_groups)
-        return cls(info.vocab_size, info.max_model_len, longest, layout.block_size, layout.num_layers * num_entries)
+        return cls(
+            info.vocab_size,
+            info.max_model_len,
+            longest,
+            layout.block_size,
+            layout.num_layers * num_entries,
+            max_logprobs=info.max_logprobs,
+        )
 
     @property
     def max_parts(self) -> int:

@@ -9,6 +9,7 @@ from dataclasses import fields
 from baton.audit import KvAudit, KvBlock, KvHolder, KvSlot
 from baton.errors import InvalidRequest
 from baton.node_info import MAX_MODEL_ALIASES, GenerationDefaults, NodeInfo, NodeRole
+from baton.sampling import DEFAULT_MAX_LOGPROBS
 from baton.structured_output.constraint import StructuredBackend
 from baton.v1 import common_pb2, node_pb2
 from baton.wire import values
@@ -44,6 +45,7 @@ def write_node_info(info: NodeInfo) -> common_pb2.NodeInfo:
         structured_outputs_backend=info.structured_outputs_backend.value,
         metrics_address=info.metrics_address,
         model_aliases=info.model_aliases,
+        max_logprobs=info.max_logprobs,
     )
 
 
@@ -76,6 +78,7 @@ def read_node_info(wire: common_pb2.NodeInfo) -> NodeInfo:
         structured_outputs_backend=_read_backend(wire.structured_outputs_backend),
         metrics_address=wire.metrics_address,
         model_aliases=_read_aliases(wire.model_aliases),
+        max_logprobs=_read_max_logprobs(wire),
     )
 
 
@@ -93,6 +96,15 @@ def _read_aliases(names: Sequence[str]) -> tuple[str, ...]:
     if len(names) > MAX_MODEL_ALIASES:
         raise InvalidRequest(f"model_aliases: {len(names)} names", "model_aliases")
     return tuple(values.read_name(name, "model_aliases") for name in names)
+
+
+def _read_max_logprobs(wire: common_pb2.NodeInfo) -> int:
+    """Nodes of older versions say nothing."""
+    if not wire.HasField("max_logprobs"):
+        return DEFAULT_MAX_LOGPROBS
+    if wire.max_logprobs > MAX_TOKEN_IDS:
+        raise InvalidRequest(f"max_logprobs must be in [0, {MAX_TOKEN_IDS}], not {wire.max_logprobs}", "max_logprobs")
+    return wire.max_logprobs
 
 
 def _read_template(text: str) -> str:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 from baton.errors import InvalidRequest
-from baton.prompt_logprobs import MAX_PIECE_TOKENS, NUMBER_BYTES, PromptLogprobs, unpack_floats, unpack_ids
-from baton.sampling import MAX_LOGPROBS
+from baton.prompt_logprobs import NUMBER_BYTES, PromptLogprobs, most_piece_tokens, unpack_floats, unpack_ids
 from baton.v1 import node_pb2
 from baton.wire.limits import ANY, Limits
+from baton.wire.values import are_logprobs
 
 _PARAM = "prompt_logprobs"
 
@@ -27,10 +25,11 @@ def write_prompt_logprobs(said: PromptLogprobs) -> node_pb2.PromptLogprobs:
 def read_prompt_logprobs(wire: node_pb2.PromptLogprobs, limits: Limits = ANY) -> PromptLogprobs:
     """Raises InvalidRequest if the sizes disagree, or a number is out of range."""
     size, num_top = len(wire.logprobs), wire.num_top
-    if not size or size % NUMBER_BYTES or size > MAX_PIECE_TOKENS * NUMBER_BYTES:
-        raise InvalidRequest(f"{_PARAM}: {size} bytes are not 1 to {MAX_PIECE_TOKENS} numbers", _PARAM)
-    if num_top > MAX_LOGPROBS:
-        raise InvalidRequest(f"{_PARAM}: {num_top} top tokens are more than {MAX_LOGPROBS}", _PARAM)
+    if num_top > limits.max_logprobs:
+        raise InvalidRequest(f"{_PARAM}: {num_top} top tokens are more than {limits.max_logprobs}", _PARAM)
+    most = most_piece_tokens(num_top)
+    if not size or size % NUMBER_BYTES or size > most * NUMBER_BYTES:
+        raise InvalidRequest(f"{_PARAM}: {size} bytes are not 1 to {most} numbers", _PARAM)
     sizes = (len(wire.ranks), len(wire.top_token_ids), len(wire.top_logprobs))
     if sizes != (size, size * num_top, size * num_top):
         raise InvalidRequest(f"{_PARAM}: {sizes} bytes of other numbers do not fit {size} of logprobs", _PARAM)
@@ -39,7 +38,6 @@ def read_prompt_logprobs(wire: node_pb2.PromptLogprobs, limits: Limits = ANY) ->
     ids = unpack_ids(wire.top_token_ids)
     if ids and max(ids) >= limits.vocab_size:
         raise InvalidRequest(f"{_PARAM}: token id {max(ids)} is outside [0, {limits.vocab_size})", _PARAM)
-    # Compare each value, because max() may miss a NaN. Minus infinity is a valid logprob.
-    if not all(value < math.inf for data in (wire.logprobs, wire.top_logprobs) for value in unpack_floats(data)):
+    if not all(are_logprobs(unpack_floats(data)) for data in (wire.logprobs, wire.top_logprobs)):
         raise InvalidRequest(f"{_PARAM}: one is no number", _PARAM)
     return PromptLogprobs(wire.first_index, num_top, wire.logprobs, wire.ranks, wire.top_token_ids, wire.top_logprobs)

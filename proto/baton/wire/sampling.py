@@ -13,7 +13,6 @@ from baton.sampling import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
     MAX_STOP_TOKEN_IDS,
     NAMES,
     SamplingParams,
@@ -37,10 +36,13 @@ def read_sampling(wire: common_pb2.SamplingParams, limits: Limits = ANY) -> Samp
         ("stop_token_ids", wire.stop_token_ids, MAX_STOP_TOKEN_IDS),
         ("logit_bias", wire.logit_bias, MAX_LOGIT_BIAS),
         ("allowed_token_ids", wire.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS),
-        ("logprob_token_ids", wire.logprob_token_ids, MAX_LOGPROBS),
+        ("logprob_token_ids", wire.logprob_token_ids, limits.max_logprobs),
     ):
         if len(ids) > most:
             raise InvalidRequest(f"{param}: {len(ids)} tokens are more than {most}", param)
+    for param, count in (("logprobs", wire.num_logprobs), ("prompt_logprobs", wire.num_prompt_logprobs)):
+        if count > limits.max_logprobs:
+            raise InvalidRequest(f"{param} must be at most {limits.max_logprobs}, not {count}", param)
     for param, ids in (
         ("logit_bias", wire.logit_bias),
         ("allowed_token_ids", wire.allowed_token_ids),

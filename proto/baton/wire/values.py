@@ -17,7 +17,8 @@ from baton.kv_groups import MAX_GROUPS
 from baton.layout import MAX_LAYERS, MAX_RANKS, KvLayout, KvSlice, LayerKv
 from baton.messages import AttemptId, Auth, Sample, TokenLogprobs
 from baton.node_info import TransportEndpoint
-from baton.sampling import MAX_CACHE_SALT_CHARS, MAX_LOGPROBS, FinishReason
+from baton.sampling import MAX_CACHE_SALT_CHARS, FinishReason
+from baton.top_tokens import PackedTop, top_tokens
 from baton.v1 import common_pb2, node_pb2
 from baton.wire.limits import (
     ANY,
@@ -74,9 +75,13 @@ def read_prompt(data: bytes, limits: Limits, param: str = "prompt") -> array.arr
     if len(data) > TOKEN_BYTES * limits.max_model_len:
         raise InvalidRequest(f"{param}: {len(data) // TOKEN_BYTES} tokens are more than {limits.max_model_len}", param)
     tokens = _unpack(data, param)
+    _check_ids(tokens, limits, param)
+    return tokens
+
+
+def _check_ids(tokens: array.array[int], limits: Limits, param: str) -> None:
     if tokens and (largest := _largest(tokens)) >= limits.vocab_size:
         raise InvalidRequest(f"{param}: token ids must be in [0, {limits.vocab_size}), not {largest}", param)
-    return tokens
 
 
 def _unpack(data: bytes, param: str) -> array.array[int]:
@@ -251,8 +256,12 @@ def write_logprobs(logprobs: Iterable[TokenLogprobs]) -> list[node_pb2.TokenLogp
 def fill_token_logprobs(wire: node_pb2.TokenLogprobs, entry: TokenLogprobs) -> None:
     """Fill an empty message."""
     wire.logprob = entry.logprob
-    if entry.top:
-        tokens, numbers = zip(*entry.top, strict=True)
+    top = entry.top
+    if isinstance(top, PackedTop):
+        wire.top_token_ids = pack_tokens(top.ids)
+        wire.top_logprobs.extend(top.logprobs)
+    elif top:
+        tokens, numbers = zip(*top, strict=True)
         wire.top_token_ids = pack_tokens(tokens)
         wire.top_logprobs.extend(numbers)
 
@@ -262,16 +271,24 @@ def read_logprobs(wire: Iterable[node_pb2.TokenLogprobs], limits: Limits = ANY) 
 
 
 def _read_token_logprobs(wire: node_pb2.TokenLogprobs, limits: Limits) -> TokenLogprobs:
-    tokens = read_tokens(wire.top_token_ids, limits, "top_token_ids")
-    if len(tokens) != len(wire.top_logprobs):
-        raise InvalidRequest(f"{len(tokens)} top tokens with {len(wire.top_logprobs)} logprobs", "logprobs")
-    if len(tokens) > MAX_LOGPROBS:
-        raise InvalidRequest(f"{len(tokens)} top tokens are more than {MAX_LOGPROBS}", "logprobs")
-    entry = TokenLogprobs(wire.logprob, tuple(zip(tokens, wire.top_logprobs, strict=True)))
-    # Compare each value, because max() may miss a NaN. Minus infinity is a valid logprob.
-    if not (entry.logprob < math.inf and all(logprob < math.inf for _, logprob in entry.top)):
+    num_top = len(wire.top_logprobs)
+    if num_top > limits.max_logprobs:
+        raise InvalidRequest(f"{num_top} top tokens are more than {limits.max_logprobs}", "logprobs")
+    tokens = _unpack(wire.top_token_ids, "top_token_ids")
+    if len(tokens) != num_top:
+        raise InvalidRequest(f"{len(tokens)} top tokens with {num_top} logprobs", "logprobs")
+    _check_ids(tokens, limits, "top_token_ids")
+    logprobs = array.array("f", wire.top_logprobs)
+    if not (wire.logprob < math.inf and are_logprobs(logprobs)):
         raise InvalidRequest("logprobs: one is no number", "logprobs")
-    return entry
+    return TokenLogprobs(wire.logprob, top_tokens(tokens, logprobs))
+
+
+def are_logprobs(values: array.array[float]) -> bool:
+    """Whether all are numbers. Minus infinity is a valid logprob."""
+    if len(values) < _MANY_TOKENS or (numpy := _numpy()) is None:
+        return all(value < math.inf for value in values)  # each, because max() may miss a NaN
+    return bool((numpy.frombuffer(values, numpy.float32) < math.inf).all())
 
 
 def write_error(error: BatonError | None) -> common_pb2.Error | None:

@@ -99,7 +99,7 @@ class ResponsesRoutes:
         store = self._store if stored else own
         earlier = await self._earlier(state.owner, body.previous_response_id, own)
         try:
-            chat = body.chat(earlier)
+            chat = body.chat(earlier).with_num_logprobs(model)
             items = await self._dumped([*earlier, *body.input]) if store else b""
             generation, reading, _ = await self._generate.start_chat(state, request_id, model, chat)
         except InvalidRequest as error:

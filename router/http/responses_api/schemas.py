@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from baton.errors import InvalidRequest
-from baton.sampling import MAX_LOGPROBS, RANGES
+from baton.sampling import RANGES
 from router.http.fields import CONFIG, Name, TemplateValues, TextOrObject, Whole, between
 from router.http.responses_api.conversation import AnyItem, messages_of
 from router.http.responses_api.items import InputMessage, Items
@@ -18,6 +18,7 @@ from router.http.schemas import ChatRequest, GenerationFields
 from router.http.template_fields import effort_variables
 from router.http.unsupported import refuse_unsupported
 from router.limits import MAX_MESSAGES
+from router.text.num_logprobs import ALL
 from router.text.structured_output import GUIDED
 
 LOGPROBS = "message.output_text.logprobs"
@@ -72,7 +73,7 @@ class ResponsesRequest(GenerationFields):
     instructions: str | None = None
     max_output_tokens: Whole | None = between(1)
     max_tool_calls: Whole | None = Field(None, description="of built-in tools, of which there are none")
-    top_logprobs: Whole | None = between(0, MAX_LOGPROBS)
+    top_logprobs: Whole | None = between(ALL)
     include: list[str] | None = Field(None, description=f"{LOGPROBS}; {_ENCRYPTED} changes nothing")
     text: TextConfig | None = None
     tools: ToolList | None = None

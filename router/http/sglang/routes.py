@@ -46,6 +46,7 @@ class SglangRoutes:
         body = await self._bodies.read(request, SglangRequest)
         body.check()
         model = self._service.model(body.model)
+        body.check_logprobs(model)
         state = request.state
         request_id = request_id_of(request, body.request_id)
         try:

@@ -10,15 +10,16 @@ from pydantic import BaseModel, BeforeValidator, Field, PlainValidator, WithJson
 
 from baton.errors import InvalidRequest
 from baton.priority import MAX_PRIORITY
-from baton.sampling import MAX_CACHE_SALT_CHARS, MAX_LOGPROBS, RANGES
+from baton.sampling import MAX_CACHE_SALT_CHARS, RANGES
 from router.http.fields import CONFIG, Name, TextOrObject, Whole, between, is_ids, sampling
-from router.http.sampling_fields import CommonSampling, check_num_logprobs
+from router.http.sampling_fields import CommonSampling, check_logprob_token_ids
 from router.http.schemas import StreamOptions
 from router.http.sglang.unsupported import IN_GENERATE, IN_SAMPLING
 from router.http.unsupported import refuse_unsupported
-from router.limits import MAX_PROMPT_LOGPROBS, MAX_STREAMED_PROMPT_LOGPROBS
 from router.request_ids import REQUEST_ID, is_usable_request_id
 from router.text.generation_request import GenerationRequest
+from router.text.models import ServedModel
+from router.text.num_logprobs import STREAMED, WHOLE
 from router.text.structured_output import structured_output_of
 
 DEFAULT_MAX_TOKENS = 128
@@ -171,8 +172,8 @@ class SglangRequest(BaseModel):
     stream_options: StreamOptions | None = Field(None, description="accepted, no effect: each event has the usage")
     return_logprob: Annotated[bool | None, OfAll] = None
     logprob_start_len: Starts = None
-    top_logprobs_num: Annotated[Whole | None, OfAll] = between(0, MAX_LOGPROBS)
-    token_ids_logprob: Annotated[list[Whole] | None, IdsOfAll] = Field(None, max_length=MAX_LOGPROBS)
+    top_logprobs_num: Annotated[Whole | None, OfAll] = between(0)
+    token_ids_logprob: Annotated[list[Whole] | None, IdsOfAll] = None
     return_text_in_logprobs: bool | None = None
     return_prompt_token_ids: bool | None = None
     cache_salt: Annotated[str | None, OfAll] = Field(None, max_length=MAX_CACHE_SALT_CHARS)
@@ -197,10 +198,16 @@ class SglangRequest(BaseModel):
         if abs(self.priority or 0) > MAX_PRIORITY:
             text = f"`priority` must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}], not {self.priority}."
             raise InvalidRequest(text, "priority")
-        check_num_logprobs(self.top_logprobs_num, "top_logprobs_num")
         if (scores := self.scores) and scores.named and (scores.num_top or max(scores.starts) > _OUTPUT_ALONE):
             text = "`token_ids_logprob` excludes `top_logprobs_num`, and a `logprob_start_len` other than -1."
             raise InvalidRequest(text, "token_ids_logprob")
+
+    def check_logprobs(self, model: ServedModel) -> None:
+        """Raises InvalidRequest if the model tells fewer."""
+        check_logprob_token_ids(self.token_ids_logprob, model, "token_ids_logprob")
+        if (asked := self.top_logprobs_num) is not None and not 0 <= asked <= model.max_logprobs:
+            text = f"`top_logprobs_num` must be in [0, {model.max_logprobs}], not {asked}."
+            raise InvalidRequest(text, "top_logprobs_num")
 
     @property
     def sampling(self) -> SglangSampling:
@@ -283,7 +290,7 @@ class SglangRequest(BaseModel):
             skip_special_tokens=said.skip_special_tokens is not False,
             spaces_between_special_tokens=said.spaces_between_special_tokens is not False,
             prompt_only=said.prompt_only,
-            max_prompt_logprobs=MAX_STREAMED_PROMPT_LOGPROBS if self.stream else MAX_PROMPT_LOGPROBS,
+            logprob_limits=STREAMED if self.stream else WHOLE,
             timeout_s=self.timeout,
             cache_salt=self.cache_salt or self.extra_key or "",
             priority=-(self.priority or 0),

@@ -49,6 +49,7 @@ class TokensRoutes:
         body = await self._bodies.read(request, TokensRequest)
         body.check()
         model = self._service.model(body.model)
+        body = body.with_num_logprobs(model)
         state = request.state
         wanted = body.wanted(request_id_of(request, body.request_id))
         try:
@@ -74,6 +75,7 @@ class TokensRoutes:
         body.check()
         check_renderable(body)
         model = self._service.models.get(body.model)
+        body = body.with_num_logprobs(model)
         request_id = f"chatcmpl-{request_id_of(request, body.request_id)}"
 
         async def render(wanted: GenerationRequest, _: Admitted) -> bytes:
@@ -90,6 +92,7 @@ class TokensRoutes:
         body.check()
         check_renderable(body)
         model = self._service.models.get(body.model)
+        body = body.with_num_logprobs(model)
         request_id = f"cmpl-{request_id_of(request, body.request_id)}"
         wanted = body.wanted(request_id)
         with self._service.admit(model, [len(prompt) for prompt in wanted.prompts]):

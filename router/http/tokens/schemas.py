@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 from pydantic import BaseModel, Field
 
 from baton.errors import InvalidRequest
 from baton.priority import MAX_PRIORITY, MIN_PRIORITY
-from baton.sampling import MAX_CACHE_SALT_CHARS, MAX_LOGPROBS
+from baton.sampling import MAX_CACHE_SALT_CHARS
 from router.http.fields import CONFIG, Name, Whole, between
-from router.http.sampling_fields import SamplingFields, check_num_logprobs
+from router.http.sampling_fields import SamplingFields, check_logprob_token_ids, with_num_logprobs
 from router.http.schemas import StreamOptions
 from router.http.tokens.unsupported import IN_SAMPLING, IN_TOKENS
 from router.http.unsupported import refuse_unsupported
-from router.limits import MAX_PROMPT_LOGPROBS, MAX_STREAMED_PROMPT_LOGPROBS
 from router.request_ids import REQUEST_ID
 from router.text.generation_request import GenerationRequest
+from router.text.models import ServedModel
+from router.text.num_logprobs import ALL, STREAMED, WHOLE
 
 
 class TokenSampling(SamplingFields):
-    logprobs: Whole | None = between(0, MAX_LOGPROBS)
+    logprobs: Whole | None = between(ALL)
     detokenize: bool | None = None
 
     def check(self) -> None:
         """Raises InvalidRequest for unsupported fields and for contradictions."""
         refuse_unsupported(self.model_extra or {}, IN_SAMPLING)
-        check_num_logprobs(self.logprobs, "logprobs")
-        check_num_logprobs(self.prompt_logprobs, "prompt_logprobs")
         if self.logprob_token_ids and self.logprobs is None:
             raise InvalidRequest("`logprob_token_ids` needs `logprobs`.", "logprob_token_ids")
 
@@ -59,6 +60,12 @@ class TokensRequest(BaseModel):
         if self.stream_options and not self.stream:
             raise InvalidRequest("`stream_options` needs `stream` to be true.", "stream_options")
 
+    def with_num_logprobs(self, model: ServedModel) -> Self:
+        """See `router.http.sampling_fields`. Raises InvalidRequest."""
+        check_logprob_token_ids(self.sampling.logprob_token_ids, model, "logprob_token_ids")
+        said = with_num_logprobs(self.sampling, model, "logprobs", "prompt_logprobs")
+        return self if said is self.sampling else self.model_copy(update={"sampling_params": said})
+
     @property
     def sampling(self) -> TokenSampling:
         return self.sampling_params or _DEFAULTS
@@ -79,7 +86,7 @@ class TokensRequest(BaseModel):
             include_stop_str_in_output=bool(said.include_stop_str_in_output),
             skip_special_tokens=said.skip_special_tokens is not False,
             spaces_between_special_tokens=said.spaces_between_special_tokens is not False,
-            max_prompt_logprobs=MAX_STREAMED_PROMPT_LOGPROBS if self.stream else MAX_PROMPT_LOGPROBS,
+            logprob_limits=STREAMED if self.stream else WHOLE,
             timeout_s=self.timeout,
             cache_salt=self.cache_salt or "",
             priority=self.priority or 0,

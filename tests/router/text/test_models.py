@@ -99,6 +99,18 @@ def test_versions_are_drawn_by_their_shares() -> None:
     assert [(model.name, model.max_model_len) for model in models.served()] == [("m", 32)]
 
 
+def test_of_a_versions_nodes_the_smallest_limits_count() -> None:
+    models = Models()
+    for name, length, num_logprobs in (("a", 64, 50), ("b", 32, 335), ("c", 48, 20)):
+        models.join(dataclasses.replace(node(name, max_model_len=length), max_logprobs=num_logprobs), TOKENIZER)
+    assert (models.get("m").max_model_len, models.get("m").max_logprobs) == (32, 20)
+    models.leave("c")
+    assert (models.get("m").max_model_len, models.get("m").max_logprobs) == (32, 50)
+    models.leave("a")
+    models.leave("b")
+    assert models.get("m").max_logprobs == 335, "as of the last one"
+
+
 def test_a_version_is_forgotten_when_its_address_serves_another() -> None:
     models = Models()
     models.join(node("a", fingerprint="old"), TOKENIZER, "here")
