@@ -15,7 +15,13 @@ from baton.audit import KvAudit
 from baton_llm import LLM
 from baton_llm.local.backend import LocalBackend
 
-FLAGS: dict[str, Any] = {"device": "cpu", "cpu_threads": 1, "max_num_seqs": 16, "num_gpu_blocks_override": 512}
+FLAGS: dict[str, Any] = {
+    "device": "cpu",
+    "cpu_threads": 1,
+    "max_num_seqs": 16,
+    "num_gpu_blocks_override": 512,
+    "max_logprobs": -1,
+}
 PATIENCE_S = 60.0
 
 

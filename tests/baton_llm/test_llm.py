@@ -25,6 +25,7 @@ from tests.e2e import reference_file
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 SUM = [{"role": "user", "content": "What is 28 + 98?"}]
 ANSWER = "28 + 98 = 126"
+VOCAB_SIZE = 4096
 
 
 def test_outputs_come_in_the_order_of_the_prompts(llm):
@@ -171,6 +172,26 @@ def test_logprobs(llm):
     assert answer.cumulative_logprob == pytest.approx(chosen)
     [plain] = llm.generate("Once upon a time", GREEDY, use_tqdm=False)
     assert (plain.outputs[0].logprobs, plain.outputs[0].cumulative_logprob) == (None, None)
+
+
+def test_logprobs_of_the_whole_vocabulary(llm):
+    every = SamplingParams(temperature=0.0, max_tokens=2, logprobs=-1, prompt_logprobs=50)
+    [output] = llm.generate([[*range(100, 140)]], every, use_tqdm=False)
+    for entry in output.outputs[0].logprobs:
+        assert entry.keys() == set(range(VOCAB_SIZE))
+        assert sum(math.exp(said.logprob) for said in entry.values()) == pytest.approx(1.0, abs=1e-4)
+        assert [said.rank for said in entry.values()] == [*range(1, VOCAB_SIZE + 1)]
+    assert {len(entry) for entry in output.prompt_logprobs[1:]} <= {50, 51}
+    many = SamplingParams(n=128, max_tokens=1, prompt_logprobs=50)  # more in all than a router would tell one client
+    [output] = llm.generate([[*range(100, 300)]], many, use_tqdm=False)
+    assert len(output.prompt_logprobs) == 200
+    for params, says in (
+        (SamplingParams(logprobs=VOCAB_SIZE + 1), "logprobs must be at most 4096, not 4097"),
+        (SamplingParams(prompt_logprobs=VOCAB_SIZE + 1), r"prompt_logprobs must be in \[-1, 4096\], not 4097"),
+        (SamplingParams(logprob_token_ids=[VOCAB_SIZE]), "Token id 4096 is out of vocabulary"),
+    ):
+        with pytest.raises(InvalidRequest, match=says):
+            llm.generate("x", params, use_tqdm=False)
 
 
 def test_logprobs_of_named_tokens(llm):

@@ -73,8 +73,8 @@ def test_a_bad_value_is_refused_by_name(name, value):
 
 
 def test_how_many_logprobs_a_model_tells_is_not_known_yet():
-    params = SamplingParams(logprobs=-1, prompt_logprobs=4096)
-    assert (params.sampling()["num_logprobs"], params.sampling()["num_prompt_logprobs"]) == (-1, 4096)
+    params = SamplingParams(logprobs=4096, prompt_logprobs=-1)
+    assert (params.sampling()["num_logprobs"], params.sampling()["num_prompt_logprobs"]) == (4096, -1)
     with pytest.raises(InvalidRequest, match="prompt_logprobs must be 0 or more, -1 for all, or None, not -2"):
         SamplingParams(prompt_logprobs=-2)
 
