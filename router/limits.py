@@ -22,8 +22,9 @@ MAX_ECHO_CHARS = 2**22
 """Of all answers to a request that repeat their prompt."""
 MAX_PROMPT_LOGPROBS = 2**20
 """Of all answers to a request: a prompt of 32,768 tokens with 20 alternatives each has 688,128."""
-MAX_STREAMED_PROMPT_LOGPROBS = 2**15
-"""Of all answers to a streamed request, since they are written in one chunk of each."""
+MAX_STREAMED_LOGPROBS = 2**15
+"""Those of the prompt, of all answers to a streamed request, since they are written in one chunk of each; and likewise
+what a chunk has of an answer, if there are more of each token than by default."""
 MAX_ANSWER_LOGPROBS = 2**22
 """Of all answers to a request with more logprobs of each token than there are by default: a whole answer, as chats have
 it, takes half a kilobyte for each while it is written."""

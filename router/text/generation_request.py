@@ -250,17 +250,15 @@ def sampling_params(
 
 def check_answer_logprobs(params: Sequence[SamplingParams], wanted: GenerationRequest) -> None:
     """Raises InvalidRequest if the answers would have too many logprobs. params: of each prompt."""
-    num_each, limits = 1 + params[0].num_logprobs, wanted.logprob_limits
+    num_each, width, limits = 1 + params[0].num_logprobs, params[0].beam_width, wanted.logprob_limits
     if num_each <= 1 + DEFAULT_MAX_LOGPROBS:
         return
-    if num_each > limits.of_token:
-        text = f"logprobs must be at most {limits.of_token - 1} in a stream, since those of a token come in one event"
-        raise InvalidRequest(f"{text}, not {num_each - 1}", "logprobs")
-    num_samples = max(wanted.n, params[0].beam_width)
-    count = num_samples * num_each * sum([of_prompt.max_tokens for of_prompt in params])
-    if count > limits.of_answers:
-        text = f"logprobs may give at most {limits.of_answers} of all answers here, not {count}"
-        raise InvalidRequest(f"{text}: n, max_tokens or logprobs must be lower", "logprobs")
+    at_once = num_each * (max([of_prompt.max_tokens for of_prompt in params]) if width else 1)
+    in_all = max(wanted.n, width) * num_each * sum([of_prompt.max_tokens for of_prompt in params])
+    for count, most, where in ((at_once, limits.at_once, "one event"), (in_all, limits.of_answers, "all answers")):
+        if count > most:
+            text = f"logprobs may give at most {most} in {where} here, not {count}"
+            raise InvalidRequest(f"{text}: n, max_tokens or logprobs must be lower", "logprobs")
 
 
 def _seed(asked: int | None) -> int:

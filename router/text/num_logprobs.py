@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import InvalidRequest
-from router.limits import MAX_ANSWER_LOGPROBS, MAX_PROMPT_LOGPROBS, MAX_STREAMED_PROMPT_LOGPROBS
+from router.limits import MAX_ANSWER_LOGPROBS, MAX_PROMPT_LOGPROBS, MAX_STREAMED_LOGPROBS
 from router.text.models import ServedModel
 
 ALL = -1
@@ -17,17 +17,17 @@ _UNLIMITED = 2**63
 
 @dataclass(frozen=True, slots=True)
 class LogprobLimits:
-    """How many logprobs one request may get: of all answers' prompts, of each token of an answer, and of all answers.
-    The last two bind only where a token has more than by default."""
+    """How many logprobs one request may get: of all answers' prompts; of what comes at once of an answer, a token or a
+    whole beam; and of all answers. The last two bind only where a token has more than by default."""
 
     of_prompts: int
-    of_token: int
+    at_once: int
     of_answers: int
 
 
-WHOLE = LogprobLimits(MAX_PROMPT_LOGPROBS, MAX_PROMPT_LOGPROBS, MAX_ANSWER_LOGPROBS)
-STREAMED = LogprobLimits(MAX_STREAMED_PROMPT_LOGPROBS, MAX_STREAMED_PROMPT_LOGPROBS, MAX_ANSWER_LOGPROBS)
-"""The prompts' are written in one chunk of each answer, and a token's in one chunk."""
+WHOLE = LogprobLimits(MAX_PROMPT_LOGPROBS, MAX_ANSWER_LOGPROBS, MAX_ANSWER_LOGPROBS)
+STREAMED = LogprobLimits(MAX_STREAMED_LOGPROBS, MAX_STREAMED_LOGPROBS, MAX_ANSWER_LOGPROBS)
+"""One chunk has all of an answer's prompt, and all that has come at once."""
 UNLIMITED = LogprobLimits(_UNLIMITED, _UNLIMITED, _UNLIMITED)
 """Of a process that answers only itself."""
 

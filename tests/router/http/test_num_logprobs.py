@@ -75,7 +75,7 @@ async def test_a_request_of_tokens_is_rendered_with_the_number(client) -> None:
             COMPLETIONS,
             {"prompt": "x", "logprobs": -1, "n": 128, "max_tokens": 120},
             "logprobs",
-            f"at most 4194304 of all answers here, not {128 * 120 * (1 + SIZE)}: n, max_tokens or logprobs must be",
+            f"at most 4194304 in all answers here, not {128 * 120 * (1 + SIZE)}: n, max_tokens or logprobs must be",
         ),
         (COMPLETIONS, {"prompt": [5] * 100, "n": 40, "prompt_logprobs": -1}, "prompt_logprobs", "at most 1048576"),
     ],

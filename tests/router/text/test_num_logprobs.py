@@ -70,12 +70,12 @@ def test_a_beam_is_as_wide_as_ever() -> None:
     [
         (20, 100_000, 128, WHOLE, ""),  # as ever
         (49, 83_886, 1, WHOLE, ""),
-        (49, 83_887, 1, WHOLE, "at most 4194304 of all answers here, not 4194350: n, max_tokens or logprobs must be"),
+        (49, 83_887, 1, WHOLE, "at most 4194304 in all answers here, not 4194350: n, max_tokens or logprobs must be"),
         (49, 41_943, 2, STREAMED, ""),
         (49, 41_944, 2, STREAMED, "at most 4194304"),
         (50_000, 83, 1, WHOLE, ""),
         (32_767, 1, 1, STREAMED, ""),
-        (32_768, 1, 1, STREAMED, "at most 32767 in a stream"),
+        (32_768, 1, 1, STREAMED, "at most 32768 in one event here, not 32769: "),
         (50_000, 100_000, 128, UNLIMITED, ""),
     ],
 )
@@ -102,6 +102,10 @@ def test_all_beams_count() -> None:
     params = SamplingParams(num_logprobs=49, max_tokens=41_944, temperature=0.0, beam_width=2)
     with pytest.raises(InvalidRequest, match="not 4194400"):
         check_answer_logprobs([params], wanted)
+    streamed = dataclasses.replace(wanted, logprob_limits=STREAMED)
+    check_answer_logprobs([dataclasses.replace(params, max_tokens=655)], streamed)
+    with pytest.raises(InvalidRequest, match="at most 32768 in one event here, not 32800"):
+        check_answer_logprobs([dataclasses.replace(params, max_tokens=656)], streamed)
 
 
 def test_those_of_a_prompt_are_bounded_in_all_however_they_are_asked_for() -> None:
