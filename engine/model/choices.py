@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.messages import TokenLogprobs
-from baton.top_tokens import MOST_PAIRS, TopTokens, top_tokens
+from baton.top_tokens import MOST_PAIRS, PackedTop, TopTokens
 from engine.model.processed_logits import ProcessedLogits, ToProcess
 from engine.model.upload import download
 from engine.step import Choice
@@ -41,45 +41,57 @@ class SampleBatch:
     to_process: Seq[ToProcess] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class AskedLogprobs:
+    """Logprobs of some choices of a step. asked: (choice, number of logprobs) pairs. chosen: those of the tokens chosen
+    there, [num_asked]. values, ids: of the most likely tokens, [num_asked, width]; a choice gets its number of them."""
+
+    asked: Seq[tuple[int, int]]
+    chosen: Tensor
+    values: Tensor
+    ids: Tensor
+
+    def to_host(self) -> AskedLogprobs:
+        return AskedLogprobs(self.asked, download(self.chosen), download(self.values), download(self.ids))
+
+    def of_choices(self) -> Iterable[tuple[int, TokenLogprobs]]:
+        """For each choice, once it is on the host."""
+        tops = self._few() if self.values.shape[1] <= MOST_PAIRS else self._many()
+        for (choice, num), chosen, top in zip(self.asked, self.chosen.tolist(), tops, strict=True):
+            yield choice, TokenLogprobs(chosen, top[:num])
+
+    def _few(self) -> Iterable[TopTokens]:
+        return (tuple(zip(*row, strict=True)) for row in zip(self.ids.tolist(), self.values.tolist(), strict=True))
+
+    def _many(self) -> Iterable[TopTokens]:
+        for ids, values in zip(self.ids.numpy(), self.values.numpy(), strict=True):
+            yield PackedTop(array.array("I", ids.astype(np.uint32).tobytes()), array.array("f", values.tobytes()))
+
+
 class Sampled:
     """The choices that a launched step makes. tokens: [num_choices], int32, on the device."""
 
     processed: ProcessedLogits | None = None
 
-    def __init__(self, tokens: Tensor, logprobs: tuple[Tensor, ...] = (), asked: Seq[tuple[int, int]] = ()) -> None:
-        """asked: (choice, number of logprobs) pairs. logprobs, for these choices: the chosen token's, [num_asked], and
-        the logprobs and ids of the most likely tokens, [num_asked, width] each."""
+    def __init__(self, tokens: Tensor, logprobs: Seq[AskedLogprobs] = ()) -> None:
         self.tokens = tokens
-        self._tensors = (tokens, *logprobs)
-        self._asked = asked
+        self._on_host = tokens
+        self._logprobs = logprobs
 
     def to_host(self) -> None:
         """Start the copies to the host, on the current stream."""
-        self._tensors = tuple(download(tensor) for tensor in self._tensors)
+        self._on_host = download(self.tokens)
+        self._logprobs = [logprobs.to_host() for logprobs in self._logprobs]
         if self.processed is not None:
             self.processed.to_host()
 
     def choices(self) -> list[Choice]:
         """One per choice of the batch. The caller must make sure that the copies of `to_host` are done."""
-        tokens: list[int] = self._tensors[0].tolist()
+        tokens: list[int] = self._on_host.tolist()
         choices = [Choice(token) for token in tokens]
-        if self._asked:
-            _, chosen, values, ids = self._tensors
-            for (i, _), own, top in zip(self._asked, chosen.tolist(), self._tops(values, ids), strict=True):
-                choices[i] = Choice(tokens[i], TokenLogprobs(own, top))
+        for asked in self._logprobs:
+            for i, logprobs in asked.of_choices():
+                choices[i] = Choice(tokens[i], logprobs)
         for i, failure in (self.processed.failed() if self.processed is not None else {}).items():
             choices[i] = Choice(tokens[i], failure=failure)
         return choices
-
-    def _tops(self, values: Tensor, ids: Tensor) -> Iterable[TopTokens]:
-        """In the order of `asked`. One choice may ask for many more than the others, which then pay only for theirs."""
-        nums = [num for _, num in self._asked]
-        if values.shape[1] <= MOST_PAIRS:
-            rows = zip(nums, ids.tolist(), values.tolist(), strict=True)
-            return [tuple(zip(own_ids, own, strict=True))[:num] for num, own_ids, own in rows]
-        return [
-            top_tokens(
-                array.array("I", own_ids[:num].astype(np.uint32).tobytes()), array.array("f", own[:num].tobytes())
-            )
-            for num, own_ids, own in zip(nums, ids.numpy(), values.numpy(), strict=True)
-        ]

@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.sampling import SamplingParams
+from baton.top_tokens import MOST_PAIRS
 from baton_kernels.sampling import IN_PROMPT, DrawParams, penalize, sample
 from baton_kernels.token_mask import apply_token_masks
 from engine.model.bad_words import ANY_TOKEN, BadWords
-from engine.model.choices import SampleBatch, Sampled
+from engine.model.choices import AskedLogprobs, SampleBatch, Sampled
 from engine.model.processed_logits import ProcessedLogits
 from engine.model.token_bitmask import num_words, pack_bitmask
 from engine.model.upload import upload, upload_to
@@ -222,6 +223,15 @@ class Sampler:
         asked = np.flatnonzero(num_logprobs >= 0)
         if not asked.size:
             return Sampled(tokens)
+        few = num_logprobs[asked] <= MOST_PAIRS  # these need not wait until whole vocabularies are sorted and copied
+        groups = (asked,) if few.all() else (asked[few], asked[~few])
+        return Sampled(tokens, [self._logprobs_of(group, logits, tensors, tokens) for group in groups if group.size])
+
+    def _logprobs_of(
+        self, asked: NDArray[np.int64], logits: Tensor, tensors: SamplingTensors, tokens: Tensor
+    ) -> AskedLogprobs:
+        """What the choices `asked` ask for."""
+        num_logprobs = self._num_logprobs[tensors.host_rows[asked]]
         picked = upload(asked, logits.device)
         own = logits.index_select(0, tensors.uploaded.logits_rows.index_select(0, picked))
         logprobs = own.float().log_softmax(dim=-1)
@@ -229,13 +239,15 @@ class Sampler:
         values, ids = logprobs.topk(min(int(num_logprobs.max()), logits.shape[1]), dim=-1)
         if tensors.feature_flags & _NAMES_LOGPROBS:
             self._name(tensors.host_rows[asked], logprobs, values, ids)
-        asks = list(zip(asked.tolist(), num_logprobs[asked].tolist(), strict=True))
-        return Sampled(tokens, (chosen, values, ids), asks)
+        asks = list(zip(asked.tolist(), num_logprobs.tolist(), strict=True))
+        return AskedLogprobs(asks, chosen, values, ids)
 
     def _name(self, rows: NDArray[np.int64], logprobs: Tensor, values: Tensor, ids: Tensor) -> None:
         """Put the tokens that a row's sequence names, with their logprobs, in place of the most likely ones. rows: of
         the logprobs, [n, vocab_size]; values, ids: [n, k], with k tokens or more than any row names."""
         naming = np.flatnonzero(self._feature_flags[rows] & _NAMES_LOGPROBS)
+        if not naming.size:
+            return
         named = np.zeros((len(naming), ids.shape[1]), np.int64)
         for own, row in zip(named, rows[naming].tolist(), strict=True):
             own[: len(self._logprob_tokens[row])] = self._logprob_tokens[row]

@@ -320,10 +320,15 @@ def test_one_choice_may_ask_for_many_logprobs_and_others_for_few(device: str, mo
     numbers = [2, most, -1, 20, 0]
     rows = [0, 1, 0, 2, 1]
     asks = [Ask(greedy(num_logprobs=number), row=row) for number, row in zip(numbers, rows, strict=True)]
-    named = Ask(greedy(num_logprobs=2, logprob_token_ids=(7, 2999)), row=2)
+    names = [(7, 2999), tuple(range(100, 120 + most // 21))]
+    named = [Ask(greedy(num_logprobs=len(ids), logprob_token_ids=ids), row=2) for ids in names]
     expected = values.log_softmax(dim=-1)
-    *told, last = choose(values.to(device), *asks, named)
-    for number, row, choice in zip(numbers, rows, told, strict=True):
+    told = choose(values.to(device), *asks, *named)
+    for ids, choice in zip(names, told[len(asks) :], strict=True):
+        assert choice.logprobs is not None
+        assert [token for token, _ in choice.logprobs.top] == [*ids]
+        assert [value for _, value in choice.logprobs.top] == pytest.approx(expected[2, [*ids]].tolist(), abs=1e-5)
+    for number, row, choice in zip(numbers, rows, told, strict=False):
         assert choice.token == int(values[row].argmax())
         if number < 0:
             assert choice.logprobs is None
@@ -332,8 +337,15 @@ def test_one_choice_may_ask_for_many_logprobs_and_others_for_few(device: str, mo
         assert choice.logprobs is not None
         assert [token for token, _ in choice.logprobs.top] == best.indices.tolist()
         assert [value for _, value in choice.logprobs.top] == pytest.approx(best.values.tolist(), abs=1e-5)
-    assert last.logprobs is not None
-    assert [token for token, _ in last.logprobs.top] == [7, 2999]
+
+
+def test_who_asks_for_few_logprobs_does_not_sort_a_vocabulary() -> None:
+    values = torch.randn(2, 3000, generator=torch.Generator().manual_seed(0))
+    for numbers, shapes in (([2, 3000, 20, -1], [(2, 20), (1, 3000)]), ([30, 21], [(2, 30)]), ([0, -1], [(1, 0)])):
+        asks = [Ask(greedy(num_logprobs=number)) for number in numbers]
+        sampler, batch = begun(asks, vocab_size=3000)
+        sampled = sampler.launch(values, sampler.prepare(batch))
+        assert [tuple(logprobs.values.shape) for logprobs in sampled._logprobs] == shapes
 
 
 # ---- draws ----
