@@ -85,8 +85,8 @@ def with_num_logprobs(body: F, model: ServedModel, *names: str) -> F:
     return body.model_copy(update=counts) if counts != given else body
 
 
-def check_logprob_token_ids(ids: Sequence[int] | None, model: ServedModel, param: str) -> None:
-    """Raises InvalidRequest."""
+def check_logprob_token_ids(ids: Sequence[int] | None, model: ServedModel, where: str) -> None:
+    """Raises InvalidRequest, in pydantic's words for a list. where: the field, with those around it."""
     if ids and len(ids) > model.max_logprobs:
         most = f"List should have at most {model.max_logprobs} items after validation"
-        raise InvalidRequest(f"{param}: {most}, not {len(ids)}", param)
+        raise InvalidRequest(f"{where}: {most}, not {len(ids)}", where.partition(".")[0])

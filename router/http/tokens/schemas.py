@@ -62,7 +62,7 @@ class TokensRequest(BaseModel):
 
     def with_num_logprobs(self, model: ServedModel) -> Self:
         """See `router.http.sampling_fields`. Raises InvalidRequest."""
-        check_logprob_token_ids(self.sampling.logprob_token_ids, model, "logprob_token_ids")
+        check_logprob_token_ids(self.sampling.logprob_token_ids, model, "sampling_params.logprob_token_ids")
         said = with_num_logprobs(self.sampling, model, "logprobs", "prompt_logprobs")
         return self if said is self.sampling else self.model_copy(update={"sampling_params": said})
 

@@ -124,6 +124,7 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({"sampling_params": 3}, "sampling_params", "dictionary"),
     ({"sampling_params": {"temperature": -1}}, "temperature", "not -1"),
     ({"sampling_params": {"logprobs": 21}}, "logprobs", "not 21"),
+    ({"sampling_params": {"logprobs": 0, "logprob_token_ids": [5] * 21}}, "sampling_params", "ids: List should"),
     ({"sampling_params": {"prompt_logprobs": -1}}, "prompt_logprobs", "not -1"),
     ({"sampling_params": {"logprob_token_ids": [5]}}, "logprob_token_ids", "needs `logprobs`"),
     ({"sampling_params": {"structured_outputs": {"regex": "("}}}, "structured_outputs", "regex"),
