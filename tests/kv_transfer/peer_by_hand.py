@@ -107,10 +107,10 @@ def transport_of(kind: str, secret: ClusterSecret | None = None) -> tuple[PairTr
     return PairTransport(staging, lambda: None, ordered_carrier(), secret=secret), staging
 
 
-def is_well(transport: PairTransport) -> None:
+def is_well(transport: PairTransport, secret: ClusterSecret | None = None) -> None:
     """Its thread lives, and takes whoever comes next."""
     transport.poll()
-    peer = Peer(transport)
+    peer = Peer(transport, secret)
     peer.call()
     peer.answer("next")
     transport.disconnect("next")
@@ -122,6 +122,22 @@ def inbound(transport: PairTransport) -> list[Inbound]:
     found = Future[list[Inbound]]()
     transport._pair.call(lambda: found.set_result(transport._pair._ends.of(Inbound)))
     return found.result(DEADLINE_S)
+
+
+def connecting(transport: PairTransport, peer: Peer) -> Future[None]:
+    """A call of `connect`, which the peer's listener answers or not."""
+    done = Future[None]()
+
+    def connect() -> None:
+        try:
+            transport.connect("peer", peer.address.pack())
+        except TransferError as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=connect).start()
+    return done
 
 
 def hung_up(peer: Peer, channel: Channel) -> None:

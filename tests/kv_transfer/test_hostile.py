@@ -21,11 +21,12 @@ from kv_transfer.parts import slot_bytes_for
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.sender import KvSender
 from kv_transfer.staging import Staging
+from kv_transfer.transport import PeerDisconnected
 from kv_transfer.transports.carriers.ipc import IpcCarrier, IpcTransport
 from kv_transfer.transports.memory import MemoryHub, MemoryTransport
 from kv_transfer.transports.pair import links
 from kv_transfer.transports.pair.channel import Channel, Kind
-from tests.kv_transfer.peer_by_hand import SLOT_BYTES, Peer, inbound, is_well, transport_of
+from tests.kv_transfer.peer_by_hand import SLOT_BYTES, Peer, connecting, hung_up, inbound, is_well, transport_of
 from tests.kv_transfer.rig_node import BLOCK_BYTES, DEADLINE_S, LAYOUT
 
 SECRET = ClusterSecret(b"that of all nodes of a cluster")
@@ -207,6 +208,53 @@ def test_who_is_dialled_must_know_it_too() -> None:
         transport.connect("peer", peer.address.pack())
     thread.join(DEADLINE_S)
     peer.close()
+    transport.close()
+
+
+@pytest.mark.parametrize("secret", [None, SECRET], ids=["open", "secret"])
+def test_a_call_is_answered_once(secret: ClusterSecret | None) -> None:
+    """Or one who reads no answers has this process keep them, and may choose among nonces."""
+    transport, _ = transport_of("ipc", secret)
+    peer = Peer(transport, secret)
+    channel = peer._keep(socket.create_connection(("127.0.0.1", peer.theirs.port), timeout=DEADLINE_S))
+    hello = (peer.theirs.id + peer.address.id).encode() + (new_nonce() if secret else b"")
+    channel.send(Kind.HELLO, payload=hello)
+    assert peer.hear(channel).kind is Kind.WELCOME
+    channel.send(Kind.HELLO, payload=hello)
+    hung_up(peer, channel)
+    assert transport._pair._ends._ends == {}
+    peer.close()
+    is_well(transport, secret)
+    transport.close()
+
+
+def test_who_is_dialled_is_asked_for_one_proof() -> None:
+    """Or he has the secret's proofs of nonces that he chooses, as many as he likes."""
+    transport, _ = transport_of("ipc", SECRET)
+    peer = Peer(transport, SECRET)
+    done = connecting(transport, peer)
+    channel = peer._keep(peer.listener.accept()[0])
+    assert peer.hear(channel).kind is Kind.HELLO
+    channel.send(Kind.WELCOME, payload=new_nonce())
+    assert peer.hear(channel).kind is Kind.OPEN
+    channel.send(Kind.WELCOME, payload=new_nonce())
+    with pytest.raises(TransferError, match="another process listens there, or the cluster secret differs"):
+        done.result(DEADLINE_S)
+    hung_up(peer, channel)
+    peer.close()
+    is_well(transport, SECRET)
+    transport.close()
+
+
+def test_a_second_welcome_ends_a_link_that_needs_no_proof() -> None:
+    transport, _ = transport_of("ipc")
+    peer = Peer(transport)
+    outward = peer.answer("peer")
+    outward.send(Kind.WELCOME)
+    assert [frame.kind for frame in peer.until_lost(outward)] == [Kind.BYE]
+    assert transport.poll() == [PeerDisconnected("peer", "the peer is gone")]
+    peer.close()
+    is_well(transport)
     transport.close()
 
 

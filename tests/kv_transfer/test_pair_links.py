@@ -5,7 +5,6 @@ from __future__ import annotations
 import select
 import socket
 import struct
-import threading
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -17,7 +16,7 @@ from kv_transfer.transport import Failed, PeerDisconnected
 from kv_transfer.transports.pair import dialling
 from kv_transfer.transports.pair.channel import Kind
 from kv_transfer.transports.pair.transport import PairTransport
-from tests.kv_transfer.peer_by_hand import SLOT_BYTES, Peer, hung_up, inbound, is_well, transport_of
+from tests.kv_transfer.peer_by_hand import SLOT_BYTES, Peer, connecting, hung_up, inbound, is_well, transport_of
 from tests.kv_transfer.rig_node import DEADLINE_S
 
 NUM_NOTES = 16
@@ -31,22 +30,6 @@ def expect(transport: PairTransport, staging: Staging, tag: int) -> int:
     staging.lend(slot)
     transport.expect("peer", tag, slot, SLOT_BYTES)
     return slot
-
-
-def connecting(transport: PairTransport, peer: Peer) -> Future[None]:
-    """A call of `connect`, which the peer's listener answers or not."""
-    done = Future[None]()
-
-    def connect() -> None:
-        try:
-            transport.connect("peer", peer.address.pack())
-        except TransferError as error:
-            done.set_exception(error)
-        else:
-            done.set_result(None)
-
-    threading.Thread(target=connect).start()
-    return done
 
 
 def test_of_a_peer_that_is_not_known_yet_the_latest_call_counts() -> None:
