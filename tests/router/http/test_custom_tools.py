@@ -11,6 +11,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionMessageCustomToolCal
 from baton.node_info import NodeRole
 from baton.structured_output import xgrammar_compiler
 from baton.structured_output.constraint import StructuredBackend
+from tests.cpu_time import takes_less_than
 from tests.router.conftest import on_shared_loop, running_router, says, shared_fixtures
 from tests.router.fake_node import FakeCluster
 from tests.router.http.tool_chats import (
@@ -215,9 +216,8 @@ async def test_grammars_that_are_too_large_together_are_not_read(client, path):
             "input": "hi",
             "tools": [{"type": "custom", "name": f"f{i}", "format": wanted} for i in range(30)],
         }
-    begun = time.process_time()
-    response = await client.post(path, json=body)
-    assert time.process_time() - begun < 2
+    with takes_less_than(2, time.process_time):  # bodies of this size are read on another thread
+        response = await client.post(path, json=body)
     assert "has 6000210 characters, of at most" in error_of(response)["message"]
 
 
