@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 from baton import wire
 from baton.errors import PARAM_KEY, BatonError, InternalError, InvalidRequest, RequestCancelled
 from baton.rpc.aborting import abort
+from baton.rpc.silence import until_silent
 from baton.sampling import NAMES
 from baton.telemetry import request_scope
 from baton.telemetry.trace_context import HEADER as TRACE_HEADER
@@ -168,11 +169,7 @@ class GenerationService:
         usage, rid = generation.usage, generation.request_id
 
         async def write(response: pb.GenerateResponse) -> None:
-            try:
-                async with asyncio.timeout(self._write_timeout_s):
-                    await context.write(response)
-            except TimeoutError:
-                raise RequestCancelled(f"the client did not read for {self._write_timeout_s:g} s") from None
+            await write_in_time(context, response, self._write_timeout_s)
 
         started = pb.GenerationStarted(num_prompt_tokens=usage.num_prompt_tokens, model=model.name)
         await write(pb.GenerateResponse(request_id=rid, started=started))
@@ -187,6 +184,15 @@ class GenerationService:
                 await write(pb.GenerateResponse(request_id=rid, delta=_delta(delta)))
         finished = pb.GenerationFinished(usage=_usage(generation), timings=_timings(generation.timings))
         await write(pb.GenerateResponse(request_id=rid, finished=finished))
+
+
+async def write_in_time(context: Context, response: pb.GenerateResponse, limit_s: float) -> None:
+    """Raises RequestCancelled when the client does not read."""
+    try:
+        async with until_silent(limit_s):
+            await context.write(response)
+    except TimeoutError:
+        raise RequestCancelled(f"the client did not read for {limit_s:g} s") from None
 
 
 class _Prompt:

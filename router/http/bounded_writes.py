@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from asyncio import TimerHandle
 
+from baton.rpc.silence import SilenceWatch
 from router.http.limits import ConnectionLimits
 
 log = logging.getLogger(__name__)
@@ -14,11 +14,10 @@ log = logging.getLogger(__name__)
 class BoundedWrites(asyncio.Protocol):
     """Before a protocol of uvicorn's: cuts off a client for which what is written has waited `write_timeout_s`."""
 
-    loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
     client: tuple[str, int] | None
     _limits: ConnectionLimits
-    _write_timer: TimerHandle | None = None
+    _write_timer: SilenceWatch | None = None
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -36,7 +35,7 @@ class BoundedWrites(asyncio.Protocol):
 
     def _start_write_timer(self) -> None:
         if self._write_timer is None:
-            self._write_timer = self.loop.call_later(self._limits.write_timeout_s, self._does_not_read)
+            self._write_timer = SilenceWatch(self._limits.write_timeout_s, self._does_not_read)
 
     def _stop_write_timer(self) -> None:
         if self._write_timer is not None:

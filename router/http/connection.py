@@ -10,7 +10,6 @@ import asyncio
 import enum
 import json
 import logging
-from asyncio import TimerHandle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,6 +19,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from baton.rpc.silence import SilenceWatch
 from router.http.body_writer import BodyWriter
 from router.http.bounded_writes import BoundedWrites
 from router.http.errors import error_body
@@ -34,8 +34,6 @@ MAX_PIPELINED = 64
 _MAX_TURNED_AWAY = 128
 """Connections beyond the limit that may be open at the same time to be told so; they need descriptors too."""
 _HEADER_COST = 32
-_NUM_SLICES = 4
-"""Of the time that a client has for the rest of a request."""
 
 
 class SharedConnectionState:
@@ -92,7 +90,7 @@ class Connection(BoundedWrites, HttpToolsProtocol):
         self._body_writer: BodyWriter | None = None  # of the running one
         self._refused = False
         self._turned_away = False
-        self._read_timer: TimerHandle | None = None
+        self._read_timer: SilenceWatch | None = None
 
     # ---- connections ----
 
@@ -250,7 +248,7 @@ class Connection(BoundedWrites, HttpToolsProtocol):
         if self._reading is _Reading.NOTHING:
             if not answering and self.timeout_keep_alive_task is None:
                 idle_s, close = self._limits.idle_timeout_s, self.timeout_keep_alive_handler
-                self.timeout_keep_alive_task = self.loop.call_later(idle_s, close)
+                self.timeout_keep_alive_task = SilenceWatch(idle_s, close)  # type: ignore[assignment]  # as much of it
         elif self._reading is _Reading.HEAD:
             if not answering:
                 self._wait_for_rest(self._limits.header_timeout_s, self._late)
@@ -258,6 +256,7 @@ class Connection(BoundedWrites, HttpToolsProtocol):
             self._wait_for_rest(self._limits.body_timeout_s, self._late)
 
     def _late(self) -> None:
+        self._stop_read_timer()
         if self.flow.read_paused:  # by us
             self._watch()
         elif self._reading is _Reading.HEAD:
@@ -276,13 +275,13 @@ class Connection(BoundedWrites, HttpToolsProtocol):
         if self._body_writer is not None:
             self._body_writer.end()
         super().on_response_complete()
+        self._unset_keepalive_if_required()  # uvicorn's timer would count time in which this process does not run
         if self.transport.is_closing():
             self._close_in_time()
         elif self._reading is _Reading.BODY and self.cycle.response_complete:
             self._stop_read_timer()
             self._wait_for_rest(self._limits.linger_s, self.transport.abort)
-        elif self._reading is not _Reading.NOTHING:  # the next has begun
-            self._unset_keepalive_if_required()
+        else:  # the next may have begun
             self._watch()
 
     def _close(self) -> None:
@@ -338,17 +337,9 @@ class Connection(BoundedWrites, HttpToolsProtocol):
 
     # ---- timers ----
 
-    def _wait_for_rest(self, limit_s: float, late: Callable[[], object], num_slices: int = _NUM_SLICES) -> None:
-        """Call `late` unless the timer is stopped within `limit_s`. What has arrived is read between two time slices,
-        so a client is not late because this process did not run meanwhile."""
-        self._read_timer = self.loop.call_later(limit_s / _NUM_SLICES, self._end_slice, limit_s, late, num_slices - 1)
-
-    def _end_slice(self, limit_s: float, late: Callable[[], object], num_left: int) -> None:
-        self._read_timer = None
-        if num_left:
-            self._wait_for_rest(limit_s, late, num_left)
-        else:
-            late()
+    def _wait_for_rest(self, limit_s: float, late: Callable[[], object]) -> None:
+        """Call `late` unless the timer is stopped within `limit_s`."""
+        self._read_timer = SilenceWatch(limit_s, late)
 
     def _stop_read_timer(self) -> None:
         if self._read_timer is not None:

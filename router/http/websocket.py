@@ -16,6 +16,7 @@ from starlette.datastructures import State
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from baton.errors import BatonError, InvalidRequest, Overloaded, RequestCancelled
+from baton.rpc.silence import until_silent
 from baton.telemetry import request_scope
 from router.generation import Generation
 from router.http.errors import body_of
@@ -176,7 +177,7 @@ class _Inbox:
     async def next(self, timeout_s: float) -> bytes | None:
         """None if nothing came for so long, or too much. Raises WebSocketDisconnect."""
         try:
-            async with asyncio.timeout(timeout_s):
+            async with until_silent(timeout_s):
                 while not (self._waiting or self._has_left or self.refusal):
                     self._news.clear()
                     await self._news.wait()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
+import uvloop
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.http.limits import ConnectionLimits
@@ -16,6 +18,17 @@ from router.http.server import HttpServer
 
 PATIENCE_S = 20.0
 LOOPBACK = "127.0.0.1"
+GET = b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+def on_uvloop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """On the router's own loop: other transports close in other ways."""
+
+    @functools.wraps(test)
+    def run(**arguments: object) -> None:
+        uvloop.run(test(**arguments))
+
+    return run
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
@@ -31,6 +44,12 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     headers = [(b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers before it has read the body."""
+    await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body"})
 
 
 @contextlib.asynccontextmanager

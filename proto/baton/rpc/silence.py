@@ -1,4 +1,4 @@
-"""Detects a silent peer with a clock that runs only while this process is listening.
+"""Detects a silent peer, or a client that does not go on, with a clock that runs only while this process is listening.
 
 A process that stalled (a blocked event loop, a stopped or swapped-out process) received nothing, and must not conclude
 that its peers are silent. Silence is therefore counted in slices, each of which counts once however long it took. After
@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 NUM_SLICES = 10
 
 
 class SilenceWatch:
-    """Expires `timeout` once `heard` has not been called for NUM_SLICES slices. Asyncio thread only."""
+    """Calls `silent` once `heard` has not been called for NUM_SLICES slices. Asyncio thread only."""
 
-    def __init__(self, timeout: asyncio.Timeout, limit_s: float) -> None:
+    def __init__(self, limit_s: float, silent: Callable[[], object]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._timeout = timeout
+        self._silent: Callable[[], object] | None = silent
         self._slice_s = limit_s / NUM_SLICES
         self._num_silent = 0
         self._timer = self._loop.call_later(self._slice_s, self._slice_ended)
@@ -30,31 +30,32 @@ class SilenceWatch:
         self._num_silent = 0
 
     def limit(self, limit_s: float) -> None:
-        """From the next slice on, expire after so many seconds."""
+        """From the next slice on, wait for so many seconds."""
         self._slice_s = limit_s / NUM_SLICES
 
-    def stop(self) -> None:
-        """Also forgets the timeout, which knows the task within it. A task that ends with an error would else be in a
-        cycle with its own traceback, and keep the call that it reads, with its connection, until garbage is
-        collected."""
+    def cancel(self) -> None:
+        """Idempotent. Also forgets `silent`, which may know the task that watches. A task that ends with an error would
+        else be in a cycle with its own traceback, and keep the call that it reads, with its connection, until garbage
+        is collected."""
         self._timer.cancel()
-        del self._timeout
+        self._silent = None
 
     def _slice_ended(self) -> None:
         self._num_silent += 1
-        if self._num_silent >= NUM_SLICES:
-            self._timeout.reschedule(self._loop.time())
-        else:
+        if self._num_silent < NUM_SLICES:
             self._timer = self._loop.call_later(self._slice_s, self._slice_ended)
+        elif self._silent is not None:
+            self._silent()
 
 
 @contextlib.asynccontextmanager
 async def until_silent(limit_s: float) -> AsyncIterator[SilenceWatch]:
     """Raises TimeoutError in the body when `heard` was not called for `limit_s` seconds, counting only time in which
     this process was listening."""
+    loop = asyncio.get_running_loop()
     async with asyncio.timeout(None) as timeout:
-        watch = SilenceWatch(timeout, limit_s)
+        watch = SilenceWatch(limit_s, lambda: timeout.reschedule(loop.time()))
         try:
             yield watch
         finally:
-            watch.stop()
+            watch.cancel()

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import math
+import time
 from typing import Any
 
 import grpc
@@ -14,6 +15,7 @@ from baton.errors import BatonError
 from baton.settings import LONGEST_S
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
+from router.grpc.service import write_in_time
 from tests.router.conftest import Router, says
 from tests.router.fake_node import PATIENCE_S
 from tests.router.http.test_access import running
@@ -91,6 +93,22 @@ async def test_a_client_that_does_not_read_loses_its_request(nodes):
                 await read_on(call)
             assert error.value.code() is grpc.StatusCode.CANCELLED
             assert "did not read for 0.3 s" in str(error.value.details())
+
+
+async def test_a_client_that_reads_while_the_router_does_not_run_keeps_its_request():
+    loop, has_read = asyncio.get_running_loop(), asyncio.Event()
+
+    class Call:
+        async def write(self, response: pb.GenerateResponse) -> None:
+            loop.call_soon(stand_still)
+            await has_read.wait()
+
+    def stand_still() -> None:
+        time.sleep(0.4)
+        loop.call_soon_threadsafe(has_read.set)  # gRPC has told so meanwhile
+
+    context: Any = Call()
+    await write_in_time(context, pb.GenerateResponse(), 0.3)
 
 
 @pytest.mark.parametrize("method", ["Generate", "ListModels"])

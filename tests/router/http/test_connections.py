@@ -1,30 +1,15 @@
 """What one connection may take of the HTTP server, in bytes and in time, and how it is told."""
 
 import asyncio
-import functools
 import logging
 import socket
-import time
 
 import pytest
-import uvloop
 
 from router.http.body_writer import body_writer_of
 from router.http.limits import ConnectionLimits
 from router.http.server import HttpServer
-from tests.router.http_wire import LOOPBACK, PATIENCE_S, echo, peer, serving
-
-GET = b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n"
-
-
-def on_uvloop(test):
-    """On the router's own loop: other transports close in other ways."""
-
-    @functools.wraps(test)
-    def run(**arguments: object) -> None:
-        uvloop.run(test(**arguments))
-
-    return run
+from tests.router.http_wire import GET, LOOPBACK, PATIENCE_S, echo, on_uvloop, peer, refuse, serving
 
 
 def echoing():
@@ -363,11 +348,6 @@ async def test_clients_of_http_1_0_get_bodies_without_chunks():
 # ---- answers before the end of the request ----
 
 
-async def refuse(scope, receive, send):
-    await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]})
-    await send({"type": "http.response.body"})
-
-
 @on_uvloop
 async def test_a_request_answered_early_may_end_and_the_next_come():
     async with serving(refuse) as port, peer(port) as client:
@@ -375,19 +355,6 @@ async def test_a_request_answered_early_may_end_and_the_next_come():
         assert (await client.answer())[0] == 401
         await client.send(b"x" * 100_000 + GET)
         assert (await client.answer())[0] == 401
-
-
-@on_uvloop
-async def test_time_in_which_the_server_does_not_run_does_not_count():
-    """A part of the request lies in the socket meanwhile, and its client waits for room there."""
-    async with serving(refuse, linger_s=0.6) as port, peer(port) as client:
-        await client.send(b"POST /a HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % 2**23)
-        assert (await client.answer())[0] == 401
-        rest = asyncio.create_task(client.send(bytes(2**23) + GET))
-        await asyncio.sleep(0)
-        time.sleep(0.7)  # noqa: ASYNC251 - nothing else runs, server or client
-        assert (await client.answer())[0] == 401
-        await rest
 
 
 @pytest.mark.parametrize("head", [b"HTTP/1.1\r\nconnection: close", b"HTTP/1.0"])

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -227,6 +228,14 @@ async def test_an_idle_socket_is_closed(nodes):
         assert (await response_of(websocket))[-1]["type"] == "response.completed"
         await websocket.wait_closed()
         assert (websocket.close_code, websocket.close_reason) == (1000, "no request for 0.2 s")
+
+
+async def test_a_socket_is_not_idle_because_the_router_does_not_run(nodes):
+    async with running(nodes, websocket_idle_timeout=0.4) as (router, _), socket(router) as websocket:
+        for stands_still_s in (0.0, 0.5):
+            await say(websocket, **CREATE)
+            time.sleep(stands_still_s)  # noqa: ASYNC251 - nothing else runs, router or client
+            assert (await response_of(websocket))[-1]["type"] == "response.completed"
 
 
 async def test_a_message_is_as_large_as_a_body_may_be(nodes):
