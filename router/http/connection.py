@@ -277,8 +277,8 @@ class Connection(BoundedWrites, HttpToolsProtocol):
         super().on_response_complete()
         self._unset_keepalive_if_required()  # uvicorn's timer would count time in which this process does not run
         if self.transport.is_closing():
-            self._close_in_time()
-        elif self._reading is _Reading.BODY and self.cycle.response_complete:
+            return
+        if self._reading is _Reading.BODY and self.cycle.response_complete:
             self._stop_read_timer()
             self._wait_for_rest(self._limits.linger_s, self.transport.abort)
         else:  # the next may have begun
@@ -293,6 +293,7 @@ class Connection(BoundedWrites, HttpToolsProtocol):
             self._half_close()
         else:
             self.transport.close()
+            self._close_in_time()
 
     def _half_close(self) -> None:
         if self.transport.can_write_eof():

@@ -11,6 +11,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
+from websockets.frames import Frame
 
 from baton.errors import Overloaded
 from router.http.bounded_writes import BoundedWrites
@@ -39,15 +40,25 @@ class WebSocketConnection(BoundedWrites, WebSocketsSansIOProtocol):
         self._held_bytes = 0
 
     def data_received(self, data: bytes) -> None:
-        if self.handshake_complete and not self._take(len(data)):
-            return
-        super().data_received(data)
-        self._release()
-        if not self.handshake_initiated:
-            self.transport.close()  # it was no valid handshake: that is known at once, since the request came whole
+        if not self.handshake_complete or self._take(len(data)):
+            super().data_received(data)
+            self._release()
+            if not self.handshake_initiated:
+                self.transport.close()  # it was no valid handshake: that is known at once, since the request came whole
+        if self.transport.is_closing() or self.close_sent:  # which does not keep it from being sent pongs
+            self._close_in_time()
+
+    def handle_cont(self, event: Frame) -> None:
+        """As one piece: many small ones would take several times as much memory as they count."""
+        if len(self.frames) == 1:
+            self.frames.append(bytearray())  # type: ignore[arg-type]  # as good as bytes
+        self.frames[1] += event.data
+        if event.fin:
+            self.send_receive_event_to_app()
 
     def send_receive_event_to_app(self) -> None:
-        if self.curr_msg_data_type == "text" and not _is_text(b"".join(self.frames)):
+        self.frames = [b"".join(self.frames)]
+        if self.curr_msg_data_type == "text" and not _is_text(self.frames[0]):
             self.frames = []
             self._fail(_INVALID_DATA, "a text must be UTF-8")
             return
@@ -65,9 +76,17 @@ class WebSocketConnection(BoundedWrites, WebSocketsSansIOProtocol):
         if message["type"] == "websocket.close":
             self._close_in_time()
 
+    async def run_asgi(self) -> None:
+        await super().run_asgi()
+        self._close_in_time()
+
+    def keepalive_timeout(self) -> None:
+        super().keepalive_timeout()
+        self._close_in_time()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_write_timer()
-        self._give_back()
+        self._give_back(self._held_bytes)
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
@@ -105,16 +124,16 @@ class WebSocketConnection(BoundedWrites, WebSocketsSansIOProtocol):
         if not self.close_sent:
             self.conn.fail(code, reason)
             self.handle_parser_exception()
-            self._close_in_time()
 
     def _release(self) -> None:
-        """Count nothing once all that came has been taken."""
-        if not self.frames and not self.conn.reader.buffer and self.queue.empty():
-            self._give_back()
+        """Once all messages that came have been taken, or will not be, count only what has come of the next one."""
+        if self.queue.empty() or self.close_sent:
+            kept_bytes = len(self.conn.reader.buffer) + sum(map(len, self.frames))
+            self._give_back(max(0, self._held_bytes - kept_bytes))
 
-    def _give_back(self) -> None:
-        self._bodies.give_back(self._held_bytes)
-        self._held_bytes = 0
+    def _give_back(self, num_bytes: int) -> None:
+        self._bodies.give_back(num_bytes)
+        self._held_bytes -= num_bytes
 
 
 def _is_text(data: bytes) -> bool:

@@ -106,6 +106,11 @@ class Peer:
         await self.gone()
         return status, error["message"]
 
+    async def read(self) -> bytes:
+        """Some of what comes next."""
+        async with asyncio.timeout(PATIENCE_S):
+            return await self._reader.read(2**16)
+
     async def rest(self) -> bytes:
         """All that comes until the other side ends it."""
         async with asyncio.timeout(PATIENCE_S):
