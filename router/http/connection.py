@@ -185,6 +185,8 @@ class Connection(BoundedWrites, HttpToolsProtocol):
             self._stop_read_timer()
         if len(self.pipeline) >= MAX_PIPELINED:
             raise _Refused(400, f"more than {MAX_PIPELINED} requests at once on one connection")
+        self.expect_100_continue &= self.parser.get_http_version() != "1.0"  # whose clients know no such answer
+        self.scope["headers"] = self.headers.copy()  # trailers, which nobody on the way checks, come to uvicorn's list
         super().on_headers_complete()
         self._overhead_bytes = 0
         self._reading = _Reading.BODY

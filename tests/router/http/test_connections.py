@@ -330,6 +330,32 @@ async def test_old_clients_and_careful_ones():
             assert (await client.answer())[2] == b"/a 3"
 
 
+@on_uvloop
+async def test_clients_of_http_1_0_are_not_told_to_continue():
+    """They would take it for the answer (RFC 9110, section 10.1.1)."""
+    async with echoing() as port, peer(port) as client:
+        await client.send(b"POST /a HTTP/1.0\r\ncontent-length: 3\r\nexpect: 100-continue\r\n\r\nxyz")
+        assert (await client.answer())[2] == b"/a 3"
+
+
+@on_uvloop
+async def test_trailers_are_no_headers():
+    """Whoever checks or sets headers in front of the router does not look at them (RFC 9110, section 6.5.1)."""
+
+    async def app(scope, receive, send):
+        while (await receive())["more_body"]:
+            pass
+        body = b" ".join(name for name, _ in scope["headers"])
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+        await send({"type": "http.response.body", "body": body})
+
+    async with serving(app) as port, peer(port) as client:
+        chunked = b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n0\r\nauthorization: Bearer x\r\n\r\n"
+        await client.send(chunked + GET)
+        assert (await client.answer())[2] == b"transfer-encoding"
+        assert (await client.answer())[2] == b"host"
+
+
 async def pieces(scope, receive, send):
     """Answers with a body of three pieces, whose length it does not say."""
     await send({"type": "http.response.start", "status": 200, "headers": []})
