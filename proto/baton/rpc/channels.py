@@ -45,9 +45,9 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     *_COMMON,
     ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
-    # a connection that makes no call, or is not even HTTP/2, takes a descriptor
+    # a connection that is not even HTTP/2, or makes no call, takes the place of one that would: peers call at once
     ("grpc.server_handshake_timeout_ms", 10_000),
-    ("grpc.max_connection_idle_ms", 75_000),
+    ("grpc.max_connection_idle_ms", 10_000),
     # with port reuse, two servers on one port would silently get half of the calls each
     ("grpc.so_reuseport", 0),
 ]
