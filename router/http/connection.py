@@ -186,6 +186,9 @@ class Connection(BoundedWrites, HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             raise _Refused(400, f"more than {MAX_PIPELINED} requests at once on one connection")
         self.expect_100_continue &= self.parser.get_http_version() != "1.0"  # whose clients know no such answer
+        if not self.url.startswith(b"/") and httptools.parse_url(self.url).path is None:  # http://host
+            address, mark, query = self.url.partition(b"?")
+            self.url = address + b"/" + mark + query
         self.scope["headers"] = self.headers.copy()  # trailers, which nobody on the way checks, come to uvicorn's list
         super().on_headers_complete()
         self._overhead_bytes = 0

@@ -338,6 +338,15 @@ async def test_clients_of_http_1_0_are_not_told_to_continue():
         assert (await client.answer())[2] == b"/a 3"
 
 
+@pytest.mark.parametrize("url", [b"http://x", b"http://x/", b"http://x?a=b", b"/"])
+@on_uvloop
+async def test_an_address_may_name_the_host_and_no_path(url):
+    """RFC 9112, section 3.2.2."""
+    async with echoing() as port, peer(port) as client:
+        await client.send(b"GET " + url + b" HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await client.answer())[2] == b"/ 0"
+
+
 @on_uvloop
 async def test_trailers_are_no_headers():
     """Whoever checks or sets headers in front of the router does not look at them (RFC 9110, section 6.5.1)."""
