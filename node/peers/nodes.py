@@ -178,7 +178,7 @@ class PeerNodes:
         try:
             for message in self._links[rank].receive():
                 self._handle(rank, message)
-        except (OSError, KeyError, TypeError, ValueError) as error:
+        except Exception as error:  # the thread's boundary: the node is lost, whatever the error is
             log.debug("peer lost", exc_info=error)
             self._lost(f"data parallel rank {rank} {_HAS_ENDED}")
 

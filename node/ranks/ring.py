@@ -64,7 +64,7 @@ class RingWriter:
             slot = self._ring.slot(self._written)
             slot[0], slot[1], slot[2] = kind, len(part), int(start + _FITTING < len(values))
             slot[_HEADER : _HEADER + len(part)] = part
-            self._written = (self._written + 1) % 2**31
+            self._written += 1
             for eventfd in self._ring.eventfds:
                 os.eventfd_write(eventfd, 1)
 

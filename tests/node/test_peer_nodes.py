@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import threading
@@ -360,6 +361,15 @@ def test_a_node_that_dies_ends_all_others_by_name(scene: Scene, lost: int) -> No
     for link in nodes[lost]._links.values():
         link._socket.shutdown(socket.SHUT_RDWR)
     scene.ended(f"data parallel rank {lost} has ended", number=2)
+
+
+def test_whatever_comes_of_what_was_heard_is_a_loss(scene: Scene) -> None:
+    """What watches the others says so before it ends."""
+    started = scene.meet(0, 2)
+    other = scene.connect(rank=1, size=2, serves=SERVES)
+    started.result(PATIENCE_S)
+    other.send(rank=1, wave=math.inf)
+    scene.ended("data parallel rank 1 has ended")
 
 
 def test_a_node_that_says_nothing_ends_all_others_by_name(scene: Scene) -> None:

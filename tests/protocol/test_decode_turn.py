@@ -12,6 +12,7 @@ from baton.block_hash import chain
 from baton.handoff_messages import Credit, Reserve
 from baton.messages import Abort, Adopted, AttemptId
 from decode_node.credits import MIN_OPEN_PARTS
+from decode_node.turn_budget import Budget
 from engine.pace import SHARE, SLACK_S
 from node.events import FromPeer, ToPrefill
 from tests.protocol.network import EPOCH
@@ -116,6 +117,20 @@ def test_of_several_long_prompts_only_those_are_adopted_for_which_there_is_time(
     decoding.wait_until(due)
     decoding.turn()
     assert decoding.core.engine.num_running == 3
+
+
+def test_a_budget_may_be_used_up_and_one_that_does_not_fit_takes_nothing_of_it() -> None:
+    budget = Budget(num_blocks=5)
+    assert [budget.spend(num_blocks) for num_blocks in (6, 3, 3, 2, 1)] == [False, True, False, True, False]
+
+
+@pytest.mark.parametrize("one_long", [False, True])
+def test_after_a_long_prompt_others_wait_only_if_there_is_time_for_one(
+    one_long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_node.leases, "LONG_BLOCKS", 2)
+    budget = Budget(one_long=one_long)
+    assert [budget.spend(num_blocks) for num_blocks in (2, 2, 3, 1)] == [True, True, True, not one_long]
 
 
 def test_slots_are_shared_out_after_the_launch(decoding: Decoding, monkeypatch: pytest.MonkeyPatch) -> None:

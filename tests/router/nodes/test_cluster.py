@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -199,6 +200,95 @@ async def test_a_drained_node_that_is_wanted_again_stays() -> None:
     await nodes.cluster.close()
 
 
+async def test_a_node_that_is_wanted_in_the_other_role_is_connected_to_anew_once_it_has_finished(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it serves stays known until its address is wanted no more."""
+    nodes, forgotten = Nodes(), list[str]()
+    monkeypatch.setattr(nodes.cluster._models, "forget", forgotten.append)
+    nodes.cluster.start()
+    await turn()
+    for role in (NodeRole.DECODE, NodeRole.PREFILL):
+        nodes.found(frozenset({Member(role, ADDRESSES[0])}))
+        for link in nodes.live:
+            link.finish()
+        await turn()
+        (link,) = nodes.live
+        assert link.role is role
+        link.connect()
+    assert not forgotten
+    nodes.found(frozenset())
+    link.finish()
+    await turn()
+    assert nodes.live == []
+    assert forgotten == [str(ADDRESSES[0])]
+    await nodes.cluster.close()
+
+
+async def test_a_node_that_is_added_while_it_is_removed_gets_nothing_until_it_is_connected_to_anew() -> None:
+    """What it had goes on elsewhere, and so would what it gets before its session ends."""
+    nodes, member = Nodes(), Member(NodeRole.DECODE, ADDRESSES[0])
+    nodes.cluster.start()
+    await turn()
+    nodes.found(frozenset({member}))
+    await turn()
+    (removed,) = nodes.live
+    removed.connect()
+    nodes.cluster.remove(removed)
+    nodes.cluster.membership.add(member)
+    assert removed.draining
+    await turn()
+    (link,) = nodes.live
+    assert link is not removed
+    assert not link.draining
+    await nodes.cluster.close()
+
+
+async def test_other_nodes_that_come_and_go_leave_a_node_as_it_is() -> None:
+    """One that is stopping is not in use again."""
+    nodes = Nodes()
+    nodes.cluster.start()
+    await turn()
+    nodes.found(frozenset({Member(NodeRole.DECODE, ADDRESSES[0])}))
+    await turn()
+    (link,) = nodes.live
+    link.connect()
+    link.problem = "is stopping"
+    nodes.found(frozenset(Member(NodeRole.DECODE, address) for address in ADDRESSES))
+    assert link.problem == "is stopping"
+    await nodes.cluster.close()
+
+
+async def test_a_link_that_ends_is_not_interrupted_again() -> None:
+    """It has calls to end."""
+    nodes = Nodes()
+    nodes.cluster.start()
+    await turn()
+    nodes.found(frozenset({Member(NodeRole.DECODE, ADDRESSES[0])}))
+    await turn()
+    task = nodes.cluster._running[ADDRESSES[0]].task
+    for _ in range(2):
+        nodes.found(frozenset())
+    assert task.cancelling() == 1
+    await nodes.cluster.close()
+
+
+def test_no_link_begins_as_the_loop_ends() -> None:
+    """As with an error that ends the router, without `close`."""
+
+    async def begin() -> Nodes:
+        nodes = Nodes()
+        nodes.cluster.start()
+        await turn()
+        nodes.found(frozenset({Member(NodeRole.DECODE, ADDRESSES[0])}))
+        await turn()
+        return nodes
+
+    nodes = asyncio.run(begin())
+    assert len(nodes.links) == 1
+    assert not nodes.cluster.links
+
+
 async def test_a_node_that_nobody_has_reached_is_removed_alone() -> None:
     nodes = Nodes()
     nodes.cluster.start()
@@ -281,4 +371,7 @@ async def test_prefill_nodes_are_missed_only_if_there_should_be_some() -> None:
     assert nodes.cluster.readiness().why_not == "no decode node"
     nodes.found(frozenset({Member(NodeRole.PREFILL, ADDRESSES[0])}))
     assert str(nodes.cluster.readiness().why_not).startswith("no prefill node and no decode node (prefill node node:1")
+    roles = (NodeRole.DECODE, NodeRole.PREFILL)
+    nodes.found(frozenset(Member(role, address) for role, address in zip(roles, ADDRESSES, strict=False)))
+    assert str(nodes.cluster.readiness().why_not).startswith("no prefill node and no decode node (")
     await nodes.cluster.close()
