@@ -77,6 +77,18 @@ def test_one_lane_alone_has_the_whole_pool() -> None:
     pool.scheduler.check_integrity()
 
 
+def test_one_lane_alone_is_limited_by_nothing_but_free_blocks() -> None:
+    """Prompts that share most of theirs have more in all than the pool."""
+    pool, first = Pool(), sequence("first", "only", num_blocks=12)
+    pool.add(first)
+    assert pool.admitted() == ["first"]
+    hashes = first.block_hashes(12, BLOCK_SIZE)
+    pool.blocks.seal(first.block_table, hashes)
+    for name in ("second", "third"):
+        pool.add(Sequence(AttemptId(7, name, 0), [0], first.prompt_tokens, first.sampling, hand_off=True, lane="only"))
+    assert pool.admitted() == ["second", "third"]
+
+
 def test_what_has_left_its_lane_counts_no_more() -> None:
     pool = Pool()
     sequences = [sequence(f"a{i}", "a") for i in range(5)]
@@ -185,6 +197,40 @@ def test_nothing_is_begun_that_is_due_after_something_of_the_caller_s() -> None:
     assert waiting.first() is preempted, "of two that are due at a time"
     waiting.begins_until_s = 2.9
     assert waiting.first() is preempted, "it is begun already"
+
+
+def test_a_preempted_sequence_begins_anew_and_lacks_blocks_until_it_is_gone() -> None:
+    waiting, seq = Pool().scheduler.waiting, sequence("preempted", None, arrived_s=3.0)
+    seq.num_computed_tokens = 2 * BLOCK_SIZE
+    waiting.add_preempted(seq)
+    assert (seq.num_computed_tokens, seq.num_preemptions) == (0, 1)
+    assert [waiting.lacks_blocks(due_s) for due_s in (2.9, 3.0)] == [False, True]
+    waiting.remove(seq)
+    assert not waiting.lacks_blocks(3.0)
+
+
+def test_others_go_ahead_of_one_that_waits_for_something_else() -> None:
+    """Of the preempted ones, as of those in its lane."""
+    waiting = Pool().scheduler.waiting
+    preempted, fresh = ([sequence(f"{kind} {i}", "a") for i in range(2)] for kind in ("preempted", "fresh"))
+    for seq in preempted:
+        waiting.add_preempted(seq)
+    for seq in fresh:
+        waiting.add(seq)
+    for num_deferred, seq in enumerate((*preempted, *fresh)):
+        assert waiting.num_deferred == num_deferred
+        assert waiting.first() is seq
+        waiting.defer(seq, None)
+    assert waiting.first() is None
+
+
+def test_all_that_are_due_are_counted_whatever_their_lanes() -> None:
+    waiting = Pool().scheduler.waiting
+    for lane in (None, "a", "b"):
+        for arrived_s in (1.0, 2.0):
+            waiting.add(sequence(f"{lane} {arrived_s}", lane, arrived_s=arrived_s))
+    waiting.add_preempted(sequence("preempted", None, arrived_s=2.0))
+    assert [waiting.num_up_to(due_s) for due_s in (0.9, 1.0, 2.0)] == [0, 3, 7]
 
 
 def test_a_lane_whose_blocks_are_held_for_long_keeps_its_account() -> None:

@@ -172,6 +172,27 @@ def test_the_size_of_a_step_counts_each_chunk_with_all_that_it_reads() -> None:
     assert budget.with_chunk(100, 50) == StepSize(5, 400, 60, 90 + 50 * 150)
 
 
+@pytest.mark.parametrize(("enough", "lengths"), [(None, [500, 12]), (8, [7, 1])])
+def test_prompts_join_a_step_until_it_has_enough_tokens(enough: int | None, lengths: list[int]) -> None:
+    """By default as many as it may have."""
+    config = make(**{**BIG, "saturating_num_tokens": enough})[0].config
+    budget = PromptBudget(config, StepTime(), EMPTY, None)
+    for length in lengths:
+        assert budget.has_room
+        budget.spend(0, length, length)
+    assert not budget.has_room
+
+
+def test_prompts_end_in_a_step_that_has_room_for_their_choices() -> None:
+    """The first one always; another one beside the choices of streams and of the prompts before it."""
+    config = make(**{**BIG, "max_num_seqs": 8})[0].config
+    budget = PromptBudget(config, StepTime(), StepSize(4, 400), None, num_choices=4)
+    assert budget.fitting(0, 10, num_samples=9) == 10
+    budget.spend(0, 10, 10, num_samples=3)
+    assert [budget.fitting(0, 10, num_samples) for num_samples in (1, 2)] == [10, 0]
+    assert budget.fitting(0, 9000, num_samples=2) == 502, "it does not end"
+
+
 def test_a_second_prompt_has_what_the_first_one_leaves() -> None:
     timed = Timed()
     timed.decode(4)

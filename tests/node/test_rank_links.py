@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import queue
 import socket
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -23,19 +24,29 @@ pytestmark = pytest.mark.timeout(20)
 
 
 class Pipe:
-    """In the place of `node.ranks.forks.RankPipe`."""
+    """In the place of `node.ranks.forks.RankPipe`. `said`: what the rank has reported."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
 
     def send(self, **message: Any) -> None:
+        self.said.append(message)
+
+    def send_of_pool(self, **message: Any) -> None:
         """Nobody listens."""
 
-    send_of_pool = send
+    def failed(self, error: Exception) -> None:
+        self.said.append(error)
+
+
+def stream_ends() -> tuple[RankStream, RankStream]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return RankStream(socket.create_connection(listener.getsockname())), RankStream(listener.accept()[0])
 
 
 def test_a_request_after_steps_is_handled_once_the_rank_has_taken_them() -> None:
     """On its thread, though the request is received at once."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        ours = RankStream(socket.create_connection(listener.getsockname()))
-        theirs = RankStream(listener.accept()[0])
+    ours, theirs = stream_ends()
     link = RemoteRankLink(1, 2, Pipe(), None, 1.0)  # type: ignore[arg-type]
     link._stream = theirs
     done: list[Any] = []
@@ -89,6 +100,55 @@ def test_the_ring_has_requests_in_order_with_steps_each_for_one_rank() -> None:
         assert done == handled
     for eventfd in ring.eventfds:
         os.close(eventfd)
+
+
+class Exit(BaseException):
+    """The process would have ended."""
+
+
+def exit_instead(code: int) -> NoReturn:
+    raise Exit(code)
+
+
+def test_a_rank_whose_pool_fails_says_why_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though no step comes: others wait for KV that it has."""
+    monkeypatch.setattr(os, "_exit", exit_instead)
+    ring, fails, error = SharedRing(1), list[Callable[[Exception], None]](), RuntimeError("the transport has failed")
+    ours, theirs = stream_ends()
+    pipes = [Pipe(), Pipe()]
+    forked, remote = ForkedRankLink(1, 2, pipes[0], ring, 0), RemoteRankLink(1, 2, pipes[1], None, 1.0)  # type: ignore[arg-type]
+    remote._stream = theirs
+    for link in (forked, remote):
+        link.ready(torch.device("cpu"), lambda send, after_steps, fail: fails.append(fail))  # type: ignore[arg-type, return-value]
+    for fail in fails:
+        with pytest.raises(Exit, match="1"):
+            fail(error)
+    assert [pipe.said for pipe in pipes] == [[{"ready": True}, error]] * 2
+    assert [frame.message() for frame in ours.receive()] == [{"ready": True}]
+    ours.close()
+    assert remote.receive()[0] == Kind.CLOSE
+    theirs.close()
+    os.close(ring.eventfds[0])
+
+
+def test_a_rank_ends_with_whatever_comes_of_what_was_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread that reads says so before it ends: the next step would never come."""
+    exits, pipe = queue.SimpleQueue[int](), Pipe()
+    monkeypatch.setattr(os, "_exit", exits.put)
+    ours, theirs = stream_ends()
+    link = RemoteRankLink(1, 2, pipe, None, 1.0)  # type: ignore[arg-type]
+    link._stream = theirs
+
+    class Server:
+        def handle(self, message: dict[str, Any]) -> None:
+            raise KeyError(message["do"])
+
+    link.ready(torch.device("cpu"), lambda *_: Server())  # type: ignore[arg-type]
+    ours.send_message(do="nothing known")
+    assert exits.get(timeout=10) == 1
+    assert repr(pipe.said[-1]) == "KeyError('nothing known')"
+    for end in (ours, theirs):
+        end.close()
 
 
 def test_a_request_to_a_rank_that_is_lost_fails_at_once() -> None:

@@ -19,7 +19,7 @@ from baton.rpc.trust import Trust
 from baton.telemetry import ROUTER, RouterMetrics, new_registry, request_scope
 from router.discovery.membership import Membership
 from router.discovery.source import Found, Member
-from router.nodes.cluster import NUM_TOLD, Cluster
+from router.nodes.cluster import NUM_TOLD, Cluster, Readiness
 from router.nodes.dispatcher import Dispatcher
 from router.nodes.links import NodeLink
 from router.nodes.report import num_nodes_by_state
@@ -60,9 +60,10 @@ class FakeLink(NodeLink):
 class Nodes:
     """A cluster of such links, with one source."""
 
-    label, problem = "test", None
+    label = "test"
 
     def __init__(self) -> None:
+        self.problem: str | None = None
         metrics = RequestMetrics(RouterMetrics(new_registry(ROUTER)), lambda: "m")
         core = RouterCore(1)
         self.dispatcher = Dispatcher(core, metrics)
@@ -337,6 +338,29 @@ async def test_nodes_that_fit_no_other_are_not_up() -> None:
         ("decode", "incompatible"): 1,
     }
     assert counts["decode", "up"] == 0, "a gauge that stays behind would say that it is in use"
+    await nodes.cluster.close()
+
+
+async def test_a_source_with_a_problem_degrades_a_router_that_is_ready(caplog: pytest.LogCaptureFixture) -> None:
+    """Which is said once."""
+    nodes = Nodes()
+    nodes.cluster.start()
+    await turn()
+    roles = (NodeRole.PREFILL, NodeRole.DECODE)
+    wanted = frozenset(Member(role, address) for role, address in zip(roles, ADDRESSES, strict=False))
+    nodes.found(wanted)
+    for link in nodes.live:
+        link.connect()
+        assert link.info is not None
+        nodes.dispatcher.node_up(link.info, lambda message: None)
+    nodes.found(wanted)
+    assert nodes.cluster.readiness() == Readiness(None)
+    nodes.problem = "no answer from DNS"
+    for _ in range(2):
+        nodes.found(wanted)
+    assert nodes.cluster.readiness() == Readiness(None, "no answer from DNS")
+    said = [(record.levelname, record.getMessage()) for record in caplog.records if record.levelname == "WARNING"]
+    assert said == [("WARNING", "ready, degraded: no answer from DNS")]
     await nodes.cluster.close()
 
 
