@@ -3,6 +3,7 @@ connection."""
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import threading
@@ -15,7 +16,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.ranks.stream import MAX_BODY_BYTES, Content, FrameReader, RankStream, pack_message, pack_step
+from node.ranks.stream import (
+    FULL_TIMEOUT_S,
+    MAX_BODY_BYTES,
+    Content,
+    FrameReader,
+    RankStream,
+    pack_message,
+    pack_step,
+)
+from tests.node.scenes import PATIENCE_S
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -117,6 +127,18 @@ def test_what_threads_send_is_not_mixed(streams: tuple[RankStream, RankStream]) 
     )
 
 
+def test_a_connection_that_had_a_deadline_waits_for_steps_without_one_and_holds_none_back() -> None:
+    """As that by which it was made. A send has a deadline of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        connection = socket.create_connection(listener.getsockname(), timeout=PATIENCE_S)
+    stream = RankStream(connection)
+    assert connection.gettimeout() is None
+    assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    limit = connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, 16)
+    assert struct.unpack("@ll", limit) == (FULL_TIMEOUT_S, 0)
+    stream.close()
+
+
 def test_an_end_that_takes_nothing_is_not_waited_for_long(streams: tuple[RankStream, RankStream]) -> None:
     ours, _ = streams
     ours.limit_sends(0.05)
@@ -147,3 +169,13 @@ def test_the_end_of_the_other_is_told(streams: tuple[RankStream, RankStream]) ->
     theirs.close()
     with pytest.raises(ConnectionError):
         ours.receive()
+
+
+def test_the_other_learns_of_the_end_at_once(streams: tuple[RankStream, RankStream]) -> None:
+    """Though a fork of this process has the connection, too."""
+    ours, theirs = streams
+    of_fork = os.dup(ours.fileno())
+    ours.close()
+    with pytest.raises(ConnectionResetError, match="has closed the connection"):
+        theirs.receive()
+    os.close(of_fork)

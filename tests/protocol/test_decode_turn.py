@@ -9,7 +9,7 @@ import pytest
 import decode_node.leases
 import decode_node.turn_budget
 from baton.block_hash import chain
-from baton.handoff_messages import Credit, Reserve
+from baton.handoff_messages import Credit, Grant, Reserve
 from baton.messages import Abort, Adopted, AttemptId
 from decode_node.credits import MIN_OPEN_PARTS
 from decode_node.turn_budget import Budget
@@ -131,6 +131,20 @@ def test_after_a_long_prompt_others_wait_only_if_there_is_time_for_one(
     monkeypatch.setattr(decode_node.leases, "LONG_BLOCKS", 2)
     budget = Budget(one_long=one_long)
     assert [budget.spend(num_blocks) for num_blocks in (2, 2, 3, 1)] == [True, True, True, not one_long]
+
+
+@pytest.mark.parametrize("only_launches", [False, True])
+def test_a_long_prompt_waits_for_a_launch_only_if_that_is_short(
+    decoding: Decoding, only_launches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU a launch is the step itself."""
+    monkeypatch.setattr(decode_node.turn_budget, "BLOCK_S", STEP_S)
+    monkeypatch.setattr(decoding.core.receiver.ranks[0].transport, "expect", lambda *_: None)
+    monkeypatch.setattr(decoding.node.model, "only_launches", only_launches)
+    decoding.reserve_fresh("new")
+    decoding.core.prepare(decoding.now)
+    said = [output.message for output in decoding.core.take_outputs() if isinstance(output, ToPrefill)]
+    assert [type(message) for message in said] == ([] if only_launches else [Grant])
 
 
 def test_slots_are_shared_out_after_the_launch(decoding: Decoding, monkeypatch: pytest.MonkeyPatch) -> None:
