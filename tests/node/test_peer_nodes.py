@@ -383,6 +383,19 @@ def test_a_node_that_says_nothing_ends_all_others_by_name(scene: Scene) -> None:
     scene.ended(f"data parallel rank 2 has been silent for {limits.silence:g} s", number=2)
 
 
+def test_a_node_that_loads_may_be_silent_for_longer(scene: Scene) -> None:
+    """As while it imports torch."""
+    limits = Limits(PATIENCE_S, silence=3 * BEAT_S, loading_silence=PATIENCE_S, report=0.0)
+    started = scene.meet(0, 2, limits=limits)
+    scene.connect(rank=1, size=2, serves=SERVES)
+    node = started.result(PATIENCE_S)
+    node.ready(lambda: None)
+    for _ in range(5):
+        node._beat()
+    assert node.why_lost(0) is None
+    assert not scene.exits.acquire(blocking=False)
+
+
 def test_a_node_whose_start_another_one_has_broken_can_say_which(scene: Scene) -> None:
     """It has a moment for it before it is ended."""
     limits = Limits(PATIENCE_S, PATIENCE_S, PATIENCE_S, report=PATIENCE_S)
