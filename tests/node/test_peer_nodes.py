@@ -384,12 +384,13 @@ def test_a_node_that_says_nothing_ends_all_others_by_name(scene: Scene) -> None:
 
 
 def test_a_node_that_loads_may_be_silent_for_longer(scene: Scene) -> None:
-    """As while it imports torch."""
+    """As while it imports torch. It may be told to stop meanwhile."""
     limits = Limits(PATIENCE_S, silence=3 * BEAT_S, loading_silence=PATIENCE_S, report=0.0)
     started = scene.meet(0, 2, limits=limits)
     scene.connect(rank=1, size=2, serves=SERVES)
     node = started.result(PATIENCE_S)
     node.ready(lambda: None)
+    node._handle(1, {"rank": 1, "stopping": True})
     for _ in range(5):
         node._beat()
     assert node.why_lost(0) is None
