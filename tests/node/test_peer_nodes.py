@@ -397,6 +397,17 @@ def test_a_node_that_loads_may_be_silent_for_longer(scene: Scene) -> None:
     assert not scene.exits.acquire(blocking=False)
 
 
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_node_that_has_loaded_last_stops_only_if_another_one_was_told_to(scene: Scene, stops: bool) -> None:
+    started = scene.meet(0, 2)
+    scene.connect(rank=1, size=2, serves=SERVES)
+    node, told = started.result(PATIENCE_S), list[bool]()
+    for message in ({"ready": True}, {"wave": 0}, {"stopping": True})[: 3 if stops else 2]:
+        node._handle(1, {"rank": 1, **message})
+    node.ready(lambda: told.append(True))
+    assert told == [True] * stops
+
+
 def test_a_node_whose_start_another_one_has_broken_can_say_which(scene: Scene) -> None:
     """It has a moment for it before it is ended."""
     limits = Limits(PATIENCE_S, PATIENCE_S, PATIENCE_S, report=PATIENCE_S)
