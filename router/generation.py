@@ -151,7 +151,8 @@ class Generation:
         room = _MAX_LOGPROBS
         for _ in range(min(_MAX_DELTAS, len(self._waiting))):
             delta = self._waiting.popleft()
-            room -= sum([1 + len(entry.top) for entry in delta.logprobs])
+            if delta.logprobs:
+                room -= sum([1 + len(entry.top) for entry in delta.logprobs])
             by_answer.setdefault(delta.index, []).append(delta)
             if room <= 0:
                 break

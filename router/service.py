@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from baton.block_hash import BlockHash, chain
 from baton.errors import InvalidRequest, NodeUnavailable
-from baton.sampling import SamplingParams
+from baton.sampling import DEFAULT_MAX_LOGPROBS, SamplingParams
 from baton.structured_output.constraint import StructuredBackend, StructuredKind, StructuredOutput
 from baton.telemetry.trace_context import current_trace
 from router.api_keys import salted
@@ -194,7 +194,8 @@ class Service:
         for prompt in prompts:
             parts.append(self._part(model, wanted, stops, prompt, len(parts) * wanted.n, bad_words, preparation))
             await pause()
-        check_answer_logprobs([part.request.sampling for part in parts], wanted)
+        if parts[0].request.sampling.num_logprobs > DEFAULT_MAX_LOGPROBS:
+            check_answer_logprobs([part.request.sampling for part in parts], wanted)
         generation = Generation(
             wanted.request_id, self._dispatcher, parts, admitted, self._deliveries, self._tells_timings
         )

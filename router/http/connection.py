@@ -34,6 +34,8 @@ MAX_PIPELINED = 64
 _MAX_TURNED_AWAY = 128
 """Connections beyond the limit that may be open at the same time to be told so; they need descriptors too."""
 _HEADER_COST = 32
+_LAST_SHARE = 0.1
+"""Of the time without a request, which is counted while this process runs: a timer for each request is cheaper."""
 
 
 class SharedConnectionState:
@@ -82,6 +84,7 @@ class Connection(BoundedWrites, HttpToolsProtocol):
         super().__init__(config, server_state, {}, loop)
         self._shared = shared
         self._limits = shared.limits
+        self.timeout_keep_alive *= 1 - _LAST_SHARE  # type: ignore[assignment]  # goes to call_later
         self.url = b""
         self._plain_head = b""  # of a request that asks for another protocol, as if it had not
         self._reading = _Reading.NOTHING
@@ -125,6 +128,12 @@ class Connection(BoundedWrites, HttpToolsProtocol):
             self._close_in_time()
 
     def timeout_keep_alive_handler(self) -> None:
+        """The client has been idle for most of its time, unless this process did not run. Then a request that has come
+        is read in the rest of it."""
+        rest_s = self._limits.idle_timeout_s - self.timeout_keep_alive
+        self.timeout_keep_alive_task = SilenceWatch(rest_s, self._close_idle)  # type: ignore[assignment]  # as much of it
+
+    def _close_idle(self) -> None:
         super().timeout_keep_alive_handler()
         self._close_in_time()
 
@@ -186,10 +195,10 @@ class Connection(BoundedWrites, HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             raise _Refused(400, f"more than {MAX_PIPELINED} requests at once on one connection")
         self.expect_100_continue &= self.parser.get_http_version() != "1.0"  # whose clients know no such answer
-        if not self.url.startswith(b"/") and httptools.parse_url(self.url).path is None:  # http://host
+        if self.url[:1] != b"/" and httptools.parse_url(self.url).path is None:  # http://host
             address, mark, query = self.url.partition(b"?")
             self.url = address + b"/" + mark + query
-        self.scope["headers"] = self.headers.copy()  # trailers, which nobody on the way checks, come to uvicorn's list
+        self.scope["headers"] = [*self.headers]  # trailers, which nobody on the way checks, come to uvicorn's list
         super().on_headers_complete()
         self._overhead_bytes = 0
         self._reading = _Reading.BODY
@@ -252,8 +261,8 @@ class Connection(BoundedWrites, HttpToolsProtocol):
         answering = self.cycle is not None and not self.cycle.response_complete
         if self._reading is _Reading.NOTHING:
             if not answering and self.timeout_keep_alive_task is None:
-                idle_s, close = self._limits.idle_timeout_s, self.timeout_keep_alive_handler
-                self.timeout_keep_alive_task = SilenceWatch(idle_s, close)  # type: ignore[assignment]  # as much of it
+                idle_s, end = self.timeout_keep_alive, self.timeout_keep_alive_handler
+                self.timeout_keep_alive_task = self.loop.call_later(idle_s, end)
         elif self._reading is _Reading.HEAD:
             if not answering:
                 self._wait_for_rest(self._limits.header_timeout_s, self._late)
@@ -280,13 +289,13 @@ class Connection(BoundedWrites, HttpToolsProtocol):
         if self._body_writer is not None:
             self._body_writer.end()
         super().on_response_complete()
-        self._unset_keepalive_if_required()  # uvicorn's timer would count time in which this process does not run
         if self.transport.is_closing():
             return
         if self._reading is _Reading.BODY and self.cycle.response_complete:
             self._stop_read_timer()
             self._wait_for_rest(self._limits.linger_s, self.transport.abort)
-        else:  # the next may have begun
+        elif self._reading is not _Reading.NOTHING:  # the next has begun
+            self._unset_keepalive_if_required()
             self._watch()
 
     def _close(self) -> None:

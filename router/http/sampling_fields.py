@@ -77,12 +77,14 @@ F = TypeVar("F", bound=BaseModel)
 def with_num_logprobs(body: F, model: ServedModel, *names: str) -> F:
     """The same with `ALL` in the fields of these names replaced by its number. Raises InvalidRequest if the model tells
     fewer logprobs."""
-    given = {name: asked for name in names if (asked := getattr(body, name)) is not None}
-    counts = {name: num_logprobs(asked, model) for name, asked in given.items()}
-    for name, count in counts.items():
-        if count is None:
-            raise InvalidRequest(f"`{name}` must be in {logprobs_range(model)}, not {given[name]}.", name)
-    return body.model_copy(update=counts) if counts != given else body
+    counts = dict[str, int]()
+    for name in names:
+        if (asked := getattr(body, name)) is not None:
+            if (count := num_logprobs(asked, model)) is None:
+                raise InvalidRequest(f"`{name}` must be in {logprobs_range(model)}, not {asked}.", name)
+            if count != asked:
+                counts[name] = count
+    return body.model_copy(update=counts) if counts else body
 
 
 def check_logprob_token_ids(ids: Sequence[int] | None, model: ServedModel, where: str) -> None:

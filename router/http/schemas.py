@@ -108,7 +108,8 @@ class GenerationFields(SamplingFields):
 
     def with_num_logprobs(self, model: ServedModel) -> Self:
         """See `router.http.sampling_fields`. Raises InvalidRequest."""
-        check_logprob_token_ids(self.logprob_token_ids, model, "logprob_token_ids")
+        if self.logprob_token_ids:
+            check_logprob_token_ids(self.logprob_token_ids, model, "logprob_token_ids")
         return with_num_logprobs(self, model, *self._logprob_counts)
 
     def _check_best_of(self, best_of: int) -> None:

@@ -12,7 +12,6 @@ from baton.errors import InvalidRequest
 from baton.node_info import GenerationDefaults
 from baton.priority import check_priority
 from baton.sampling import (
-    DEFAULT_MAX_LOGPROBS,
     MAX_ALLOWED_TOKEN_IDS,
     MAX_CACHE_SALT_CHARS,
     MAX_LOGIT_BIAS,
@@ -232,11 +231,8 @@ def sampling_params(
         named = given["logprob_token_ids"] = tuple(dict.fromkeys(given["logprob_token_ids"]))
         _check_tokens(named, model, "logprob_token_ids")
         given["num_logprobs"] = len(named)
-    for name, count in (
-        ("num_logprobs", num_sample_logprobs(given, model)),
-        ("num_prompt_logprobs", num_prompt_logprobs(given, model)),
-    ):
-        if count is not None:
+    for name, count_of in (("num_logprobs", num_sample_logprobs), ("num_prompt_logprobs", num_prompt_logprobs)):
+        if name in given and (count := count_of(given, model)) is not None:
             given[name] = count
     given["bad_words_token_ids"] = bad_words_token_ids
     if given.get("top_k") == -1:  # vLLM's older way to say off
@@ -249,10 +245,9 @@ def sampling_params(
 
 
 def check_answer_logprobs(params: Sequence[SamplingParams], wanted: GenerationRequest) -> None:
-    """Raises InvalidRequest if the answers would have too many logprobs. params: of each prompt."""
+    """Raises InvalidRequest if the answers would have too many logprobs. params: of each prompt, with more logprobs of
+    each token than there are by default."""
     num_each, width, limits = 1 + params[0].num_logprobs, params[0].beam_width, wanted.logprob_limits
-    if num_each <= 1 + DEFAULT_MAX_LOGPROBS:
-        return
     at_once = num_each * (max([of_prompt.max_tokens for of_prompt in params]) if width else 1)
     in_all = max(wanted.n, width) * num_each * sum([of_prompt.max_tokens for of_prompt in params])
     for count, most, where in ((at_once, limits.at_once, "one event"), (in_all, limits.of_answers, "all answers")):

@@ -33,6 +33,8 @@ class ScoredPrompt:
 
 def check_prompt_logprobs(prompts: Sequence[tuple[int, ...]], wanted: GenerationRequest, model: ServedModel) -> None:
     """Raises InvalidRequest if the model does not tell so many, or the answers would repeat too many."""
+    if "num_prompt_logprobs" not in wanted.sampling:
+        return
     num_top = num_prompt_logprobs(wanted.sampling, model)
     if num_top is None:
         return

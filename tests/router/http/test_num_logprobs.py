@@ -22,8 +22,8 @@ nodes, router, client = shared_fixtures()
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared():
     cluster = FakeCluster(says("hello world"))
-    await cluster.add(NodeRole.PREFILL, max_logprobs=SIZE)
-    await cluster.add(NodeRole.DECODE, max_logprobs=SIZE + 9)
+    await cluster.add(NodeRole.PREFILL, max_logprobs=SIZE, max_model_len=4096)
+    await cluster.add(NodeRole.DECODE, max_logprobs=SIZE + 9, max_model_len=4096)
     async with shared_by_all(cluster) as shared:
         yield shared
     await cluster.close()
@@ -38,6 +38,7 @@ async def shared():
         (COMPLETIONS, {"prompt": "x", "logprobs": -1, "prompt_logprobs": 3, "echo": True}, (SIZE, SIZE)),
         (COMPLETIONS, {"prompt": "x", "logprobs": 0, "logprob_token_ids": [*range(30)]}, (30, None)),
         (COMPLETIONS, {"prompt": "x", "logprobs": -1, "n": 2, "best_of": 3}, (SIZE, None)),
+        (COMPLETIONS, {"prompt": "x", "logprobs": 20, "n": 128, "max_tokens": 2000}, (20, None)),  # as ever
         (TOKENS, {"token_ids": [5, 6], "sampling_params": {"logprobs": -1, "prompt_logprobs": -1}}, (SIZE, SIZE)),
         (RESPONSES, {**INPUT, "top_logprobs": SIZE}, (SIZE, None)),
         (SGLANG, {"text": "x", "return_logprob": True, "top_logprobs_num": SIZE}, (SIZE, None)),
