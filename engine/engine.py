@@ -215,8 +215,10 @@ class Engine:
         if not self.has_room:
             return Plan()
         began = time.perf_counter()
-        has_newcomers, idle = self._adopted_since is not None, self._oldest_is_done
-        idle_s = self._timing.idle_s(now, has_newcomers=has_newcomers, idle=idle)
+        idle_s = 0.0
+        if self.config.target_itl_s is not None:
+            kind = LaunchKind(prompts=True, newcomers=self._adopted_since is not None)
+            idle_s = self._timing.pace.idle_s(now, kind, idle=self._oldest_is_done)
         plan = self.scheduler.schedule(may_preempt=not self._in_flight, idle_s=idle_s)
         self.counters.scheduled(began, launches=bool(plan.chunks))
         for seq in plan.preempted:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from engine.config import EngineConfig
 from engine.in_flight import InFlight
-from engine.pace import LaunchKind, Pace
+from engine.pace import Pace
 from engine.prompt_rate import PromptRate
 from engine.step_size import EMPTY, StepSize
 from engine.step_time import StepTime
@@ -28,13 +28,6 @@ class StepTiming:
         """How fast a prompt would be computed beside the running sequences, without exceeding `target_itl_s`. 0: not
         known, or there is no such limit."""
         return self._prompt_rate.tokens_per_s(self._decodes if is_running else EMPTY, self._clock())
-
-    def idle_s(self, now: float, *, has_newcomers: bool, idle: bool) -> float:
-        """How long the device will probably idle before a step with prompts whose launch begins now; 0 if nothing is
-        to be kept within `target_itl_s`. idle: the step in flight is done."""
-        if self._config.target_itl_s is None:
-            return 0.0
-        return self.pace.idle_s(now, LaunchKind(True, has_newcomers), idle=idle)
 
     def learn(self, retired: InFlight) -> float:
         """Learn how long a step took: on a device of its own since the end of the step before, else including its turn.
