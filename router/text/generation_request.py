@@ -232,8 +232,8 @@ def sampling_params(
         _check_tokens(named, model, "logprob_token_ids")
         given["num_logprobs"] = len(named)
     for name, count_of in (("num_logprobs", num_sample_logprobs), ("num_prompt_logprobs", num_prompt_logprobs)):
-        if name in given and (count := count_of(given, model)) is not None:
-            given[name] = count
+        if name in given:
+            given[name] = count_of(given[name], model)
     given["bad_words_token_ids"] = bad_words_token_ids
     if given.get("top_k") == -1:  # vLLM's older way to say off
         given["top_k"] = 0

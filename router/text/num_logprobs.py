@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from baton.errors import InvalidRequest
 from router.limits import MAX_ANSWER_LOGPROBS, MAX_PROMPT_LOGPROBS, MAX_STREAMED_LOGPROBS
@@ -44,20 +42,18 @@ def logprobs_range(model: ServedModel) -> str:
     return f"[{ALL if _tells_all(model) else 0}, {model.max_logprobs}]"
 
 
-def num_sample_logprobs(sampling: Mapping[str, Any], model: ServedModel) -> int | None:
-    """Of answers; None: none. sampling: what the client says, by name. Raises InvalidRequest."""
-    asked = sampling.get("num_logprobs")
-    if asked is None or (count := num_logprobs(asked, model)) is not None:
-        return asked if asked is None else count
+def num_sample_logprobs(asked: int, model: ServedModel) -> int:
+    """Of each token of an answer. Raises InvalidRequest."""
+    if (count := num_logprobs(asked, model)) is not None:
+        return count
     rule = f"must be at most {model.max_logprobs}" if asked > 0 else "must be 0 or more"
     raise InvalidRequest(f"logprobs {rule}, not {asked}", "logprobs")
 
 
-def num_prompt_logprobs(sampling: Mapping[str, Any], model: ServedModel) -> int | None:
-    """See `num_sample_logprobs`. Raises InvalidRequest."""
-    asked = sampling.get("num_prompt_logprobs")
-    if asked is None or (count := num_logprobs(asked, model)) is not None:
-        return asked if asked is None else count
+def num_prompt_logprobs(asked: int, model: ServedModel) -> int:
+    """Of each token of a prompt. Raises InvalidRequest."""
+    if (count := num_logprobs(asked, model)) is not None:
+        return count
     raise InvalidRequest(f"prompt_logprobs must be in {logprobs_range(model)}, not {asked}", "prompt_logprobs")
 
 

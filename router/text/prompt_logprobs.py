@@ -35,9 +35,7 @@ def check_prompt_logprobs(prompts: Sequence[tuple[int, ...]], wanted: Generation
     """Raises InvalidRequest if the model does not tell so many, or the answers would repeat too many."""
     if "num_prompt_logprobs" not in wanted.sampling:
         return
-    num_top = num_prompt_logprobs(wanted.sampling, model)
-    if num_top is None:
-        return
+    num_top = num_prompt_logprobs(wanted.sampling["num_prompt_logprobs"], model)
     count, most = wanted.n * (1 + num_top) * sum(map(len, prompts)), wanted.logprob_limits.of_prompts
     if count > most:
         raise InvalidRequest(
