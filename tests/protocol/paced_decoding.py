@@ -72,6 +72,13 @@ class Decoding:
         while not oldest.is_done():
             self.node.model.advance()
 
+    def finish_all(self) -> None:
+        """Take turns until no step is in flight."""
+        self.turn()
+        while self.num_in_flight:
+            self.finish_step()
+            self.turn()
+
     def reserve(self, deadline_s: float = 60.0) -> int:
         hashes = tuple(chain(PROMPT, BLOCK_SIZE))
         message = Reserve(NEW, self.node.incarnation, len(PROMPT), hashes, 1, deadline_s, 60)

@@ -91,10 +91,7 @@ def test_nothing_runs_and_nothing_is_put_off() -> None:
     decoding = Decoding()
     lease = decoding.reserve()
     decoding.core.handle(Abort(OLD), decoding.now)
-    decoding.turn()
-    while decoding.num_in_flight != 0:
-        decoding.finish_step()
-        decoding.turn()
+    decoding.finish_all()
     decoding.commit(lease)
     assert len(decoding.told(Adopted)) == 1
     assert decoding.num_in_flight == 1
@@ -104,10 +101,11 @@ def test_an_abort_before_the_first_step_leaves_nothing_behind(decoding: Decoding
     decoding.commit(decoding.reserve())
     decoding.core.handle(Abort(NEW), decoding.now)
     decoding.core.handle(Abort(OLD), decoding.now)
-    decoding.turn()
-    while decoding.num_in_flight:
-        decoding.finish_step()
-        decoding.turn()
+    decoding.finish_all()
+    check_nothing_is_left(decoding)
+
+
+def check_nothing_is_left(decoding: Decoding) -> None:
     assert decoding.told(Adopted) == []
     assert len(decoding.told(End)) == 1
     assert decoding.core.idle
@@ -197,10 +195,7 @@ def test_a_first_token_does_not_wait_if_no_step_is_before_its_own(monkeypatch: p
     monkeypatch.setattr(decoding.core.engine, "config", config)
     lease = decoding.reserve()
     decoding.core.handle(Abort(OLD), decoding.now)
-    decoding.turn()
-    while decoding.num_in_flight != 0:
-        decoding.finish_step()
-        decoding.turn()
+    decoding.finish_all()
     message = Prefill(AttemptId(EPOCH, "local", 0), decoding.node.incarnation, PROMPT, (Sample(0),), ENDLESS, 60.0)
     decoding.core.handle(message, decoding.now)
     decoding.commit(lease)
@@ -214,11 +209,5 @@ def test_an_abort_between_launch_and_begin_of_the_first_step_leaves_nothing_behi
     decoding = Filling(monkeypatch, 0.020).decoding
     for attempt_id in (NEW, OLD, AttemptId(EPOCH, "local", 0)):
         decoding.core.handle(Abort(attempt_id), decoding.now)
-    decoding.turn()
-    while decoding.num_in_flight:
-        decoding.finish_step()
-        decoding.turn()
-    assert decoding.told(Adopted) == []
-    assert len(decoding.told(End)) == 1
-    assert decoding.core.idle
-    assert decoding.node.pool_is_whole()
+    decoding.finish_all()
+    check_nothing_is_left(decoding)

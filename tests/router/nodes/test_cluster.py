@@ -29,6 +29,7 @@ from router.text.models import Models
 from tests.router.rig import info
 
 ADDRESSES = [HostPort("node", port) for port in (1, 2, 3)]
+NODE = Member(NodeRole.DECODE, ADDRESSES[0])
 
 
 class FakeLink(NodeLink):
@@ -91,6 +92,16 @@ class Nodes:
 async def turn() -> None:
     for _ in range(4):
         await asyncio.sleep(0)
+
+
+async def with_a_node() -> Nodes:
+    """A cluster that has found NODE, to which its link is not up yet."""
+    nodes = Nodes()
+    nodes.cluster.start()
+    await turn()
+    nodes.found(frozenset({NODE}))
+    await turn()
+    return nodes
 
 
 OPERATION = st.one_of(
@@ -228,15 +239,11 @@ async def test_a_node_that_is_wanted_in_the_other_role_is_connected_to_anew_once
 
 async def test_a_node_that_is_added_while_it_is_removed_gets_nothing_until_it_is_connected_to_anew() -> None:
     """What it had goes on elsewhere, and so would what it gets before its session ends."""
-    nodes, member = Nodes(), Member(NodeRole.DECODE, ADDRESSES[0])
-    nodes.cluster.start()
-    await turn()
-    nodes.found(frozenset({member}))
-    await turn()
+    nodes = await with_a_node()
     (removed,) = nodes.live
     removed.connect()
     nodes.cluster.remove(removed)
-    nodes.cluster.membership.add(member)
+    nodes.cluster.membership.add(NODE)
     assert removed.draining
     await turn()
     (link,) = nodes.live
@@ -247,11 +254,7 @@ async def test_a_node_that_is_added_while_it_is_removed_gets_nothing_until_it_is
 
 async def test_other_nodes_that_come_and_go_leave_a_node_as_it_is() -> None:
     """One that is stopping is not in use again."""
-    nodes = Nodes()
-    nodes.cluster.start()
-    await turn()
-    nodes.found(frozenset({Member(NodeRole.DECODE, ADDRESSES[0])}))
-    await turn()
+    nodes = await with_a_node()
     (link,) = nodes.live
     link.connect()
     link.problem = "is stopping"
@@ -262,11 +265,7 @@ async def test_other_nodes_that_come_and_go_leave_a_node_as_it_is() -> None:
 
 async def test_a_link_that_ends_is_not_interrupted_again() -> None:
     """It has calls to end."""
-    nodes = Nodes()
-    nodes.cluster.start()
-    await turn()
-    nodes.found(frozenset({Member(NodeRole.DECODE, ADDRESSES[0])}))
-    await turn()
+    nodes = await with_a_node()
     task = nodes.cluster._running[ADDRESSES[0]].task
     for _ in range(2):
         nodes.found(frozenset())
@@ -277,15 +276,7 @@ async def test_a_link_that_ends_is_not_interrupted_again() -> None:
 def test_no_link_begins_as_the_loop_ends() -> None:
     """As with an error that ends the router, without `close`."""
 
-    async def begin() -> Nodes:
-        nodes = Nodes()
-        nodes.cluster.start()
-        await turn()
-        nodes.found(frozenset({Member(NodeRole.DECODE, ADDRESSES[0])}))
-        await turn()
-        return nodes
-
-    nodes = asyncio.run(begin())
+    nodes = asyncio.run(with_a_node())
     assert len(nodes.links) == 1
     assert not nodes.cluster.links
 
