@@ -316,7 +316,9 @@ def test_each_choice_gets_as_many_logprobs_as_it_asked_for() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("most", [20, 21, 50, 3000, 5000])
 def test_one_choice_may_ask_for_many_logprobs_and_others_for_few(device: str, most: int) -> None:
-    values = torch.randn(3, 3000, generator=torch.Generator().manual_seed(most))
+    generator = torch.Generator().manual_seed(most)
+    # apart from each other, since devices round differently
+    values = torch.stack([torch.randperm(3000, generator=generator) for _ in range(3)]) * 0.004
     numbers = [2, most, -1, 20, 0]
     rows = [0, 1, 0, 2, 1]
     asks = [Ask(greedy(num_logprobs=number), row=row) for number, row in zip(numbers, rows, strict=True)]
