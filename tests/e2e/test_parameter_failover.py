@@ -17,7 +17,7 @@ LONG = 90
 """Tokens of an answer during which a node is lost."""
 
 
-BATCH = 40
+BATCH = 41
 """Requests that run when a node is lost: with more of them, the first would have ended before the last have begun."""
 
 
