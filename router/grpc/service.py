@@ -335,7 +335,12 @@ def _log_end(method: str, status: str, received: float) -> None:
 
 def _described(model: ServedModel) -> pb.Model:
     defaults = wire.write_generation_defaults(model.defaults)
-    return pb.Model(id=model.name, max_model_len=model.max_model_len, generation_defaults=defaults)
+    return pb.Model(
+        id=model.name,
+        max_model_len=model.max_model_len,
+        generation_defaults=defaults,
+        max_logprobs=model.max_logprobs,
+    )
 
 
 def _message(message: pb.ChatMessage) -> dict[str, str]:

@@ -83,13 +83,18 @@ class Models:
         return dataclasses.replace(model, name=name) if name and name != model.name else model
 
     def served(self) -> list[ServedModel]:
-        """One of each name, aliases last, with the shortest context of its versions. Raises NodeUnavailable before any
+        """One of each name, aliases last, with the smallest limits of its versions. Raises NodeUnavailable before any
         is known."""
         if not self._versions:
             raise NodeUnavailable("no node has been reached yet, so the model is not known")
         of_names = {name: self._of(name) for name in self._all_names()}
         return [
-            dataclasses.replace(found[0], name=name, max_model_len=min(model.max_model_len for model in found))
+            dataclasses.replace(
+                found[0],
+                name=name,
+                max_model_len=min(model.max_model_len for model in found),
+                max_logprobs=min(model.max_logprobs for model in found),
+            )
             for name, found in of_names.items()
         ]
 

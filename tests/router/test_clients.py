@@ -293,6 +293,7 @@ async def test_grpc_tokens_and_models(stub):
         0.9,
         False,
     )
+    assert (model.max_model_len, model.max_logprobs) == (128, 20)
     tokens = await stub.Tokenize(pb.TokenizeRequest(prompt="hello"))
     assert wire.unpack_tokens(tokens.token_ids) == tiny_tokenizer().encode("hello", True)
     tokens = await stub.Tokenize(pb.TokenizeRequest(prompt="hello", add_special_tokens=False))

@@ -222,14 +222,16 @@ class ListModelsResponse(_message.Message):
     def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("id", "max_model_len", "generation_defaults")
+    __slots__ = ("id", "max_model_len", "generation_defaults", "max_logprobs")
     ID_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     GENERATION_DEFAULTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     id: str
     max_model_len: int
     generation_defaults: _common_pb2.GenerationDefaults
-    def __init__(self, id: _Optional[str] = ..., max_model_len: _Optional[int] = ..., generation_defaults: _Optional[_Union[_common_pb2.GenerationDefaults, _Mapping]] = ...) -> None: ...
+    max_logprobs: int
+    def __init__(self, id: _Optional[str] = ..., max_model_len: _Optional[int] = ..., generation_defaults: _Optional[_Union[_common_pb2.GenerationDefaults, _Mapping]] = ..., max_logprobs: _Optional[int] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("model", "prompt", "chat", "add_special_tokens")

@@ -88,6 +88,7 @@ def test_versions_are_drawn_by_their_shares() -> None:
     shares: dict[str, float] = {}
     models = Models(lambda name: shares, Random(0))
     old, new = node("a", fingerprint="old"), node("b", fingerprint="new", max_model_len=32)
+    old, new = (dataclasses.replace(info, max_logprobs=most) for info, most in ((old, 50), (new, 5)))
     models.join(old, TOKENIZER)
     models.join(new, TOKENIZER)
     assert models.get("m").version == version_of(new), "none can take a request, and the newer will first"
@@ -96,7 +97,7 @@ def test_versions_are_drawn_by_their_shares() -> None:
     assert 40 <= count <= 56
     shares.pop(version_of(new).id)
     assert {model.version for model in drawn(models, "m")} == {version_of(old)}
-    assert [(model.name, model.max_model_len) for model in models.served()] == [("m", 32)]
+    assert [(model.name, model.max_model_len, model.max_logprobs) for model in models.served()] == [("m", 32, 5)]
 
 
 def test_of_a_versions_nodes_the_smallest_limits_count() -> None:
