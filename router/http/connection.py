@@ -183,13 +183,18 @@ class Connection(BoundedWrites, HttpToolsProtocol):
         self._reading = _Reading.HEAD
 
     def on_headers_complete(self) -> None:
-        head_bytes = len(self.url) + sum([len(name) + len(value) + _HEADER_COST for name, value in self.headers])
+        head_bytes, num_hosts = len(self.url), 0
+        for name, value in self.headers:
+            head_bytes += len(name) + len(value) + _HEADER_COST
+            num_hosts += name == b"host"
         if head_bytes > self._limits.max_header_bytes or len(self.url) > MAX_URL_BYTES:
             raise self._too_large()
         if self.parser.should_upgrade():
             self._check_upgrade()
             if self._plain_head:
                 return
+        if num_hosts != 1 and (num_hosts or self.parser.get_http_version() != "1.0"):  # RFC 9112, section 3.2
+            raise _Refused(400, f"The request has {num_hosts} headers `Host` instead of one.")
         if self._read_timer is not None:
             self._stop_read_timer()
         if len(self.pipeline) >= MAX_PIPELINED:

@@ -42,7 +42,8 @@ REQUESTS = (
     b'POST /tokenize HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n10\r\n{"prompt": "hi"}\r\n0\r\n\r\n',
     b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 33\r\n\r\n"
     b'{"prompt": "hi", "stream": true} ',
-    b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /ready HTTP/1.1\r\nhost: x\r\n\r\nGET /none HTTP/1.1\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /ready HTTP/1.1\r\nhost: x\r\n\r\n"
+    b"GET /none HTTP/1.1\r\nhost: x\r\n\r\n",
     b"GET /health HTTP/1.1\r\nhost: x\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
     b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\nsec-websocket-version: 13\r\n\r\n",
     b"OPTIONS * HTTP/1.1\r\nhost: x\r\norigin: http://evil\r\naccess-control-request-method: POST\r\n\r\n",

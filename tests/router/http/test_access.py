@@ -314,7 +314,7 @@ async def test_bodies_have_a_limit_alone_and_together(nodes, caplog):
 
 async def test_a_length_of_thousands_of_digits_is_too_long(router):
     async with peer(router.server.http_address.port) as client:
-        await client.send(b"POST /tokenize HTTP/1.1\r\ncontent-length: " + b"0" * 5000 + b"2\r\n\r\n{}")
+        await client.send(b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: " + b"0" * 5000 + b"2\r\n\r\n{}")
         assert (await client.answer())[0] == 413
 
 

@@ -30,8 +30,8 @@ HEADER = b"x-filler: " + b"a" * 1000 + b"\r\n"
         (b"GET / HTTP/1.1\r\n", b"a:\r\n" * 100, 431, "larger than 4096 bytes"),
         (b"GET /", b"a" * 1000, 414, "address is longer"),
         (b"", b"\r\n" * 500, 431, "larger than 4096 bytes"),
-        (b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n0\r\n", HEADER, 431, "larger"),  # trailers
-        (b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n1;x=", b"a" * 1000, 431, "larger"),
+        (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\n", HEADER, 431, "larger"),  # trailers
+        (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1;x=", b"a" * 1000, 431, "larger"),
     ],
 )
 @on_uvloop
@@ -74,7 +74,7 @@ async def test_heads_bodies_and_idle_connections_have_their_time():
             await client.send(GET[:-2])
             assert await client.refusal() == (408, "The request's headers did not come within 0.2 s.")
         async with peer(port) as client:
-            await client.send(b"POST / HTTP/1.1\r\ncontent-length: 9\r\n\r\nabc")
+            await client.send(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nabc")
             assert await client.refusal() == (408, "The request's body did not come within 0.2 s.")
         async with peer(port) as client:
             await client.gone()  # never said anything
@@ -254,20 +254,20 @@ async def test_requests_in_one_piece_are_answered_in_turn():
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # a TLS handshake
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
         b"GET / HTTP/9.9\r\n\r\n",
-        b"NONSENSE / HTTP/1.1\r\n\r\n",
-        b"GET /\x00 HTTP/1.1\r\n\r\n",
-        b"GET / HTTP/1.1\r\nbad header\r\n\r\n",
-        b"GET / HTTP/1.1\r\na: b\x00c\r\n\r\n",
+        b"NONSENSE / HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET /\x00 HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: x\r\nbad header\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: x\r\na: b\x00c\r\n\r\n",
         b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n\r\n",
-        b"POST / HTTP/1.1\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nabcdef",
-        b"POST / HTTP/1.1\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
-        b"POST / HTTP/1.1\r\ntransfer-encoding: chunked, identity\r\n\r\n0\r\n\r\n",
-        b"POST / HTTP/1.1\r\ncontent-length: -1\r\n\r\n",
-        b"POST / HTTP/1.1\r\ncontent-length: +5\r\n\r\nabcde",
-        b"POST / HTTP/1.1\r\ncontent-length: 99999999999999999999999\r\n\r\n",
-        b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nxyz\r\n",
-        b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nffffffffffffffffffff\r\n",
-        b"GET / HTTP/1.1\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nabcdef",
+        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked, identity\r\n\r\n0\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: +5\r\n\r\nabcde",
+        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999999999999999\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nxyz\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nffffffffffffffffffff\r\n",
+        b"GET / HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n",
     ],
 )
 @on_uvloop
@@ -278,7 +278,22 @@ async def test_what_is_no_request_is_refused_with_a_reason(data):
         assert (status, bool(message)) == (400, True)
 
 
-H2C = b"upgrade: h2c\r\nhttp2-settings: AA\r\n"
+@pytest.mark.parametrize("hosts", [0, 2])
+@on_uvloop
+async def test_a_request_names_one_host(hosts):
+    """RFC 9112, section 3.2. Clients of HTTP/1.0 need not name any."""
+    head = b"GET /a HTTP/1.%d\r\n" + b"host: x\r\n" * hosts + b"%b\r\n"
+    async with echoing() as port:
+        for upgrade in (b"", b"connection: upgrade\r\nupgrade: h2c\r\n"):
+            async with peer(port) as client:
+                await client.send(head % (1, upgrade))
+                assert await client.refusal() == (400, f"The request has {hosts} headers `Host` instead of one.")
+        async with peer(port) as client:
+            await client.send(head % (0, b""))
+            assert (await client.answer())[0] == (400 if hosts else 200)
+
+
+H2C = b"host: x\r\nupgrade: h2c\r\nhttp2-settings: AA\r\n"
 
 
 @pytest.mark.parametrize("connection", [b"upgrade, http2-settings", b"upgrade, close"])
@@ -323,7 +338,7 @@ async def test_old_clients_and_careful_ones():
             assert (await client.answer())[2] == b"/a 0"
             await client.gone()
         async with peer(port) as client:
-            await client.send(b"POST /a HTTP/1.1\r\ncontent-length: 3\r\nexpect: 100-continue\r\n\r\n")
+            await client.send(b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\nexpect: 100-continue\r\n\r\n")
             async with asyncio.timeout(PATIENCE_S):
                 assert await client._reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
             await client.send(b"xyz")
@@ -359,9 +374,9 @@ async def test_trailers_are_no_headers():
         await send({"type": "http.response.body", "body": body})
 
     async with serving(app) as port, peer(port) as client:
-        chunked = b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n0\r\nauthorization: Bearer x\r\n\r\n"
+        chunked = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\nauthorization: a\r\n\r\n"
         await client.send(chunked + GET)
-        assert (await client.answer())[2] == b"transfer-encoding"
+        assert (await client.answer())[2] == b"host transfer-encoding"
         assert (await client.answer())[2] == b"host"
 
 
@@ -381,7 +396,7 @@ async def test_clients_of_http_1_0_get_bodies_without_chunks():
             (b"1.1", b"4\r\none \r\n4\r\ntwo \r\n5\r\nthree\r\n0\r\n\r\n"),
         ):
             async with peer(port) as client:
-                await client.send(b"GET /a HTTP/" + version + b"\r\nconnection: close\r\n\r\n")
+                await client.send(b"GET /a HTTP/" + version + b"\r\nhost: x\r\nconnection: close\r\n\r\n")
                 head, _, rest = (await client.rest()).partition(b"\r\n\r\n")
                 assert (b"chunked" in head, rest) == (version == b"1.1", body)
 
@@ -392,13 +407,13 @@ async def test_clients_of_http_1_0_get_bodies_without_chunks():
 @on_uvloop
 async def test_a_request_answered_early_may_end_and_the_next_come():
     async with serving(refuse) as port, peer(port) as client:
-        await client.send(b"POST /a HTTP/1.1\r\ncontent-length: 100000\r\n\r\n")
+        await client.send(b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n")
         assert (await client.answer())[0] == 401
         await client.send(b"x" * 100_000 + GET)
         assert (await client.answer())[0] == 401
 
 
-@pytest.mark.parametrize("head", [b"HTTP/1.1\r\nconnection: close", b"HTTP/1.0"])
+@pytest.mark.parametrize("head", [b"HTTP/1.1\r\nhost: x\r\nconnection: close", b"HTTP/1.0"])
 @on_uvloop
 async def test_who_closes_with_the_answer_gets_to_read_it_while_sending(head):
     """A connection that is closed before all has come is reset, and so is the answer that was not read yet."""
@@ -413,7 +428,7 @@ async def test_who_closes_with_the_answer_gets_to_read_it_while_sending(head):
 @on_uvloop
 async def test_one_that_goes_on_is_cut_off():
     async with serving(refuse, linger_s=0.3) as port, peer(port) as client:
-        await client.send(b"POST /a HTTP/1.1\r\ncontent-length: 999999999999\r\n\r\n")
+        await client.send(b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 999999999999\r\n\r\n")
         assert (await client.answer())[0] == 401
         async with asyncio.timeout(PATIENCE_S):
             await client.flood(bytes(65536), 2**40)

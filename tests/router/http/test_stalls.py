@@ -35,7 +35,7 @@ def read_all(client):
 async def test_a_request_that_comes_while_the_server_does_not_run_is_not_late():
     """A part of it lies in the socket meanwhile, and its client waits for room there."""
     async with serving(refuse, linger_s=0.6) as port, peer(port) as client:
-        await client.send(b"POST /a HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % 2**23)
+        await client.send(b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % 2**23)
         assert (await client.answer())[0] == 401
         rest = asyncio.create_task(client.send(bytes(2**23) + GET))
         await stand_still(0.7, lambda: None)
