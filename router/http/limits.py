@@ -21,7 +21,7 @@ class ConnectionLimits:
 
     `max_header_bytes`: the request line and all headers; each counts 32 bytes in addition to its text, as in HTTP/2.
     `header_timeout_s`, `body_timeout_s`: from the first byte of a request's head or body to the last.
-    `write_timeout_s`: how long an answer may wait for its client to read. `idle_timeout_s`: between requests.
+    `write_timeout_s`: for how long a client may take nothing of what waits for it. `idle_timeout_s`: between requests.
     `linger_s`: how long a refused client may go on sending; one that is cut off while it sends does not see the reason.
     """
 

@@ -16,11 +16,15 @@ NUM_SLICES = 10
 
 
 class SilenceWatch:
-    """Calls `silent` once `heard` has not been called for NUM_SLICES slices. Asyncio thread only."""
+    """Calls `silent` once `heard` has not been called for NUM_SLICES slices. `was_heard`: asked at the end of each
+    slice, about a peer whose signs of life nobody is told of. Asyncio thread only."""
 
-    def __init__(self, limit_s: float, silent: Callable[[], object]) -> None:
+    def __init__(
+        self, limit_s: float, silent: Callable[[], object], was_heard: Callable[[], bool] = lambda: False
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._silent: Callable[[], object] | None = silent
+        self._was_heard = was_heard
         self._slice_s = limit_s / NUM_SLICES
         self._num_silent = 0
         self._timer = self._loop.call_later(self._slice_s, self._slice_ended)
@@ -41,7 +45,7 @@ class SilenceWatch:
         self._silent = None
 
     def _slice_ended(self) -> None:
-        self._num_silent += 1
+        self._num_silent = 0 if self._was_heard() else self._num_silent + 1
         if self._num_silent < NUM_SLICES:
             self._timer = self._loop.call_later(self._slice_s, self._slice_ended)
         elif self._silent is not None:

@@ -152,6 +152,34 @@ async def test_who_does_not_read_is_cut_off(whole):
 
 
 @on_uvloop
+async def test_who_reads_slowly_may_go_on():
+    """For longer than the limit, and so slowly that nothing more goes to the socket meanwhile."""
+    body, limit_s = bytes(16 * 2**20), 0.2
+    reading = asyncio.Event()
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
+        await send({"type": "http.response.body", "body": body})
+        reading.set()
+
+    async with serving(app, write_timeout_s=limit_s) as port:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+            client.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(client, (LOOPBACK, port))
+            await loop.sock_sendall(client, GET)
+            await reading.wait()
+            size, end = 0, loop.time() + 3 * limit_s
+            async with asyncio.timeout(PATIENCE_S):
+                while piece := await loop.sock_recv(client, 4096 if loop.time() < end else 2**20):
+                    size += len(piece)
+                    if loop.time() < end:
+                        await asyncio.sleep(limit_s / 40)
+    assert size > len(body)
+
+
+@on_uvloop
 async def test_an_answer_left_unread_keeps_no_connection_that_would_close():
     """So little that its writer was not paused."""
     answered = asyncio.Event()
