@@ -37,8 +37,7 @@ class ChatMessage(BaseModel):
     reasoning: str | None = Field(None, description="another name of `reasoning_content`, which comes first")
 
     def plain(self) -> dict[str, Any]:
-        """The message in the form for a chat template. Raises InvalidRequest for the older form of tool calls, and for
-        calls that are no JSON."""
+        """The message in the form for a chat template. Raises InvalidRequest for the older form of tool calls."""
         if self.role == "function" or (self.model_extra or {}).get("function_call"):
             what = "role function" if self.role == "function" else "function_call"
             raise InvalidRequest(f"Use `tool_calls` and the role `tool`: a message has `{what}`.", "messages")

@@ -83,8 +83,7 @@ class ToolCall(BaseModel):
     function: CalledFunction
 
     def plain(self) -> dict[str, Any]:
-        """The call in the form for a chat template, with its arguments as an object: of those that break off, what is
-        there. Raises InvalidRequest."""
+        """The call in the form for a chat template, with its arguments as an object."""
         named = {"id": self.id} if self.id is not None else {}
         return {**named, "type": "function", "function": {"name": self.function.name, "arguments": self._arguments()}}
 
@@ -94,17 +93,26 @@ class ToolCall(BaseModel):
 
     def _arguments(self) -> dict[str, Any]:
         given = self.function.arguments or {}
-        if isinstance(given, dict):
-            return given
-        try:
-            arguments = parse_json(given.encode()) if given.strip() else {}
-        except InvalidRequest:
-            # A model wrote that, and its client has no other: without this the conversation could not go on.
-            arguments = parse_begun(given) if given.lstrip().startswith("{") and is_quick(given) else None
-        if isinstance(arguments, dict):
-            return arguments
-        where = f"The arguments of a call of `{self.function.name}` in `tool_calls`"
-        raise InvalidRequest(f"{where} must be a JSON object, not {given[:64]!r}.", "messages")
+        return given if isinstance(given, dict) else _object_in(given)
+
+
+def _object_in(text: str) -> dict[str, Any]:
+    """The arguments of a call as an object: of those that break off, what is there; of those that are none, nothing.
+
+    A model wrote that, and its client has no other: without this the conversation could not go on. Of what they cannot
+    parse, some clients make a string in JSON.
+    """
+    found = _value_in(text)
+    if isinstance(found, str):
+        found = _value_in(found)
+    return found if isinstance(found, dict) else {}
+
+
+def _value_in(text: str) -> Any:
+    try:
+        return parse_json(text.encode())
+    except InvalidRequest:
+        return parse_begun(text) if is_quick(text) else None
 
 
 _KINDS = ("function", "custom")

@@ -27,7 +27,6 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     (item(role="user", content=[IMAGE]), "input", "type 'input_image' is not supported"),
     (item(role="user", content=[{"type": "input_file"}]), "input", "type 'input_file'"),
     (item(role="tool", content="x"), "input", "role"),
-    (item(type="function_call", call_id="c", name="f", arguments="["), "messages", "JSON object"),
     ({"background": True, "stream": True}, "background", "`background` and `stream` exclude each other"),
     ({"background": True, "store": False}, "background", "`background` needs `store`"),
     ({"conversation": "conv_1"}, "conversation", "`conversation`"),

@@ -383,7 +383,7 @@ async def test_numbers_that_json_cannot_say_are_not_repeated(client, nodes):
 async def test_failures_of_a_chat_name_the_fields_of_a_response(client):
     for fields, param in (
         ({"max_output_tokens": 9999}, "max_output_tokens"),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}]}, "input"),
+        ({"input": [{"role": "assistant", "content": 'said "a"', "status": "incomplete"}]}, "input"),
         ({"input": "x" * 9999}, "input"),
     ):
         response = await client.post(PATH, json={**HI, **fields})

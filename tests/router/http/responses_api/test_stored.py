@@ -56,7 +56,7 @@ async def test_the_tokens_of_a_conversation_are_counted(official, client, nodes)
     assert longer.json()["input_tokens"] > 4096, "of the context"
     for fields, status, param in (
         ({"input": []}, 400, "input"),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}]}, 400, "input"),
+        ({"input": [{"role": "assistant", "content": 'said "a"', "status": "incomplete"}]}, 400, "input"),
         ({"previous_response_id": "resp_x"}, 400, "previous_response_id"),
         ({"model": "x"}, 404, "model"),
     ):
