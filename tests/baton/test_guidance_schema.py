@@ -60,3 +60,59 @@ def test_negated_classes_are_enforced(pattern: str, good: str, bad: str) -> None
     structured = StructuredOutput(StructuredKind.JSON, json.dumps(names))
     assert matches(structured, json.dumps({good: 1}))
     assert not matches(structured, json.dumps({bad: 1}))
+
+
+MAP = {"type": "object", "additionalProperties": {"type": "integer"}}
+ODD_NAME = "".join(map(chr, range(0x20, 0x7F))) + "ä\n\u212a\U0001f600"
+P_OR_Q = {"type": "string", "enum": ["p", "q"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        (MAP | {"propertyNames": {"type": "string"}}, {"a": 1}, {"a": "x"}),
+        (MAP | {"propertyNames": True, "properties": {"a": {"type": "string"}}}, {"a": "x", "b": 1}, {"b": "x"}),
+        (MAP | {"propertyNames": {"type": "string", "title": "x"}}, {"a": 1}, {"a": "x"}),  # LangChain's
+        (MAP | {"propertyNames": {**P_OR_Q, "title": "x"}}, {"q": 1}, {"r": 1}),
+        (MAP | {"propertyNames": P_OR_Q, "required": ["p", "q"]}, {"p": 1, "q": 1}, {"p": 1}),
+        (MAP | {"propertyNames": {"enum": [ODD_NAME, "q"]}}, {ODD_NAME: 1, "q": 1}, {ODD_NAME[:-1]: 1}),
+        (MAP | {"propertyNames": {"pattern": "^a[^b]$"}}, {"a\n": 1}, {"ab": 1}),
+        ({"type": "object", "propertyNames": {"pattern": "^a"}}, {"ab": "x"}, {"b": "x"}),
+        ({"type": "object", "propertyNames": P_OR_Q, "additionalProperties": False}, {}, {"p": 1}),
+    ],
+)
+def test_maps_of_names_to_values(schema: dict[str, Any], good: Any, bad: Any) -> None:
+    """As zod makes them of its records."""
+    structured = StructuredOutput(StructuredKind.JSON, json.dumps({"type": "array", "items": schema}))
+    assert matches(structured, json.dumps([good], ensure_ascii=False))
+    assert not matches(structured, json.dumps([bad], ensure_ascii=False))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"propertyNames": {"minLength": 2}},
+        {"propertyNames": {"pattern": "^a", "minLength": 2}},
+        {"propertyNames": {"enum": ["p", 1]}},
+        {"propertyNames": {"enum": []}},
+        {"propertyNames": P_OR_Q, "properties": {"r": {"type": "string"}}},
+        {"propertyNames": False},
+    ],
+)
+def test_other_rules_for_names_are_refused_by_name(more: dict[str, Any]) -> None:
+    assert "propertyNames" in (why_invalid(StructuredOutput(StructuredKind.JSON, json.dumps(MAP | more))) or "")
+
+
+def test_formats_that_json_schema_does_not_define_say_nothing() -> None:
+    def text(**more: str) -> StructuredOutput:
+        return StructuredOutput(StructuredKind.JSON, json.dumps({"type": "string", **more}))
+
+    assert matches(text(format="path"), '"a b"')
+    assert matches(text(format="cuid", pattern="^c[0-9]$"), '"c1"')
+    assert not matches(text(format="cuid", pattern="^c[0-9]$"), '"d1"')
+    assert not matches(text(format="date"), '"a b"')
+    assert "Unknown format: idn-email" in (why_invalid(text(format="idn-email")) or "")
+    schema = {"type": "object", "properties": {"format": {"const": 1}}}
+    named = StructuredOutput(StructuredKind.JSON, json.dumps(schema))
+    assert matches(named, '{"format": 1}')
+    assert not matches(named, '{"format": 2}')
