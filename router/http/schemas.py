@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from baton.errors import InvalidRequest
 from baton.priority import MAX_PRIORITY, MIN_PRIORITY
@@ -13,6 +13,7 @@ from baton.sampling import MAX_BEAM_WIDTH, MAX_CACHE_SALT_CHARS, RANGES
 from router.http.fields import CONFIG, Name, Prompts, Role, Text, TextOrObject, Whole, between, sampling
 from router.http.sampling_fields import SamplingFields, check_logprob_token_ids, with_num_logprobs
 from router.http.template_fields import TemplateFields
+from router.http.text_parts import without_thoughts
 from router.http.tools import ToolCalls, ToolChoice, ToolList, allowed_tools, check_tools
 from router.http.unsupported import refuse_unsupported
 from router.limits import MAX_MESSAGES, MAX_N
@@ -35,6 +36,14 @@ class ChatMessage(BaseModel):
     tool_call_id: Name | None = None
     reasoning_content: str | None = None
     reasoning: str | None = Field(None, description="another name of `reasoning_content`, which comes first")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _part_thoughts(cls, value: Any) -> Any:
+        """Thoughts may be parts of the content: vLLM takes them, and some versions of LiteLLM send them."""
+        if type(value) is dict and "content" in value and type(value["content"]) is list:
+            return without_thoughts(value) if value.get("role") == "assistant" else value
+        return value
 
     def plain(self) -> dict[str, Any]:
         """The message in the form for a chat template. Raises InvalidRequest for the older form of tool calls."""

@@ -123,3 +123,35 @@ def test_tools_and_calls_count_as_text_of_the_prompt():
 def test_a_chat_goes_on_after_a_call_whose_arguments_are_no_object(text, arguments):
     [call] = read(messages=[called(text)]).messages[0].plain()["tool_calls"]
     assert call["function"]["arguments"] == arguments
+
+
+THOUGHT = {"type": "thinking", "thinking": "a"}
+TEXT = {"type": "text", "text": "c"}
+
+
+@pytest.mark.parametrize(
+    ("content", "beside", "text", "thought"),
+    [
+        ([THOUGHT, {"type": "redacted_thinking", "data": "x"}, {**THOUGHT, "thinking": "b"}, TEXT], {}, "c", "a\nb"),
+        ([THOUGHT], {"reasoning_content": "r"}, "", "r"),
+        ([THOUGHT, TEXT], {"reasoning": "r"}, "c", "r"),
+        ([{"type": "redacted_thinking", "data": "x"}, TEXT], {}, "c", None),
+    ],
+)
+def test_thoughts_may_be_parts_of_a_content(content, beside, text, thought):
+    """As some versions of LiteLLM send them to vLLM."""
+    message = read(messages=[{"role": "assistant", "content": content, **beside}]).messages[0].plain()
+    assert (message["content"], message.get("reasoning"), message.get("reasoning_content")) == (text, thought, thought)
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ({"role": "assistant", "content": [{"type": "thinking", "thinking": 3}]}, "a string in `thinking`"),
+        ({"role": "user", "content": [THOUGHT]}, "a part of type 'thinking' is not supported"),
+        ({"role": "assistant", "content": [THOUGHT, 3]}, "a part of type unknown is not supported"),
+    ],
+)
+def test_other_thoughts_are_refused(message, says):
+    with pytest.raises(InvalidRequest, match=says):
+        read(messages=[message])
