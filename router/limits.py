@@ -7,6 +7,8 @@ from baton.node_info import MAX_MODEL_CHARS
 MAX_N = 128
 """As in OpenAI's API."""
 MAX_MESSAGES = 10_000
+MAX_SAMPLING_PARAMS = 10_000
+"""Of one request, which may have some for each of its prompts. They are read in one go, of 30 ms."""
 MAX_ROLE_CHARS = 64
 MAX_NAME_CHARS = MAX_MODEL_CHARS
 """Of the name of a model, and of a speaker in a chat."""

@@ -149,59 +149,91 @@ class Service:
 
     async def tokenize(self, model: ServedModel, wanted: GenerationRequest) -> list[tuple[int, ...]]:
         """Token ids of each prompt, checked. Raises InvalidRequest or Overloaded."""
-        return [prompt.tokens for prompt in await self._prompts(model, wanted, hashed=False)]
+        (prompts,) = await self._prompts(model, (wanted,), hashed=False)
+        return [prompt.tokens for prompt in prompts]
 
-    async def _prompts(self, model: ServedModel, wanted: GenerationRequest, hashed: bool = True) -> list[Prompt]:
-        """Each prompt, checked; `hashed`: with the hashes of its blocks. Raises InvalidRequest or Overloaded."""
-        most = num_kept_tokens(wanted, model)
+    async def _prompts(
+        self, model: ServedModel, wanted: Sequence[GenerationRequest], hashed: bool = True
+    ) -> list[list[Prompt]]:
+        """The prompts of each request, checked; `hashed`: with the hashes of their blocks. Raises InvalidRequest or
+        Overloaded."""
         block_size = model.block_size if hashed else 0
 
-        def make(prompt: str | tuple[int, ...]) -> Prompt:
-            tokens = prompt_tokens(prompt, wanted, model, most)
-            return Prompt(tokens, tuple(chain(tokens, block_size, wanted.cache_salt)) if block_size else ())
+        def make(one: GenerationRequest) -> list[Prompt]:
+            most = num_kept_tokens(one, model)
+            found = []
+            for prompt in one.prompts:
+                tokens = prompt_tokens(prompt, one, model, most)
+                found.append(Prompt(tokens, tuple(chain(tokens, block_size, one.cache_salt)) if block_size else ()))
+            return found
 
-        return await self.offload.run(lambda: list(map(make, wanted.prompts)), sum(map(len, wanted.prompts)))
+        size = 0
+        for one in wanted:
+            size += sum(map(len, one.prompts))
+        return await self.offload.run(lambda: list(map(make, wanted)), size)
 
     async def generate(
         self,
         model: ServedModel,
-        wanted: GenerationRequest,
+        wanted: Sequence[GenerationRequest],
         received: float,
         admitted: Admitted,
         client: Hashable,
         tenant: bytes | None,
     ) -> Generation:
-        """Start a generation. `received` is when the request came (`time.monotonic`), `client` from whom, `tenant` with
-        whom alone it may share cached blocks (see ApiKeys; None: with all). Raises BatonError.
+        """Start a generation of what one client wants: requests of the same id, `n` and limits, which run and end as
+        one. `received` is when they came (`time.monotonic`), `client` from whom, `tenant` with whom alone it may share
+        cached blocks (see ApiKeys; None: with all). Raises BatonError.
 
         The caller closes the generation, however it ends, and the generation returns what was admitted.
         """
         read = time.monotonic()
         if tenant is not None:
-            wanted = salted(wanted, tenant)
-        for tool, definition in wanted.definitions:
-            await self._check_definition(tool, definition, model, client)
-        if (structured := wanted.sampling.get("structured_outputs")) is not None:
-            await self._grammars.check(structured, model, client)
+            wanted = [salted(one, tenant) for one in wanted]
+        for one in wanted:
+            for tool, definition in one.definitions:
+                await self._check_definition(tool, definition, model, client)
+            if (structured := one.sampling.get("structured_outputs")) is not None:
+                await self._grammars.check(structured, model, client)
         prompts = await self._prompts(model, wanted)
-        check_prompt_logprobs([prompt.tokens for prompt in prompts], wanted, model)
-        admitted.resize(sum([len(prompt.tokens) for prompt in prompts]))
-        bad_words = await self._bad_words(model, wanted.bad_words) if wanted.bad_words else ()
-        preparation = _preparation(received, read)
-        stops = StopStrings(wanted.stop) if wanted.stop else NO_STOPS
-        parts: list[Part] = []
-        pause = Pauses()
-        for prompt in prompts:
-            parts.append(self._part(model, wanted, stops, prompt, len(parts) * wanted.n, bad_words, preparation))
-            await pause()
-        if parts[0].request.sampling.num_logprobs > DEFAULT_MAX_LOGPROBS:
-            check_answer_logprobs([part.request.sampling for part in parts], wanted)
+        sizes = [(one, len(prompt.tokens)) for one, own in zip(wanted, prompts, strict=True) for prompt in own]
+        check_prompt_logprobs(sizes, model)
+        num_tokens = 0
+        for _, size in sizes:
+            num_tokens += size
+        admitted.resize(num_tokens)
+        parts = await self._parts(model, wanted, prompts, _preparation(received, read))
+        first = wanted[0]
+        with_many: list[SamplingParams] = []
+        for part in parts:
+            if part.request.sampling.num_logprobs > DEFAULT_MAX_LOGPROBS:
+                with_many.append(part.request.sampling)
+        if with_many:
+            check_answer_logprobs(with_many, first)
         generation = Generation(
-            wanted.request_id, self._dispatcher, parts, admitted, self._deliveries, self._tells_timings
+            first.request_id, self._dispatcher, parts, admitted, self._deliveries, self._tells_timings
         )
         await generation.start(received)
-        log.debug("placed prompts=%d n=%d", len(prompts), wanted.n)
+        log.debug("placed prompts=%d n=%d", len(parts), first.n)
         return generation
+
+    async def _parts(
+        self,
+        model: ServedModel,
+        wanted: Sequence[GenerationRequest],
+        prompts: Sequence[Sequence[Prompt]],
+        preparation: Preparation,
+    ) -> list[Part]:
+        """prompts: of each request."""
+        parts: list[Part] = []
+        pause = Pauses()
+        for one, own in zip(wanted, prompts, strict=True):
+            bad_words = await self._bad_words(model, one.bad_words) if one.bad_words else ()
+            stops = StopStrings(one.stop) if one.stop else NO_STOPS
+            for prompt in own:
+                parts.append(self._part(model, one, stops, prompt, len(parts) * one.n, bad_words, preparation))
+                await pause()
+        return parts
 
     async def _check_definition(
         self, tool: str, definition: StructuredOutput, model: ServedModel, client: Hashable

@@ -100,7 +100,7 @@ class LocalBackend:
         received = time.monotonic()
         request = dataclasses.replace(request, logprob_limits=UNLIMITED)
         with self._service.admit(self._model, [len(prompt) for prompt in request.prompts], request.n) as admitted:
-            generation = await self._service.generate(self._model, request, received, admitted, None, None)
+            generation = await self._service.generate(self._model, (request,), received, admitted, None, None)
         try:
             while not generation.done:
                 take(await generation.next())

@@ -101,7 +101,7 @@ class GenerationService:
                 if self._keys is not None:
                     client = owner = self._keys.owner(authorization_of(context.invocation_metadata()))
                     tenant = self._keys.tenant(owner)
-                generation = await self._service.generate(model, wanted, received, admitted, client, tenant)
+                generation = await self._service.generate(model, (wanted,), received, admitted, client, tenant)
             try:
                 await self._send(generation, model, context)
             finally:

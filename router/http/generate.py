@@ -86,7 +86,7 @@ class GenerateRoutes:
         as they are; and what the template made of it. Raises BatonError."""
 
         def start(wanted: GenerationRequest, admitted: Admitted) -> Awaitable[Generation]:
-            return self._service.generate(model, wanted, state.received, admitted, state.client, state.tenant)
+            return self._service.generate(model, (wanted,), state.received, admitted, state.client, state.tenant)
 
         return await self.with_chat(request_id, model, body, start)
 
@@ -152,7 +152,7 @@ class GenerateRoutes:
             state = request.state
             with naming_constraint(NO_CALLS, body.constraint):
                 generation = await self._service.generate(
-                    model, wanted, state.received, admitted, state.client, state.tenant
+                    model, (wanted,), state.received, admitted, state.client, state.tenant
                 )
             ids = prompt_ids(generation, body.num_kept) if body.return_token_ids else None
             shape = CompletionShape(wanted.request_id, model, shown, ids, echoes, prompts)

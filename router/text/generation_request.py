@@ -245,11 +245,14 @@ def sampling_params(
 
 
 def check_answer_logprobs(params: Sequence[SamplingParams], wanted: GenerationRequest) -> None:
-    """Raises InvalidRequest if the answers would have too many logprobs. params: of each prompt, with more logprobs of
+    """Raises InvalidRequest if the answers would have too many logprobs. params: of each prompt with more logprobs of
     each token than there are by default."""
-    num_each, width, limits = 1 + params[0].num_logprobs, params[0].beam_width, wanted.logprob_limits
-    at_once = num_each * (max([of_prompt.max_tokens for of_prompt in params]) if width else 1)
-    in_all = max(wanted.n, width) * num_each * sum([of_prompt.max_tokens for of_prompt in params])
+    at_once = in_all = 0
+    for of_prompt in params:
+        num_each, width = 1 + of_prompt.num_logprobs, of_prompt.beam_width
+        at_once = max(at_once, num_each * (of_prompt.max_tokens if width else 1))
+        in_all += max(wanted.n, width) * num_each * of_prompt.max_tokens
+    limits = wanted.logprob_limits
     for count, most, where in ((at_once, limits.at_once, "one event"), (in_all, limits.of_answers, "all answers")):
         if count > most:
             text = f"logprobs may give at most {most} in {where} here, not {count}"

@@ -31,12 +31,15 @@ class ScoredPrompt:
         return sum(piece.num_tokens * (1 + piece.num_top) for piece in self.pieces)
 
 
-def check_prompt_logprobs(prompts: Sequence[tuple[int, ...]], wanted: GenerationRequest, model: ServedModel) -> None:
-    """Raises InvalidRequest if the model does not tell so many, or the answers would repeat too many."""
-    if "num_prompt_logprobs" not in wanted.sampling:
-        return
-    num_top = num_prompt_logprobs(wanted.sampling["num_prompt_logprobs"], model)
-    count, most = wanted.n * (1 + num_top) * sum(map(len, prompts)), wanted.logprob_limits.of_prompts
+def check_prompt_logprobs(wanted: Sequence[tuple[GenerationRequest, int]], model: ServedModel) -> None:
+    """Raises InvalidRequest if the model does not tell so many, or the answers would repeat too many. wanted: the
+    request of each prompt of one generation, with the number of the prompt's tokens."""
+    count = most = 0
+    for one, num_tokens in wanted:
+        if "num_prompt_logprobs" in one.sampling:
+            num_top = num_prompt_logprobs(one.sampling["num_prompt_logprobs"], model)
+            count += one.n * (1 + num_top) * num_tokens
+            most = one.logprob_limits.of_prompts
     if count > most:
         raise InvalidRequest(
             f"prompt_logprobs may give at most {most} logprobs of all answers' prompts here, not {count}",

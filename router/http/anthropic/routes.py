@@ -50,7 +50,7 @@ class MessagesRoutes:
             if (budget := body.thinking_budget) is not None:
                 wanted = with_thinking_target(wanted, budget, reading, model.tokenizer)
             generation = await self._service.generate(
-                model, wanted, state.received, admitted, state.client, state.tenant
+                model, (wanted,), state.received, admitted, state.client, state.tenant
             )
         shape = MessageShape(state.request_id, model, reading)
         if body.stream:

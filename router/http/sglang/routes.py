@@ -44,18 +44,20 @@ class SglangRoutes:
 
     async def generate(self, request: Request) -> Response:
         body = await self._bodies.read(request, SglangRequest)
-        body.check()
+        sizes = body.sizes
+        await self._service.offload.run(body.check, sum(sizes))
         model = self._service.model(body.model)
-        body.check_logprobs(model)
         state = request.state
         request_id = request_id_of(request, body.request_id)
         try:
-            with naming_constraint(NO_CALLS, body.constraint):
-                wanted = body.wanted(request_id)
-                with self._service.admit(model, [len(prompt) for prompt in wanted.prompts], wanted.n) as admitted:
-                    generation = await self._service.generate(
-                        model, wanted, state.received, admitted, state.client, state.tenant
-                    )
+            with (
+                self._service.admit(model, sizes, body.num_samples) as admitted,
+                naming_constraint(NO_CALLS, body.constraint),
+            ):
+                wanted = await self._service.offload.run(lambda: body.wanted(request_id, model), sum(sizes))
+                generation = await self._service.generate(
+                    model, wanted, state.received, admitted, state.client, state.tenant
+                )
         except InvalidRequest as error:
             rename_field(error, body.names)
             raise

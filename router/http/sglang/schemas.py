@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from functools import cached_property
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, Field, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from baton.errors import InvalidRequest
 from baton.priority import MAX_PRIORITY
@@ -16,6 +17,7 @@ from router.http.sampling_fields import CommonSampling, check_logprob_token_ids
 from router.http.schemas import StreamOptions
 from router.http.sglang.unsupported import IN_GENERATE, IN_SAMPLING
 from router.http.unsupported import refuse_unsupported
+from router.limits import MAX_SAMPLING_PARAMS
 from router.request_ids import REQUEST_ID, is_usable_request_id
 from router.text.generation_request import GenerationRequest
 from router.text.models import ServedModel
@@ -35,6 +37,7 @@ _NAMES = {
     "logprob_token_ids": "token_ids_logprob",
 }
 """Of fields of generations: what they are here."""
+T = TypeVar("T")
 _CONSTRAINTS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag"}
 """What an answer must match: the names here, and those in `structured_outputs`."""
 
@@ -62,27 +65,22 @@ def _rids(value: Any) -> Any:
     raise ValueError(f"must be a string that matches ^{REQUEST_ID}$, or a list of such strings")
 
 
-def _starts(value: Any) -> Any:
-    """Read an integer, a list of integers, or null."""
-    given = value if isinstance(value, list) else [value]
-    if value is not None and not is_ids(given):
+def _starts(value: list[Any]) -> list[Any]:
+    """Check those that `_each` has made a list of."""
+    if not is_ids(value):
         raise ValueError("must be an integer or a list of integers")
-    if value is not None and min(given) < _OUTPUT_ALONE:
-        raise ValueError(f"must be {_OUTPUT_ALONE} or more, not {min(given)}")
+    if min(value) < _OUTPUT_ALONE:
+        raise ValueError(f"must be {_OUTPUT_ALONE} or more, not {min(value)}")
     return value
 
 
-def _of_all(value: Any) -> Any:
-    """SGLang takes lists with a value for each prompt. Here all prompts of a request are treated alike."""
-    if not isinstance(value, list) or not value:
-        return value
-    if any(other != value[0] for other in value[1:]):
-        raise ValueError("must be the same for all prompts of a request")
-    return value[0]
+def _each(value: Any) -> Any:
+    """One value is for all prompts of a request; a list has one for each."""
+    return value if value is None or isinstance(value, list) else [value]
 
 
-def _ids_of_all(value: Any) -> Any:
-    return _of_all(value) if isinstance(value, list) and value and not is_ids(value) else value
+def _ids_each(value: Any) -> Any:
+    return [value] if isinstance(value, list) and (not value or is_ids(value)) else value
 
 
 def _one_or_list(one: dict[str, Any]) -> WithJsonSchema:
@@ -90,26 +88,35 @@ def _one_or_list(one: dict[str, Any]) -> WithJsonSchema:
 
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_START = {"type": "integer", "minimum": _OUTPUT_ALONE}
 _RID = {"type": "string", "pattern": f"^{REQUEST_ID}$"}
 
 Texts = Annotated[str | list[str] | None, PlainValidator(_texts), _one_or_list({"type": "string"})]
 Ids = Annotated[list[int] | list[list[int]] | None, PlainValidator(_ids), _one_or_list(_IDS)]
 Rids = Annotated[str | list[str] | None, PlainValidator(_rids), _one_or_list(_RID)]
-Starts = Annotated[int | list[int] | None, PlainValidator(_starts), _one_or_list(_START)]
-OfAll = BeforeValidator(_of_all)
-IdsOfAll = BeforeValidator(_ids_of_all)
+Flags = Annotated[list[bool], Field(min_length=1), BeforeValidator(_each, json_schema_input_type=bool | list[bool])]
+Count = Annotated[int, Field(json_schema_extra={"minimum": 0})]
+Counts = Annotated[list[Whole], Field(min_length=1), BeforeValidator(_each, json_schema_input_type=Count | list[Count])]
+Start = Annotated[int, Field(json_schema_extra={"minimum": _OUTPUT_ALONE})]
+Starts = Annotated[
+    list[Any], AfterValidator(_starts), BeforeValidator(_each, json_schema_input_type=Start | list[Start])
+]
+IdLists = Annotated[
+    list[list[Whole]],
+    Field(min_length=1),
+    BeforeValidator(_ids_each, json_schema_input_type=list[int] | list[list[int]]),
+]
+Salt = Annotated[str, Field(max_length=MAX_CACHE_SALT_CHARS)]
+Salts = Annotated[list[Salt], Field(min_length=1), BeforeValidator(_each, json_schema_input_type=Salt | list[Salt])]
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Which logprobs are told. `num_top`: of so many likely tokens; `named`: of those that the request names instead.
-    `starts[i]`: of prompt i the tokens from here on; -1: none. `with_text`: with the tokens' texts beside their ids."""
+    """Which logprobs are told of a prompt and its answers. `num_top`: of so many likely tokens; `named`: of those
+    instead. `start`: of the prompt the tokens from here on; -1: none."""
 
     num_top: int
-    named: bool
-    starts: Sequence[int]
-    with_text: bool
+    named: Sequence[int]
+    start: int
 
 
 class SglangSampling(CommonSampling):
@@ -143,6 +150,10 @@ class SglangSampling(CommonSampling):
         return self.max_new_tokens == 0
 
     @property
+    def num_samples(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
     def constraints(self) -> list[str]:
         return [name for name in _CONSTRAINTS if getattr(self, name) is not None]
 
@@ -159,37 +170,96 @@ class SglangSampling(CommonSampling):
 
 
 _DEFAULTS = SglangSampling()
+Samplings = Annotated[
+    list[SglangSampling],
+    Field(min_length=1, max_length=MAX_SAMPLING_PARAMS),
+    BeforeValidator(_each, json_schema_input_type=SglangSampling | list[SglangSampling]),
+]
+_LISTS = (
+    *("sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob"),
+    *("cache_salt", "extra_key"),
+)
+"""Fields with a value for all prompts, or one for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnePrompt:
+    """What is wanted of one prompt. `named_scores`: those that fields name, be they told or not."""
+
+    prompt: str | tuple[int, ...]
+    sampling: SglangSampling
+    tells_scores: bool
+    named_scores: Scores
+    cache_salt: str
+
+    @property
+    def scores(self) -> Scores | None:
+        """None: there are no logprobs."""
+        return self.named_scores if self.tells_scores else None
+
+    def check(self, model: ServedModel) -> None:
+        """Raises InvalidRequest for contradictions, and if the model tells fewer logprobs."""
+        if (scores := self.scores) and scores.named and (scores.num_top or scores.start > _OUTPUT_ALONE):
+            text = "`token_ids_logprob` excludes `top_logprobs_num`, and a `logprob_start_len` other than -1."
+            raise InvalidRequest(text, "token_ids_logprob")
+        check_logprob_token_ids(self.named_scores.named, model, "token_ids_logprob")
+        if not 0 <= (asked := self.named_scores.num_top) <= model.max_logprobs:
+            text = f"`top_logprobs_num` must be in [0, {model.max_logprobs}], not {asked}."
+            raise InvalidRequest(text, "top_logprobs_num")
+
+    def wanted(self, request_id: str, body: SglangRequest) -> GenerationRequest:
+        said, scores = self.sampling, self.scores
+        scored: dict[str, Any] = {}
+        if scores:
+            of_prompt = scores.num_top if scores.start > _OUTPUT_ALONE else None
+            named = scores.named or None
+            scored = {"num_logprobs": scores.num_top, "num_prompt_logprobs": of_prompt, "logprob_token_ids": named}
+        return GenerationRequest(
+            request_id=request_id,
+            prompts=(self.prompt,),
+            n=body.num_samples,
+            sampling=said.sampling(**scored),
+            stop=said.stop,
+            include_stop_str_in_output=bool(said.no_stop_trim),
+            skip_special_tokens=said.skip_special_tokens is not False,
+            spaces_between_special_tokens=said.spaces_between_special_tokens is not False,
+            prompt_only=said.prompt_only,
+            logprob_limits=STREAMED if body.stream else WHOLE,
+            timeout_s=body.timeout,
+            cache_salt=self.cache_salt,
+            priority=-(body.priority or 0),
+            default_max_tokens=None if said.says_max else DEFAULT_MAX_TOKENS,
+        )
 
 
 class SglangRequest(BaseModel):
     model_config = CONFIG
     text: Texts = None
     input_ids: Ids = None
-    sampling_params: Annotated[SglangSampling | None, OfAll] = None
+    sampling_params: Samplings | None = None
     rid: Rids = None
     model: Name | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = Field(None, description="accepted, no effect: each event has the usage")
-    return_logprob: Annotated[bool | None, OfAll] = None
-    logprob_start_len: Starts = None
-    top_logprobs_num: Annotated[Whole | None, OfAll] = between(0)
-    token_ids_logprob: Annotated[list[Whole] | None, IdsOfAll] = None
+    return_logprob: Flags | None = None
+    logprob_start_len: Starts | None = None
+    top_logprobs_num: Counts | None = None
+    token_ids_logprob: IdLists | None = None
     return_text_in_logprobs: bool | None = None
     return_prompt_token_ids: bool | None = None
-    cache_salt: Annotated[str | None, OfAll] = Field(None, max_length=MAX_CACHE_SALT_CHARS)
-    extra_key: Annotated[str | None, OfAll] = Field(None, max_length=MAX_CACHE_SALT_CHARS)
+    cache_salt: Salts | None = None
+    extra_key: Salts | None = None
     priority: Whole | None = between(-MAX_PRIORITY, MAX_PRIORITY)  # higher: served earlier
     timeout: float | None = Field(None, description="seconds until the request is given up")
 
     def check(self) -> None:
         """Raises InvalidRequest for unsupported fields and for contradictions."""
         refuse_unsupported(self.model_extra or {}, IN_GENERATE)
-        self.sampling.check()
         if (self.text is None) is (self.input_ids is None):
             raise InvalidRequest("Either `text` or `input_ids` is needed.", "text")
-        for name in ("rid", "logprob_start_len"):
+        for name in ("rid", *_LISTS):
             given = getattr(self, name)
-            if isinstance(given, list) and len(given) != self.num_prompts:
+            if isinstance(given, list) and len(given) != self.num_prompts and (name == "rid" or len(given) > 1):
                 raise InvalidRequest(f"`{name}` has {len(given)} values for {self.num_prompts} prompts.", name)
         if isinstance(self.rid, list) and len(set(self.rid)) < len(self.rid):
             raise InvalidRequest("`rid` has the same id twice.", "rid")
@@ -198,20 +268,10 @@ class SglangRequest(BaseModel):
         if abs(self.priority or 0) > MAX_PRIORITY:
             text = f"`priority` must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}], not {self.priority}."
             raise InvalidRequest(text, "priority")
-        if (scores := self.scores) and scores.named and (scores.num_top or max(scores.starts) > _OUTPUT_ALONE):
-            text = "`token_ids_logprob` excludes `top_logprobs_num`, and a `logprob_start_len` other than -1."
-            raise InvalidRequest(text, "token_ids_logprob")
-
-    def check_logprobs(self, model: ServedModel) -> None:
-        """Raises InvalidRequest if the model tells fewer."""
-        check_logprob_token_ids(self.token_ids_logprob, model, "token_ids_logprob")
-        if (asked := self.top_logprobs_num) is not None and not 0 <= asked <= model.max_logprobs:
-            text = f"`top_logprobs_num` must be in [0, {model.max_logprobs}], not {asked}."
-            raise InvalidRequest(text, "top_logprobs_num")
-
-    @property
-    def sampling(self) -> SglangSampling:
-        return self.sampling_params or _DEFAULTS
+        for said in self.sampling_params or ():
+            said.check()
+            if said.num_samples != self.num_samples:
+                raise InvalidRequest("`n` must be the same for all prompts of a request.", "n")
 
     @property
     def _has_list(self) -> bool:
@@ -225,9 +285,35 @@ class SglangRequest(BaseModel):
         return len(self.text or self.input_ids or ()) if self._has_list else 1
 
     @property
-    def prompts(self) -> tuple[str | tuple[int, ...], ...]:
-        given: Sequence[Any] = [self.input_ids if self.text is None else self.text]
-        return tuple(one if isinstance(one, str) else tuple(one) for one in (given[0] if self._has_list else given))
+    def _prompts(self) -> Sequence[Any]:
+        given = (self.input_ids if self.text is None else self.text) or ""
+        return given if self._has_list else [given]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Of the prompts, in characters or tokens."""
+        return list(map(len, self._prompts))
+
+    @cached_property
+    def each(self) -> list[OnePrompt]:
+        salts = self.cache_salt or self.extra_key
+        return [
+            OnePrompt(
+                prompt if isinstance(prompt, str) else tuple(prompt),
+                _of(self.sampling_params, index, _DEFAULTS),
+                _of(self.return_logprob, index, False),
+                self._scores(index),
+                _of(salts, index, ""),
+            )
+            for index, prompt in enumerate(self._prompts)
+        ]
+
+    def _scores(self, index: int) -> Scores:
+        return Scores(
+            _of(self.top_logprobs_num, index, 0),
+            _of(self.token_ids_logprob, index, []),
+            _of(self.logprob_start_len, index, _OUTPUT_ALONE),
+        )
 
     @property
     def is_batch(self) -> bool:
@@ -237,17 +323,7 @@ class SglangRequest(BaseModel):
     @property
     def num_samples(self) -> int:
         """Of each prompt."""
-        return 1 if self.sampling.n is None else self.sampling.n
-
-    @property
-    def scores(self) -> Scores | None:
-        """None: there are no logprobs, whatever the other fields say of them."""
-        if not self.return_logprob:
-            return None
-        start = _OUTPUT_ALONE if self.logprob_start_len is None else self.logprob_start_len
-        starts = start if isinstance(start, list) else [start] * self.num_prompts
-        named = bool(self.token_ids_logprob)
-        return Scores(self.top_logprobs_num or 0, named, starts, bool(self.return_text_in_logprobs))
+        return _of(self.sampling_params, 0, _DEFAULTS).num_samples
 
     @property
     def names(self) -> dict[str, str]:
@@ -255,8 +331,9 @@ class SglangRequest(BaseModel):
         return {**_NAMES, "prompt": "input_ids" if self.text is None else "text"}
 
     def constraint(self) -> str | None:
-        """The field that says what answers must match."""
-        return next(iter(self.sampling.constraints), None)
+        """The field that says what answers must match, or all of them together."""
+        found = {name for one in self.each for name in one.sampling.constraints}
+        return "sampling_params" if len(found) > 1 else next(iter(found), None)
 
     @property
     def request_id(self) -> str | None:
@@ -273,26 +350,13 @@ class SglangRequest(BaseModel):
             return self.rid
         return [f"{request_id}_{i}" for i in range(self.num_prompts * self.num_samples)]
 
-    def wanted(self, request_id: str) -> GenerationRequest:
-        said, scores = self.sampling, self.scores
-        scored: dict[str, Any] = {}
-        if scores:
-            of_prompt = scores.num_top if max(scores.starts) > _OUTPUT_ALONE else None
-            named = self.token_ids_logprob or None
-            scored = {"num_logprobs": scores.num_top, "num_prompt_logprobs": of_prompt, "logprob_token_ids": named}
-        return GenerationRequest(
-            request_id=request_id,
-            prompts=self.prompts,
-            n=self.num_samples,
-            sampling=said.sampling(**scored),
-            stop=said.stop,
-            include_stop_str_in_output=bool(said.no_stop_trim),
-            skip_special_tokens=said.skip_special_tokens is not False,
-            spaces_between_special_tokens=said.spaces_between_special_tokens is not False,
-            prompt_only=said.prompt_only,
-            logprob_limits=STREAMED if self.stream else WHOLE,
-            timeout_s=self.timeout,
-            cache_salt=self.cache_salt or self.extra_key or "",
-            priority=-(self.priority or 0),
-            default_max_tokens=None if said.says_max else DEFAULT_MAX_TOKENS,
-        )
+    def wanted(self, request_id: str, model: ServedModel) -> list[GenerationRequest]:
+        """Of each prompt, once so many are admitted. Raises InvalidRequest."""
+        for one in self.each:
+            one.check(model)
+        return [one.wanted(request_id, self) for one in self.each]
+
+
+def _of(values: Sequence[T] | None, index: int, default: T) -> T:
+    """The value for a prompt: its own, or that for all."""
+    return values[index if len(values) > 1 else 0] if values else default

@@ -27,7 +27,8 @@ class SglangShape:
         self.is_batch = body.is_batch
         self.num_samples = body.num_samples
         self._tells_prompt = bool(body.return_prompt_token_ids)
-        self._scores = body.scores
+        self._scores = [one.scores for one in body.each]
+        self._with_text = bool(body.return_text_in_logprobs)
         self._model = model
         self._ids = ids
 
@@ -59,12 +60,11 @@ class SglangShape:
 
     def lists(self, delta: Delta) -> Lists:
         """What it adds to the lists of `meta_info`, by name."""
-        scores = self._scores
+        scores = self._scores[delta.index // self.num_samples]
         if scores is None:
             return {}
         pairs = list(zip(delta.token_ids, delta.logprobs, strict=True))
-        start = scores.starts[delta.index // self.num_samples]
-        prompt = list(_scored(delta.prompt, start)) if delta.prompt is not None and start >= 0 else []
+        prompt = list(_scored(delta.prompt, scores.start)) if delta.prompt is not None and scores.start >= 0 else []
         lists: Lists = {
             "input_token_logprobs": [self._entry(token, score and score.logprob) for token, score in prompt],
             "output_token_logprobs": [self._entry(token, entry.logprob) for token, entry in pairs],
@@ -89,7 +89,7 @@ class SglangShape:
 
     def _entry(self, token: int, logprob: float | None) -> list[Any]:
         text = None
-        if self._scores is not None and self._scores.with_text:
+        if self._with_text:
             text = self._model.tokenizer.token_bytes(token).decode(errors="replace")
         return [None if logprob is None else shown(logprob), token, text]
 

@@ -58,7 +58,7 @@ class TokensRoutes:
                 naming_constraint(NO_CALLS, body.constraint),
             ):
                 generation = await self._service.generate(
-                    model, wanted, state.received, admitted, state.client, state.tenant
+                    model, (wanted,), state.received, admitted, state.client, state.tenant
                 )
         except InvalidRequest as error:
             rename_field(error, _NAMES)

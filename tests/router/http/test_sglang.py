@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from baton.errors import InvalidRequest
 from baton.messages import TokenLogprobs
 from baton.sampling import FinishReason
 from router.generation import Generation
@@ -28,6 +29,7 @@ from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer
 PATH = "/generate"
 HELLO, WORLD = tiny_tokenizer().encode("hello world", False)
 IDS = [HELLO, WORLD, IM_END]
+NO_MODEL = cast(ServedModel, SimpleNamespace(version=None, max_logprobs=0))
 NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 
 pytestmark = on_shared_loop
@@ -101,7 +103,7 @@ async def test_how_long_an_answer_may_be(client, nodes, params, max_tokens):
     await asked(client, input_ids=[5, 6, 7], sampling_params=params)
     assert nodes.prefills[-1].sampling.max_tokens == max_tokens
     assert nodes.prefills[-1].sampling.temperature == 0.7, "the model's"
-    wanted = validate_fields({"text": "x", "sampling_params": params}, SglangRequest).wanted("r")
+    (wanted,) = validate_fields({"text": "x", "sampling_params": params}, SglangRequest).wanted("r", NO_MODEL)
     assert wanted.default_max_tokens == (None if params else 128)
 
 
@@ -198,6 +200,69 @@ async def test_a_client_that_leaves_frees_the_nodes(client, nodes, router):
     await router.idle()
 
 
+OWN = {
+    "input_ids": [[5, 6], [7]],
+    "sampling_params": [
+        {"temperature": 0.5, "regex": "h.*"},
+        {"temperature": 0.25, "stop": "wor", "max_new_tokens": 9},
+    ],
+    "return_logprob": [True, False],
+    "logprob_start_len": [0, -1],
+    "top_logprobs_num": [1, 0],
+    "extra_key": ["a", "b"],
+}
+
+
+async def test_each_prompt_may_have_parameters_of_its_own(client, nodes):
+    first, second = await asked(client, **OWN, timeout=5)
+    assert (first["text"], second["text"]) == ("hello world", "hello ")
+    assert (len(first["meta_info"]["input_top_logprobs"]), len(first["meta_info"]["output_top_logprobs"])) == (2, 3)
+    assert "output_token_logprobs" not in second["meta_info"]
+    one, other = nodes.prefills
+    assert [(prefill.prompt_tokens, prefill.cache_salt) for prefill in (one, other)] == [((5, 6), "a"), ((7,), "b")]
+    assert [(sent.temperature, sent.num_logprobs, sent.max_tokens) for sent in (one.sampling, other.sampling)] == [
+        (0.5, 1, 126),
+        (0.25, -1, 9),
+    ]
+    assert (one.sampling.structured_outputs is None, other.sampling.structured_outputs is None) == (False, True)
+    assert all(4 < prefill.deadline_s <= 5 for prefill in (one, other))
+
+
+async def test_a_client_that_leaves_frees_all_of_them(client, nodes, router):
+    nodes.script = lambda prefill: Answer((tuple(IDS),), hold=asyncio.Event(), hold_at=1)
+    async with client.stream("POST", PATH, json={**OWN, "stream": True}) as response:
+        lines = (line async for line in response.aiter_lines() if line)
+        said = [json.loads((await anext(lines)).removeprefix("data: ")) for _ in range(2)]
+        assert (router.server.admission.num_requests, router.server.admission.num_tokens) == (2, 3)
+    assert {one["index"] for one in said} == {0, 1}
+    attempts = {prefill.attempt_id for prefill in nodes.prefills}
+    await nodes.until(lambda: attempts <= {abort.attempt_id for abort in nodes.aborts})
+    assert len(attempts) == 2
+    await router.idle()
+    assert router.server.admission.num_requests == 0
+
+
+async def test_if_one_fails_all_do(client, nodes, router):
+    def script(prefill: Any) -> Answer:
+        fails = prefill.prompt_tokens == (7,)
+        return Answer(error=InvalidRequest("no")) if fails else Answer((tuple(IDS),), hold=asyncio.Event(), hold_at=1)
+
+    nodes.script = script
+    response = await client.post(PATH, json=OWN)
+    assert (response.status_code, error_of(response)["message"]) == (400, "no")
+    (held,) = [prefill.attempt_id for prefill in nodes.prefills if prefill.prompt_tokens == (5, 6)]
+    await nodes.until(lambda: held in [abort.attempt_id for abort in nodes.aborts])
+    await router.idle()
+
+
+async def test_what_they_ask_for_counts_together(client):
+    ids = [[5] * 100] * 2
+    scores = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 20}
+    body = {"input_ids": ids, "sampling_params": [{"n": 128}] * 2, "stream": True, **scores}
+    response = await client.post(PATH, json=body)
+    assert "not 537600" in error_of(response)["message"]
+
+
 async def test_what_clients_ask_before(client):
     for path in ("/get_model_info", "/model_info"):
         info = (await client.get(path)).json()
@@ -220,8 +285,11 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({"rid": "a b"}, "rid", "must be a string"),
     ({"rid": ["a", "b"]}, "rid", "2 values for 1 prompts"),
     ({"text": ["x", "y"], "rid": ["a", "a"]}, "rid", "twice"),
-    ({"text": ["x", "y"], "sampling_params": [{"n": 1}, {"n": 2}]}, "sampling_params", "the same for all prompts"),
-    ({"text": ["x", "y"], "token_ids_logprob": [[1], [2]]}, "token_ids_logprob", "the same for all prompts"),
+    ({"text": ["x", "y"], "sampling_params": [{"n": 1}, {"n": 2}]}, "n", "the same for all prompts"),
+    ({"text": ["x", "y"], "sampling_params": [{}] * 3}, "sampling_params", "3 values for 2 prompts"),
+    ({"text": ["x", "y"], "sampling_params": []}, "sampling_params", "at least 1"),
+    ({"text": ["x"] * 10_001, "sampling_params": [{}] * 10_001}, "sampling_params", "at most 10000"),
+    ({"text": ["x", "y"], "token_ids_logprob": [[1], [2], [3]]}, "token_ids_logprob", "3 values for 2 prompts"),
     ({"logprob_start_len": [0, 0]}, "logprob_start_len", "2 values for 1 prompts"),
     ({"return_logprob": True, "token_ids_logprob": [5], "top_logprobs_num": 1}, "token_ids_logprob", "excludes"),
     ({"return_logprob": True, "token_ids_logprob": [5], "logprob_start_len": 0}, "token_ids_logprob", "excludes"),
@@ -233,6 +301,7 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({"sampling_params": {"max_new_tokens": -1}}, "max_new_tokens", "max_new_tokens must be 1 or more"),
     ({"sampling_params": {"regex": "a", "json_schema": "{}"}}, "json_schema", "exclude each other"),
     ({"sampling_params": {"regex": "("}}, "regex", "regex"),
+    ({"text": ["x", "y"], "sampling_params": [{"ebnf": ""}, {"regex": "a"}]}, "sampling_params", "not empty"),
     ({"sampling_params": {"ebnf": ""}}, "ebnf", "not empty"),
     ({"sampling_params": {"max_tokens": 5}}, "max_tokens", "not supported"),
     ({"sampling_params": {"stop_regex": "a"}}, "stop_regex", "not supported"),
@@ -263,7 +332,7 @@ def told(num_tokens: int, prompt: Sequence[int] = (5,), **fields: Any) -> tuple[
     part = SimpleNamespace(timings=None, request=SimpleNamespace(prompt_tokens=prompt))
     generation = cast(Generation, SimpleNamespace(parts=[part], tells_timings=True))
     body = validate_fields({"text": "x", "return_logprob": not fields, **fields}, SglangRequest)
-    shape = SglangShape(cast(ServedModel, SimpleNamespace(version=None)), body, ["r"])
+    shape = SglangShape(NO_MODEL, body, ["r"])
     writer = SglangEvents(generation, shape)
     return [writer.delta(Delta(0, "a", (8,), (TokenLogprobs(-0.5, ()),))) for _ in range(num_tokens)], writer, part
 

@@ -46,7 +46,7 @@ async def submitted(model: ServedModel, wanted: GenerationRequest) -> RoutedRequ
     notes = Notes()
     service = Service(notes, Models(), 60.0, Admission(), 8)  # type: ignore[arg-type]
     with pytest.raises(NodeUnavailable, match="noted"):
-        await service.generate(model, wanted, time.monotonic(), service.admit(model, [1]), None, None)
+        await service.generate(model, (wanted,), time.monotonic(), service.admit(model, [1]), None, None)
     service.close(wait=True)
     assert notes.request
     return notes.request

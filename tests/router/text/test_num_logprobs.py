@@ -111,7 +111,7 @@ def test_those_of_a_prompt_are_bounded_in_all_however_they_are_asked_for() -> No
     for asks in (-1, 50_000):
         sampling = {"num_prompt_logprobs": asks}
         wanted = GenerationRequest(request_id="r", prompts=((5,),), sampling=sampling)
-        check_prompt_logprobs([(5,) * 20], wanted, TELLS_ALL)
+        check_prompt_logprobs([(wanted, 20)], TELLS_ALL)
         with pytest.raises(InvalidRequest, match="at most 1048576 logprobs of all answers' prompts here, not 1050021"):
-            check_prompt_logprobs([(5,) * 21], wanted, TELLS_ALL)
-        check_prompt_logprobs([(5,) * 21], dataclasses.replace(wanted, logprob_limits=UNLIMITED), TELLS_ALL)
+            check_prompt_logprobs([(wanted, 20), (wanted, 1)], TELLS_ALL)
+        check_prompt_logprobs([(dataclasses.replace(wanted, logprob_limits=UNLIMITED), 21)], TELLS_ALL)
