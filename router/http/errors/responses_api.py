@@ -22,3 +22,13 @@ class ResponseNotFound(InvalidRequest):
 
     def __init__(self, response_id: str) -> None:
         super().__init__(f"Response with id '{response_id[:64]}' not found.", "response_id")
+
+
+class ItemNotFound(InvalidRequest):
+    """A reference names an item of no response that is kept here, or of another client's."""
+
+    http_status: ClassVar[int] = 404
+    grpc_status: ClassVar[str] = "NOT_FOUND"
+
+    def __init__(self, item_id: str) -> None:
+        super().__init__(f"Item with id '{item_id[:64]}' not found.", "input")

@@ -143,9 +143,17 @@ class ReasoningInput(BaseModel):
         return {"type": self.type, "summary": summary, "content": content, "status": "completed"}
 
 
+class ItemReference(BaseModel):
+    """In place of an item of the output of a response that is kept."""
+
+    model_config = CONFIG
+    type: Literal["item_reference"]
+    id: Name
+
+
 _KINDS = (
     *("message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"),
-    "reasoning",
+    *("reasoning", "item_reference"),
 )
 _UNKNOWN = f"there is no such item here: only {', '.join(_KINDS)}"
 
@@ -179,7 +187,8 @@ Item = Annotated[
     | Annotated[FunctionCallOutput, Tag("function_call_output")]
     | Annotated[CustomCall, Tag("custom_tool_call")]
     | Annotated[CustomCallOutput, Tag("custom_tool_call_output")]
-    | Annotated[ReasoningInput, Tag("reasoning")],
+    | Annotated[ReasoningInput, Tag("reasoning")]
+    | Annotated[ItemReference, Tag("item_reference")],
     Discriminator(_kind, custom_error_type="item", custom_error_message=_UNKNOWN),
 ]
 Items = Annotated[

@@ -1,4 +1,7 @@
-"""A response's output: items that grow with the answer's text, and the events that say how."""
+"""A response's output: items that grow with the answer's text, and the events that say how.
+
+The id of an item begins like that of its response, but for what is before the underscore: so a reference to the item
+tells where it is kept."""
 
 from __future__ import annotations
 
@@ -12,11 +15,26 @@ Event = dict[str, Any]
 """Without its sequence number."""
 
 
+RESPONSE = "resp_"
+_ID_CHARS = 32
+"""Of a response's id, behind the underscore."""
+
+
+def draw_response_id() -> str:
+    return f"{RESPONSE}{uuid.uuid4().hex}"
+
+
+def response_of(item_id: str) -> str:
+    """The id of the response that has the item."""
+    return RESPONSE + item_id.partition("_")[2][:_ID_CHARS]
+
+
 class _Item:
     """An output item. `content` is the item as far as it has come."""
 
-    def __init__(self, prefix: str, index: int, **fields: Any) -> None:
-        self.content: dict[str, Any] = {"id": f"{prefix}_{uuid.uuid4().hex}", "status": "in_progress", **fields}
+    def __init__(self, prefix: str, response_id: str, index: int, **fields: Any) -> None:
+        own_id = f"{prefix}_{response_id.removeprefix(RESPONSE)}{index}"
+        self.content: dict[str, Any] = {"id": own_id, "status": "in_progress", **fields}
         self._where = {"item_id": self.content["id"], "output_index": index}
         self._index = index
 
@@ -38,8 +56,10 @@ class _Item:
 class _TextItem(_Item):
     """An item with one part of text. `kind` is that of its events."""
 
-    def __init__(self, prefix: str, index: int, kind: str, part: dict[str, Any], **fields: Any) -> None:
-        super().__init__(prefix, index, **fields, content=[])
+    def __init__(
+        self, prefix: str, response_id: str, index: int, kind: str, part: dict[str, Any], **fields: Any
+    ) -> None:
+        super().__init__(prefix, response_id, index, **fields, content=[])
         self._kind = kind
         self._part = part
         self._texts: list[str] = []
@@ -62,17 +82,17 @@ class _TextItem(_Item):
 
 
 class _ReasoningItem(_TextItem):
-    def __init__(self, index: int) -> None:
+    def __init__(self, response_id: str, index: int) -> None:
         part = {"type": "reasoning_text", "text": ""}
-        super().__init__("rs", index, "reasoning_text", part, type="reasoning", summary=[])
+        super().__init__("rs", response_id, index, "reasoning_text", part, type="reasoning", summary=[])
 
 
 class _MessageItem(_TextItem):
     """`logprobs` are of the tokens of its text, and empty if they were not asked for."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, response_id: str, index: int) -> None:
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        super().__init__("msg", index, "output_text", part, type="message", role="assistant")
+        super().__init__("msg", response_id, index, "output_text", part, type="message", role="assistant")
         self._logprobs: list[dict[str, Any]] = []
 
     def write(self, text: str, **more: Any) -> Iterator[Event]:
@@ -95,8 +115,8 @@ class _CallItem(_Item):
     told: ClassVar[tuple[str, ...]] = ("name", "arguments")
     """Fields in the last event."""
 
-    def __init__(self, index: int, call: CallStart, named: Mapping[str, str]) -> None:
-        super().__init__(self.prefix, index, type=self.kind, call_id=call.id, **named, **{self.text: ""})
+    def __init__(self, response_id: str, index: int, call: CallStart, named: Mapping[str, str]) -> None:
+        super().__init__(self.prefix, response_id, index, type=self.kind, call_id=call.id, **named, **{self.text: ""})
         self._texts: list[str] = []
 
     def write(self, text: str) -> Iterator[Event]:
@@ -121,7 +141,8 @@ class Output:
     """`read` what comes, then `end`; each gives events. At most one item is open, the last one. `namespaces`: for each
     tool in one its `name` and `namespace`, by its name in chats."""
 
-    def __init__(self, namespaces: Mapping[str, Mapping[str, str]]) -> None:
+    def __init__(self, response_id: str, namespaces: Mapping[str, Mapping[str, str]]) -> None:
+        self._response_id = response_id
         self._namespaces = namespaces
         self._items: list[_Item] = []
         self._open: _Item | None = None
@@ -140,14 +161,14 @@ class Output:
     def end(self, status: str) -> Iterator[Event]:
         """`status`: of the response, and so of the item that was being written."""
         if not self._items:
-            yield from self._begin(_MessageItem(0))
+            yield from self._begin(_MessageItem(self._response_id, 0))
         if isinstance(self._open, _MessageItem):
             self._open.add_logprobs(self._take_logprobs())
         yield from self._close(status)
 
     def _write_reasoning(self, text: str) -> Iterator[Event]:
         if not isinstance(self._open, _ReasoningItem):
-            yield from self._begin(_ReasoningItem(len(self._items)))
+            yield from self._begin(_ReasoningItem(self._response_id, len(self._items)))
         assert isinstance(self._open, _ReasoningItem)
         yield from self._open.write(text)
         self._take_logprobs()
@@ -158,13 +179,13 @@ class Output:
                 yield from self._write_reasoning(text)
             case Content(text):
                 if not isinstance(self._open, _MessageItem):
-                    yield from self._begin(_MessageItem(len(self._items)))
+                    yield from self._begin(_MessageItem(self._response_id, len(self._items)))
                 assert isinstance(self._open, _MessageItem)
                 yield from self._open.write(text, logprobs=self._take_logprobs())
             case CallStart():
                 named = self._namespaces.get(part.name) or {"name": part.name}
                 kind = _CustomCallItem if part.is_custom else _CallItem
-                yield from self._begin(kind(len(self._items), part, named))
+                yield from self._begin(kind(self._response_id, len(self._items), part, named))
                 self._take_logprobs()
             case CallArguments(_, text):
                 assert isinstance(self._open, _CallItem)  # a call's arguments follow its start

@@ -14,12 +14,15 @@ from router.generation import Generation
 from router.http.answers import raw_json_response
 from router.http.body import BodyReader
 from router.http.errors.names import rename_field
+from router.http.errors.responses_api import ItemNotFound
 from router.http.generate import GenerateRoutes
 from router.http.limits import HttpLimits
 from router.http.responses import EventResponse, WholeResponse
 from router.http.responses_api.background import BackgroundResponses
 from router.http.responses_api.conversation import AnyItem
 from router.http.responses_api.events import ResponseEvents
+from router.http.responses_api.items import ItemReference
+from router.http.responses_api.output import response_of
 from router.http.responses_api.pages import page_of
 from router.http.responses_api.schemas import InputTokensRequest, ResponsesRequest
 from router.http.responses_api.shape import ResponseShape
@@ -97,25 +100,25 @@ class ResponsesRoutes:
             raise InvalidRequest(_NOTHING_IN_BACKGROUND, "background")
         stored = body.store is not False and self._store.is_on
         store = self._store if stored else own
-        earlier = await self._earlier(state.owner, body.previous_response_id, own)
+        items = await self._conversation(state.owner, body, own)
         try:
-            chat = body.chat(earlier).with_num_logprobs(model)
-            items = await self._dumped([*earlier, *body.input]) if store else b""
+            chat = body.chat(items).with_num_logprobs(model)
+            dumped = await self._dumped(items) if store else b""
             generation, reading, _ = await self._generate.start_chat(state, request_id, model, chat)
         except InvalidRequest as error:
             rename_field(error, _NAMES)
             raise
         shape = ResponseShape(body, model, generation, reading, stored)
-        return Started(generation, shape, ResponseSaver(store, state.owner, shape.id, items) if store else None)
+        return Started(generation, shape, ResponseSaver(store, state.owner, shape.id, dumped) if store else None)
 
     async def input_tokens(self, request: Request) -> JSONResponse:
         """How many tokens the prompt of such a request has."""
         body = await self._bodies.read(request, InputTokensRequest)
         body.check()
         model = self._service.models.get(body.model)
-        earlier = await self._earlier(request.state.owner, body.previous_response_id, None)
+        items = await self._conversation(request.state.owner, body, None)
         try:
-            count = await self._generate.count_tokens(model, body.chat(earlier))
+            count = await self._generate.count_tokens(model, body.chat(items))
         except InvalidRequest as error:
             rename_field(error, _NAMES)
             raise
@@ -150,14 +153,35 @@ class ResponsesRoutes:
         items = await self._service.offload.run(stored.input_items, len(stored.input))
         return JSONResponse(page_of(items, request.query_params))
 
-    async def _earlier(
-        self, owner: bytes, previous_response_id: str | None, own: ResponseStore | None
-    ) -> Sequence[AnyItem]:
-        if previous_response_id is None:
-            return ()
-        store = own if own is not None and own.has(owner, previous_response_id) else self._store
-        stored = store.previous(owner, previous_response_id)
-        return await self._service.offload.run(stored.conversation, stored.size)
+    async def _conversation(self, owner: bytes, body: ResponsesRequest, own: ResponseStore | None) -> list[AnyItem]:
+        """All items up to the answer, with those that are kept in place of their references. Raises InvalidRequest."""
+        items: list[AnyItem] = []
+        if (earlier := body.previous_response_id) is not None:
+            stored = self._store_of(owner, earlier, own).previous(owner, earlier)
+            items += await self._service.offload.run(stored.conversation, stored.size)
+        kept = await self._kept(owner, body, own)
+        for item in body.input:
+            if not isinstance(item, ItemReference):
+                items.append(item)
+            elif item.id in kept:
+                items.append(kept[item.id])
+            else:
+                raise ItemNotFound(item.id)
+        return items
+
+    async def _kept(self, owner: bytes, body: ResponsesRequest, own: ResponseStore | None) -> dict[str, AnyItem]:
+        """The items of the responses that references in `body` are to, by their ids."""
+        named = {response_of(item.id) for item in body.input if isinstance(item, ItemReference)}
+        stores = [(self._store_of(owner, response_id, own), response_id) for response_id in named]
+        found = [store.get(owner, response_id) for store, response_id in stores if store.has(owner, response_id)]
+
+        def items() -> dict[str, AnyItem]:
+            return {item.id: item for stored in found for item in stored.output() if item.id}
+
+        return await self._service.offload.run(items, sum(len(stored.body) for stored in found)) if found else {}
+
+    def _store_of(self, owner: bytes, response_id: str, own: ResponseStore | None) -> ResponseStore:
+        return own if own is not None and own.has(owner, response_id) else self._store
 
     async def _dumped(self, items: Sequence[AnyItem]) -> bytes:
         return await self._service.offload.run(lambda: dump_items(items), sum(item.size for item in items))

@@ -111,9 +111,8 @@ class ResponsesRequest(GenerationFields):
     def wants_logprobs(self) -> bool:
         return LOGPROBS in (self.include or ())
 
-    def chat(self, earlier: Sequence[AnyItem] = ()) -> ChatRequest:
-        """The same as a chat, after the conversation of `previous_response_id`."""
-        items = [*earlier, *self.input]
+    def chat(self, items: Sequence[AnyItem]) -> ChatRequest:
+        """The same as a chat. items: of the whole conversation, that of `previous_response_id` included."""
         if len(items) > MAX_MESSAGES:
             raise InvalidRequest(
                 f"`input` has {len(items)} items with those before it, of at most {MAX_MESSAGES}.", "input"

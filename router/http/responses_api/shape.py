@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from baton.sampling import FinishReason
 from router.generation import Generation, Usage
 from router.http.logprobs import ChatLogprobs
-from router.http.responses_api.output import Event, Output
+from router.http.responses_api.output import Event, Output, draw_response_id
 from router.http.responses_api.schemas import Format, ResponsesRequest
 from router.http.shapes import timings_of
 from router.text.answer import Delta
@@ -36,17 +35,18 @@ class ResponseShape:
         reading: AnswerReading | None,
         stored: bool,
     ) -> None:
-        self.id = f"resp_{uuid.uuid4().hex}"
+        self.id = draw_response_id()
         self._generation = generation
         as_ids = bool(body.return_tokens_as_token_ids)
         self._logprobs = ChatLogprobs(model.tokenizer, as_ids) if body.wants_logprobs else None
         self._reader = reading.reader() if reading else None
         self._output = Output(
+            self.id,
             {
                 tool.chat_name: {"name": tool.name, "namespace": tool.namespace}
                 for tool in body.tools or ()
                 if tool.namespace is not None
-            }
+            },
         )
         self._reason: FinishReason | None = None
         self._head = {

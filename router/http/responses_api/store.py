@@ -40,6 +40,9 @@ class StoredResponse:
     def input_items(self) -> list[dict[str, Any]]:
         return list(_read(self.input))
 
+    def output(self) -> list[AnyItem]:
+        return list(ITEMS.validate_python(self.response()["output"]))
+
     def conversation(self) -> list[AnyItem]:
         """All items, the output included. Raises InvalidRequest for a response without an end to go on from."""
         response = self.response()

@@ -71,7 +71,7 @@ def test_a_call_that_ends_with_the_tokens_of_what_comes_next_is_one_item():
     text = written("x", "f", "b", "", False) + written("analysis", "", "c", "", False)
     tool = functools.partial(TOOL_PARSERS["gpt_oss"], {"f": {}})
     reader = AnswerReader(tool, REASONING_PARSERS["gpt_oss"](""), True)
-    output, cut = Output({}), text.index('"b"')
+    output, cut = Output("resp_x", {}), text.index('"b"')
     for piece, ended in ((text[:cut], False), (text[cut:], True)):
         list(output.read(reader.read(piece, ended), []))
     list(output.end("completed"))

@@ -7,6 +7,7 @@ import pytest
 
 from baton.errors import InvalidRequest
 from router.http.body import validate
+from router.http.responses_api.items import ItemReference
 from router.http.responses_api.schemas import ResponsesRequest
 from router.http.responses_api.store import ResponseStore, StoredResponse
 from tests.router.http.responses_api.shapes import HI, TOOL
@@ -22,7 +23,8 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({"input": []}, "input", "must not be empty"),
     ({"input": 3}, "input", "a string or a list of items"),
     ({"input": ["x"]}, "input", "item 0 must be an object"),
-    (item(type="item_reference", id="x"), "input", "item 0 of type 'item_reference' is not supported"),
+    (item(type="mcp_call", id="x"), "input", "item 0 of type 'mcp_call' is not supported"),
+    (item(type="item_reference"), "input", "Field required"),
     (item(type="computer_call_output"), "input", "'computer_call_output'"),
     (item(role="user", content=[IMAGE]), "input", "type 'input_image' is not supported"),
     (item(role="user", content=[{"type": "input_file"}]), "input", "type 'input_file'"),
@@ -74,7 +76,7 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
 def read(**fields: Any) -> None:
     body = validate(json.dumps({**HI, **fields}).encode(), ResponsesRequest)
     body.check()
-    for message in body.chat().messages:
+    for message in body.chat([item for item in body.input if not isinstance(item, ItemReference)]).messages:
         message.plain()
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from baton.errors import Overloaded
 from router.http.body import validate
+from router.http.responses_api.items import InputMessage
 from router.http.responses_api.schemas import ResponsesRequest
 from tests.router.conftest import on_shared_loop, says
 from tests.router.fake_node import Answer
@@ -330,7 +331,8 @@ async def test_the_template_gets_the_effort_and_the_tools(client, nodes):
     assert prompt_of(nodes).endswith("<think>\n")
     tools = json.loads(prompt_of(nodes).split("|{")[0])
     assert tools == [{"type": "function", "function": {k: v for k, v in WEATHER["function"].items() if k != "strict"}}]
-    effort = validate(json.dumps({**HI, "reasoning": {"effort": "low"}}).encode(), ResponsesRequest).chat()
+    asked = validate(json.dumps({**HI, "reasoning": {"effort": "low"}}).encode(), ResponsesRequest)
+    effort = asked.chat([InputMessage(role="user", content="hi")])
     assert effort.variables == {"reasoning_effort": "low", "enable_thinking": True, "thinking": True}
 
 

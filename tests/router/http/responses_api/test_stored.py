@@ -13,6 +13,11 @@ from tests.router.http_shapes import error_of
 pytestmark = on_shared_loop
 
 
+def reference(item):
+    """As Vercel's AI SDK sends what a model said before."""
+    return {"type": "item_reference", "id": item.id}
+
+
 async def test_a_response_goes_on_from_the_previous_one(official, nodes):
     nodes.script = says(ANSWER)
     first = await official.responses.create(model="tiny", input="hi", tools=[TOOL], instructions="Be brief.")
@@ -30,6 +35,14 @@ async def test_a_response_goes_on_from_the_previous_one(official, nodes):
     by_hand = [{"role": "user", "content": "hi"}, *first.output, *results]
     await official.responses.create(model="tiny", input=by_hand)
     assert messages_of(nodes) == chained
+    by_reference = [{"role": "user", "content": "hi"}, *map(reference, first.output), *results]
+    third = await official.responses.create(model="tiny", input=by_reference)
+    assert messages_of(nodes) == chained
+    counted = await official.responses.input_tokens.count(model="tiny", input=by_reference)
+    assert counted.input_tokens == len(nodes.prefills[-1].prompt_tokens)
+    assert [item.type async for item in official.responses.input_items.list(third.id, order="asc")] == [
+        *("message", *(item.type for item in first.output), *(result["type"] for result in results))
+    ]
     await official.responses.create(model="tiny", input="And now?", previous_response_id=second.id)
     assert messages_of(nodes) == [
         *chained,
@@ -69,6 +82,7 @@ async def test_the_tokens_of_a_conversation_are_counted(official, client, nodes)
 
 async def test_a_response_is_kept_until_it_is_deleted(official, client):
     made = await official.responses.create(model="tiny", input="hi")
+    assert len({item.id for item in made.output} | {made.id}) == 1 + len(made.output)
     again = await official.responses.retrieve(made.id)
     assert again.to_dict() == made.to_dict()
     assert (await client.get(f"{PATH}/{made.id}?stream=true")).status_code == 400
@@ -82,6 +96,9 @@ async def test_a_response_is_kept_until_it_is_deleted(official, client):
     with pytest.raises(openai.BadRequestError) as gone:
         await official.responses.create(model="tiny", input="hi", previous_response_id=made.id)
     assert (gone.value.code, gone.value.param) == ("previous_response_not_found", "previous_response_id")
+    with pytest.raises(openai.NotFoundError, match=f"Item with id '{made.output[0].id}' not found") as lost:
+        await official.responses.create(model="tiny", input=[reference(made.output[0])])
+    assert lost.value.param == "input"
 
 
 async def test_streamed_responses_are_kept_too_unless_they_must_not_be(official, client):
@@ -109,11 +126,14 @@ async def test_the_items_of_a_conversation_come_in_pages(official, client):
 async def test_one_client_does_not_see_anothers_responses(nodes):
     async with running(nodes, api_key=(SecretStr("sk-one"), SecretStr("sk-two"))) as (_, client):
         one, two = bearer("sk-one"), bearer("sk-two")
-        made = (await client.post(PATH, json=HI, headers=one)).json()["id"]
+        response = (await client.post(PATH, json=HI, headers=one)).json()
+        made, item = response["id"], response["output"][0]["id"]
         for method in ("GET", "DELETE"):
             assert (await client.request(method, f"{PATH}/{made}", headers=two)).status_code == 404
         response = await client.post(PATH, json={**HI, "previous_response_id": made}, headers=two)
         assert error_of(response)["code"] == "previous_response_not_found"
+        referring = {**HI, "input": [{"type": "item_reference", "id": item}]}
+        assert [(await client.post(PATH, json=referring, headers=key)).status_code for key in (one, two)] == [200, 404]
         assert (await client.get(f"{PATH}/{made}", headers=one)).status_code == 200
 
 
