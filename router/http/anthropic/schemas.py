@@ -131,7 +131,7 @@ class CountTokensRequest(BaseModel):
     def variables(self, may_reason: bool) -> dict[str, Any] | None:
         """Those of the chat template. may_reason: whether answers can have thinking blocks. Raises InvalidRequest."""
         thinks = self.thinking is not None and self.thinking.type != "disabled"
-        if thinks and not may_reason:
+        if self.thinking is not None and self.thinking.type == "enabled" and not may_reason:
             raise InvalidRequest("`thinking` needs --reasoning-parser, which this router lacks.", "thinking")
         said: dict[str, Any] = dict.fromkeys(THINKING_VARIABLES, thinks) if may_reason else {}
         effort = self.output_config.effort if self.output_config else None

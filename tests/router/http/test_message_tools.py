@@ -249,6 +249,8 @@ async def test_the_effort_is_told_to_the_template() -> None:
         body = validate_fields({**MESSAGE, "output_config": {"effort": "high"}, **fields}, MessagesRequest)
         body.check()
         assert body.variables(may_reason=True) == variables
+    adaptive = validate_fields({**MESSAGE, "thinking": {"type": "adaptive"}}, MessagesRequest)
+    assert adaptive.variables(may_reason=False) is None, "it is left to the model"
     assert validate_fields({**MESSAGE, "output_config": {"effort": "low"}}, MessagesRequest).variables(False) == {
         "reasoning_effort": "low"
     }
