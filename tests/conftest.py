@@ -96,8 +96,10 @@ def pytest_collection(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What was imported stays, and its garbage: no collection need go through all of it, for most of a second."""
+    """What was imported stays, and its garbage: no collection need go through all of it, for most of a second. So it is
+    with the routers that tests have stopped, which caches of FastAPI keep."""
     gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
     gc.enable()
 
 
