@@ -88,10 +88,9 @@ class _Host:
         if code == 0 and reason is not None:
             self._report(reason)
             code = self._ends(reason.text)
+        if code == 0:
+            self._send(ended=True)
         if self._link is not None:
-            with contextlib.suppress(OSError):  # rank 0 has ended
-                if code == 0:
-                    self._link.send(ended=True)
             self._link.close()
         return code
 
@@ -102,13 +101,13 @@ class _Host:
             waited: list[PeerLink | socket.socket] = [link, signals]
             ready, _, _ = select.select(waited, [], [], max(0.0, next_beat - time.monotonic()))
             if signals in ready:
-                self._take_signal(link, signals.recv(1)[0])
+                self._take_signal(signals.recv(1)[0])
             for message in link.receive() if link in ready else ():
                 if (code := self._handle(message)) is not None:
                     return code
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + BEAT_S
-                link.send(beat=True)
+                self._send(beat=True)
                 link.num_silent += 1
             if link.num_silent * BEAT_S > self._silence_s:
                 return self._ends(f"{_RANK_0} has been silent for {self._silence_s:g} s")
@@ -130,12 +129,12 @@ class _Host:
         self._serves |= "serves" in message
         return None
 
-    def _take_signal(self, link: PeerLink, number: int) -> None:
+    def _take_signal(self, number: int) -> None:
         if self._signalled is not None or not self._serves:
             os._exit(128 + number)
         self._signalled = number
         log.info("draining")
-        link.send(stopping=True)
+        self._send(stopping=True)
 
     def _take_ready(self) -> None:
         """From now on, ranks that have loaded may be silent for a shorter time only."""
@@ -151,17 +150,23 @@ class _Host:
         """Called on the watcher's thread. The ranks of all hosts wait for this one forever, so the node ends."""
         if rank.has_ended_in_order and self._over.wait(self._limits.report):
             return  # the node has closed it, and tells this host too
-        if reason.is_secondary and self._over.wait(self._limits.report / 2):
-            return  # rank 0 knows which rank was lost first
+        if reason.is_secondary:
+            if self._over.wait(self._limits.report / 2):
+                return  # rank 0 knows which rank was lost first
+            reason = self._forks.loss_reason(0) or reason
         self._report(reason)
         self._ends(reason.text)
         logging.shutdown()
         os._exit(1)
 
     def _report(self, reason: LossReason) -> None:
+        self._send(lost=reason.text, met=reason.is_secondary)
+
+    def _send(self, **message: Any) -> None:
+        """Does nothing if rank 0 has ended, which `_follow` notices once it has read what rank 0 said last."""
         if self._link is not None:
-            with contextlib.suppress(OSError):  # rank 0 is lost, too
-                self._link.send(lost=reason.text, met=reason.is_secondary)
+            with contextlib.suppress(OSError):
+                self._link.send(**message)
 
 
 @contextlib.contextmanager

@@ -201,7 +201,8 @@ class OtherHosts:
 
     def _beat(self, number: int, link: PeerLink) -> None:
         """Silence is counted in time slices in which this process listened, as in `baton.rpc.silence`."""
-        link.send(beat=True)
+        with contextlib.suppress(OSError):  # `receive` notices, after it has returned why the host ends
+            link.send(beat=True)
         link.num_silent += 1
         limit_s = self._limits.silence if self.ready else self._limits.loading_silence
         if link.num_silent * BEAT_S > limit_s:

@@ -9,6 +9,7 @@ import math
 import mmap
 import os
 import select
+import signal
 import socket
 import subprocess
 import threading
@@ -25,13 +26,14 @@ from node.errors import StartupError
 from node.limits import Limits
 from node.peers.links import PeerLink
 from node.peers.rendezvous import join_rendezvous
-from node.ranks.forks import BEAT_S, LossReason, RankFork, RankForks, fork
+from node.ranks.forks import BEAT_S, HAS_ENDED, LossReason, RankFork, RankForks, fork
 from node.ranks.headless import _Host
 from node.ranks.hosts import OtherHosts, _HostRank
 from node.ranks.joining import JoiningHosts, rendezvous_of, shared_flags
 from node.ranks.stream import RankStream
 from node.settings import NodeSettings
 from tests.node.host_scene import LIMITS
+from tests.node.rank_stand_ins import FAILS, Forks
 from tests.node.scenes import PATIENCE_S
 
 
@@ -185,6 +187,16 @@ def test_a_rank_that_breaks_off_before_it_is_told_where_ranks_meet_is_lost() -> 
     link.close()
 
 
+@pytest.fixture
+def exits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(code: int) -> NoReturn:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(logging, "shutdown", lambda: None)
+
+
+@pytest.mark.usefixtures("exits")
 @pytest.mark.parametrize(
     ("command", "is_secondary", "node_ends", "is_lost"),
     [
@@ -196,15 +208,9 @@ def test_a_rank_that_breaks_off_before_it_is_told_where_ranks_meet_is_lost() -> 
     ],
 )
 def test_a_rank_that_has_ended_with_its_node_is_not_lost(
-    command: str, is_secondary: bool, node_ends: bool, is_lost: bool, monkeypatch: pytest.MonkeyPatch
+    command: str, is_secondary: bool, node_ends: bool, is_lost: bool
 ) -> None:
     """In order, or since it has met the loss of another: its host may hear a moment later that the node ends."""
-
-    def end(code: int) -> NoReturn:
-        raise SystemExit(code)
-
-    monkeypatch.setattr(os, "_exit", end)
-    monkeypatch.setattr(logging, "shutdown", lambda: None)
     limits = replace(LIMITS, report=0.0)
     settings = NodeSettings(model="none", tensor_parallel_size=4, nnodes=2, node_rank=1)
     host = _Host(settings, fork([], lambda *_: None, limits), limits)
@@ -223,6 +229,24 @@ def test_a_rank_that_has_ended_with_its_node_is_not_lost(
     for message in lost:
         assert first._links[1].receive_one(PATIENCE_S) == message
     first.end(0)
+
+
+@pytest.mark.usefixtures("exits")
+def test_a_host_names_the_rank_that_failed_first() -> None:
+    """Though it has noticed one before that only met its end."""
+    limits = replace(LIMITS, report=0.0)
+    forks = Forks(FAILS, FAILS, limits=limits)
+    settings = NodeSettings(model="none", tensor_parallel_size=4, nnodes=2, node_rank=1)
+    host = _Host(settings, forks.forks, limits)
+    first, host._link = hosts_of_two()
+    for pipe, error in zip(forks.pipes, (RuntimeError("a peer left"), ValueError("no room")), strict=True):
+        pipe.failed(error)
+    with pytest.raises(SystemExit):
+        host._rank_lost(forks.all[0], forks.all[0].loss_reason(HAS_ENDED))
+    assert first._links[1].receive_one(PATIENCE_S) == {"lost": "rank 2: no room", "met": False}
+    host._link.close()
+    first.end(0)
+    forks.close()
 
 
 @pytest.mark.parametrize(("command", "code"), [("true", 0), ("false", 1)])
@@ -267,6 +291,35 @@ def hosts_of_two() -> tuple[OtherHosts, PeerLink]:
         host = PeerLink(socket.create_connection(listener.getsockname()))
         hosts._links = {1: PeerLink(listener.accept()[0])}
     return hosts, host
+
+
+def test_why_a_host_ends_is_heard_though_a_heartbeat_meets_its_end() -> None:
+    hosts, host = hosts_of_two()
+    [link] = hosts._links.values()
+    link.send(beat=True)  # it reads nothing more, so that its end resets the connection
+    host.send(lost="rank 3 has ended", met=False)
+    host.close()
+    hosts._beat(1, link)
+    hosts._watch(1, link)
+    assert hosts.loss_reason(0) == LossReason("node rank 1: rank 3 has ended")
+    hosts.end(0)
+
+
+def test_why_the_node_ends_is_heard_though_a_signal_comes_first(caplog: pytest.LogCaptureFixture) -> None:
+    """Of which rank 0 can be told no more."""
+    settings = NodeSettings(model="none", tensor_parallel_size=4, nnodes=2, node_rank=1)
+    host = _Host(settings, fork([], lambda *_: None, LIMITS), LIMITS)
+    first, link = hosts_of_two()
+    host._link, host._serves = link, True
+    link.send(beat=True)
+    first.stop("rank 1 has ended")
+    first._links[1].close()
+    signals, other = socket.socketpair()
+    other.send(bytes([signal.SIGTERM]))
+    assert host._follow(link, signals) == 1
+    assert caplog.messages == ["node rank 0: rank 1 has ended: this part of the node ends"]
+    for end in (link, signals, other):
+        end.close()
 
 
 def test_a_host_that_is_told_to_stop_as_the_node_ends_has_nothing_to_add() -> None:
