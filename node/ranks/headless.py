@@ -19,7 +19,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from baton.process.signals import stop_signals
@@ -61,8 +61,8 @@ class _Host:
     def __init__(self, settings: NodeSettings, forks: RankForks, limits: Limits) -> None:
         self._settings, self._forks, self._limits = settings, forks, limits
         self._link: PeerLink | None = None
-        self._began = self._serves = False
-        self._signalled: int | None = None
+        self._began = self._serves = self._signalled = False
+        self._signals = contextlib.ExitStack()
         self._over = threading.Event()
 
     def run(self) -> int:
@@ -73,11 +73,11 @@ class _Host:
         hello = {"node_rank": settings.node_rank, "serves": shared_flags(settings)}
         log.info("coming to rank 0 address=%s node_rank=%d", rendezvous_of(settings).address, settings.node_rank)
         self._link, _ = join_rendezvous(rendezvous_of(settings), hello, self._limits.join, answer_s=HELLO_TIMEOUT_S)
-        with _signals() as signals:
-            try:
-                return self._follow(self._link, signals)
-            except OSError:
-                return self._ends(f"{_RANK_0} has ended")
+        signals = self._signals.enter_context(_signals(self._heed))
+        try:
+            return self._follow(self._link, signals)
+        except OSError:
+            return self._ends(f"{_RANK_0} has ended")
 
     def end(self, code: int) -> int:
         """End its ranks, and kill those that have not ended in time. Rank 0 waits until the link is closed. Returns the
@@ -92,6 +92,7 @@ class _Host:
             self._send(ended=True)
         if self._link is not None:
             self._link.close()
+        self._signals.close()
         return code
 
     def _follow(self, link: PeerLink, signals: socket.socket) -> int:
@@ -101,7 +102,9 @@ class _Host:
             waited: list[PeerLink | socket.socket] = [link, signals]
             ready, _, _ = select.select(waited, [], [], max(0.0, next_beat - time.monotonic()))
             if signals in ready:
-                self._take_signal(signals.recv(1)[0])
+                signals.recv(1)
+                log.info("draining")
+                self._send(stopping=True)
             for message in link.receive() if link in ready else ():
                 if (code := self._handle(message)) is not None:
                     return code
@@ -129,12 +132,11 @@ class _Host:
         self._serves |= "serves" in message
         return None
 
-    def _take_signal(self, number: int) -> None:
-        if self._signalled is not None or not self._serves:
+    def _heed(self, number: int, frame: object) -> None:
+        """Handle a signal, also while this host ends: all hosts may be told to stop, one a moment after another."""
+        if self._signalled or not self._serves:
             os._exit(128 + number)
-        self._signalled = number
-        log.info("draining")
-        self._send(stopping=True)
+        self._signalled = True
 
     def _take_ready(self) -> None:
         """From now on, ranks that have loaded may be silent for a shorter time only."""
@@ -170,11 +172,11 @@ class _Host:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[socket.socket]:
-    """A socket that yields the numbers of the signals that ask this process to end."""
+def _signals(handle: Callable[[int, object], None]) -> Iterator[socket.socket]:
+    """Handle the signals that ask this process to end. The socket yields a byte for each."""
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
-    before = {number: signal.signal(number, _nothing) for number in stop_signals()}
+    before = {number: signal.signal(number, handle) for number in stop_signals()}
     signal.set_wakeup_fd(theirs.fileno())
     try:
         yield ours
@@ -184,7 +186,3 @@ def _signals() -> Iterator[socket.socket]:
             signal.signal(number, handler)
         ours.close()
         theirs.close()
-
-
-def _nothing(number: int, frame: object) -> None:
-    """The wakeup descriptor gets the signal's number."""

@@ -1,4 +1,4 @@
-"""Processes in the place of forked ranks: a test says what they report."""
+"""Processes in the place of forked ranks, and a link in that of another host: a test says what they report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import socket
 import subprocess
 
 from node.limits import Limits
+from node.peers.links import PeerLink
 from node.ranks.forks import BEAT_S, RankFork, RankForks, RankPipe
+from node.ranks.hosts import OtherHosts
+from node.settings import NodeSettings
 
 LIMITS = Limits(silence=2 * BEAT_S, loading_silence=3 * BEAT_S, report=0.0, close=0.0)
 LIVES, ENDS, FAILS = ["sleep", "600"], ["true"], ["false"]
@@ -45,3 +48,12 @@ class Forks:
         for rank in self.all:
             with contextlib.suppress(OSError):  # `end` has closed it
                 os.close(rank.pidfd)
+
+
+def hosts_of_two(limits: Limits = LIMITS) -> tuple[OtherHosts, PeerLink]:
+    """What rank 0 has, and the second host's link, of which nobody is told yet."""
+    hosts = OtherHosts(NodeSettings(model="none", tensor_parallel_size=4, nnodes=2), limits)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        host = PeerLink(socket.create_connection(listener.getsockname()))
+        hosts._links = {1: PeerLink(listener.accept()[0])}
+    return hosts, host

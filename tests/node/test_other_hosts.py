@@ -9,7 +9,6 @@ import math
 import mmap
 import os
 import select
-import signal
 import socket
 import subprocess
 import threading
@@ -26,14 +25,14 @@ from node.errors import StartupError
 from node.limits import Limits
 from node.peers.links import PeerLink
 from node.peers.rendezvous import join_rendezvous
-from node.ranks.forks import BEAT_S, HAS_ENDED, LossReason, RankFork, RankForks, fork
+from node.ranks.forks import BEAT_S, LossReason, RankFork, RankForks, fork
 from node.ranks.headless import _Host
-from node.ranks.hosts import OtherHosts, _HostRank
+from node.ranks.hosts import _HostRank
 from node.ranks.joining import JoiningHosts, rendezvous_of, shared_flags
 from node.ranks.stream import RankStream
 from node.settings import NodeSettings
 from tests.node.host_scene import LIMITS
-from tests.node.rank_stand_ins import FAILS, Forks
+from tests.node.rank_stand_ins import hosts_of_two
 from tests.node.scenes import PATIENCE_S
 
 
@@ -171,7 +170,7 @@ def test_a_name_that_only_this_host_can_connect_to_is_warned_of(
         )
         with pytest.raises(StartupError, match="--nnodes: node rank 1 of 2 did not connect"):
             JoiningHosts(settings, "weights", Limits(join=0.0)).wait()
-    assert ("--master-addr: on this host localhost is " in caplog.text) == is_warned_of
+    assert (f"--master-addr: on this host {master_addr} is " in caplog.text) == is_warned_of
 
 
 def test_a_rank_that_breaks_off_before_it_is_told_where_ranks_meet_is_lost() -> None:
@@ -187,16 +186,6 @@ def test_a_rank_that_breaks_off_before_it_is_told_where_ranks_meet_is_lost() -> 
     link.close()
 
 
-@pytest.fixture
-def exits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def end(code: int) -> NoReturn:
-        raise SystemExit(code)
-
-    monkeypatch.setattr(os, "_exit", end)
-    monkeypatch.setattr(logging, "shutdown", lambda: None)
-
-
-@pytest.mark.usefixtures("exits")
 @pytest.mark.parametrize(
     ("command", "is_secondary", "node_ends", "is_lost"),
     [
@@ -208,9 +197,15 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_rank_that_has_ended_with_its_node_is_not_lost(
-    command: str, is_secondary: bool, node_ends: bool, is_lost: bool
+    command: str, is_secondary: bool, node_ends: bool, is_lost: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In order, or since it has met the loss of another: its host may hear a moment later that the node ends."""
+
+    def end(code: int) -> NoReturn:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(logging, "shutdown", lambda: None)
     limits = replace(LIMITS, report=0.0)
     settings = NodeSettings(model="none", tensor_parallel_size=4, nnodes=2, node_rank=1)
     host = _Host(settings, fork([], lambda *_: None, limits), limits)
@@ -229,24 +224,6 @@ def test_a_rank_that_has_ended_with_its_node_is_not_lost(
     for message in lost:
         assert first._links[1].receive_one(PATIENCE_S) == message
     first.end(0)
-
-
-@pytest.mark.usefixtures("exits")
-def test_a_host_names_the_rank_that_failed_first() -> None:
-    """Though it has noticed one before that only met its end."""
-    limits = replace(LIMITS, report=0.0)
-    forks = Forks(FAILS, FAILS, limits=limits)
-    settings = NodeSettings(model="none", tensor_parallel_size=4, nnodes=2, node_rank=1)
-    host = _Host(settings, forks.forks, limits)
-    first, host._link = hosts_of_two()
-    for pipe, error in zip(forks.pipes, (RuntimeError("a peer left"), ValueError("no room")), strict=True):
-        pipe.failed(error)
-    with pytest.raises(SystemExit):
-        host._rank_lost(forks.all[0], forks.all[0].loss_reason(HAS_ENDED))
-    assert first._links[1].receive_one(PATIENCE_S) == {"lost": "rank 2: no room", "met": False}
-    host._link.close()
-    first.end(0)
-    forks.close()
 
 
 @pytest.mark.parametrize(("command", "code"), [("true", 0), ("false", 1)])
@@ -284,15 +261,6 @@ def test_a_node_that_has_met_a_loss_by_itself_names_the_host(message: dict[str, 
     assert [reason.text for reason in hosts.end(PATIENCE_S)] == lost
 
 
-def hosts_of_two() -> tuple[OtherHosts, PeerLink]:
-    """What rank 0 has, and the second host's link, of which nobody is told yet."""
-    hosts = OtherHosts(NodeSettings(model="none", tensor_parallel_size=4, nnodes=2), LIMITS)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        host = PeerLink(socket.create_connection(listener.getsockname()))
-        hosts._links = {1: PeerLink(listener.accept()[0])}
-    return hosts, host
-
-
 def test_why_a_host_ends_is_heard_though_a_heartbeat_meets_its_end() -> None:
     hosts, host = hosts_of_two()
     [link] = hosts._links.values()
@@ -303,23 +271,6 @@ def test_why_a_host_ends_is_heard_though_a_heartbeat_meets_its_end() -> None:
     hosts._watch(1, link)
     assert hosts.loss_reason(0) == LossReason("node rank 1: rank 3 has ended")
     hosts.end(0)
-
-
-def test_why_the_node_ends_is_heard_though_a_signal_comes_first(caplog: pytest.LogCaptureFixture) -> None:
-    """Of which rank 0 can be told no more."""
-    settings = NodeSettings(model="none", tensor_parallel_size=4, nnodes=2, node_rank=1)
-    host = _Host(settings, fork([], lambda *_: None, LIMITS), LIMITS)
-    first, link = hosts_of_two()
-    host._link, host._serves = link, True
-    link.send(beat=True)
-    first.stop("rank 1 has ended")
-    first._links[1].close()
-    signals, other = socket.socketpair()
-    other.send(bytes([signal.SIGTERM]))
-    assert host._follow(link, signals) == 1
-    assert caplog.messages == ["node rank 0: rank 1 has ended: this part of the node ends"]
-    for end in (link, signals, other):
-        end.close()
 
 
 def test_a_host_that_is_told_to_stop_as_the_node_ends_has_nothing_to_add() -> None:
