@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -235,6 +236,8 @@ def test_a_wave_that_began_before_the_last_one_ended_here_is_not_lost(scene: Sce
     assert other.running
     other.end()
     assert other.running
+    other._handle(0, {"rank": 0, "wave": 0})
+    assert other.running, "one that began at the same time as its own"
     other.end()
     assert not other.running
 
@@ -350,11 +353,14 @@ def test_one_that_does_not_drain_is_not_waited_for_without_end(scene: Scene) -> 
     assert not nodes[0].leave(0.1)
     nodes[0]._watcher.join(PATIENCE_S)
     assert not nodes[0]._watcher.is_alive(), "whatever becomes of the others"
+    nodes[0]._lost("data parallel rank 1 has ended")
+    assert "the node ends" not in scene.log.text
 
 
 @pytest.mark.parametrize("lost", [0, 2])
 def test_a_node_that_dies_ends_all_others_by_name(scene: Scene, lost: int) -> None:
-    nodes = scene.together(3)
+    limits = replace(LIMITS, report=2 * PATIENCE_S)  # for a node that starts
+    nodes = [future.result(PATIENCE_S) for future in [scene.meet(rank, 3, limits=limits) for rank in range(3)]]
     for node in nodes:
         node.ready(lambda: None)
     nodes[lost]._left.set()
@@ -402,9 +408,10 @@ def test_a_node_that_has_loaded_last_stops_only_if_another_one_was_told_to(scene
     started = scene.meet(0, 2)
     scene.connect(rank=1, size=2, serves=SERVES)
     node, told = started.result(PATIENCE_S), list[bool]()
-    for message in ({"ready": True}, {"wave": 0}, {"stopping": True})[: 3 if stops else 2]:
+    for message in ({"ready": True}, *[{"stopping": True}] * stops, {"wave": 0}):
         node._handle(1, {"rank": 1, **message})
     node.ready(lambda: told.append(True))
+    node._handle(1, {"rank": 1, "wave": 1})
     assert told == [True] * stops
 
 
