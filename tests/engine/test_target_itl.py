@@ -133,7 +133,7 @@ def test_where_the_device_pads_chunks_fill_its_sizes() -> None:
 def test_a_chunk_is_larger_than_every_graph_only_if_launching_it_keeps_the_limit(
     launch_s: float | None, start: int, length: int
 ) -> None:
-    padding = StepPadding(((32, (96, 160, 224, 480)),), most_context=2000)
+    padding = StepPadding(((32, (96, 160, 224, 480)),), most_prompts=1, most_context=2000)
     step_time = StepTime(padding)
     for tokens in (100, 1000, 2000, 2000):
         size = StepSize(5, 400, tokens, tokens * tokens)
@@ -149,6 +149,8 @@ def test_a_chunk_is_larger_than_every_graph_only_if_launching_it_keeps_the_limit
     ("taken", "limit_s", "most_prompts", "length"),
     [
         (40, 0.009, None, 224 - 40),  # together they fill a graph
+        (100, 0.009, None, 224 - 100),  # the smallest one is too small
+        (100, 0.0065, None, 0),  # with which the limit would be kept
         (40, 1.0, None, 480 - 40),  # the largest one
         (500, 1.0, None, 0),  # the first is beyond all graphs
         (40, 1.0, 1, 900),  # no graph takes two
@@ -165,6 +167,14 @@ def test_a_second_prompt_fills_the_graph_of_the_first(
     budget = PromptBudget(config, step_time, StepSize(4, 400), limit_s)
     budget.spend(0, taken, taken)
     assert budget.fitting(0, 900) == length
+
+
+@pytest.mark.parametrize(("sizes", "length"), [((96, 160), 96), ((), LEAST_CHUNK)])
+def test_the_least_chunk_fills_the_smallest_graph(sizes: tuple[int, ...], length: int) -> None:
+    """If nothing is known yet, or no chunk keeps the limit."""
+    padding = StepPadding(((32, sizes),) if sizes else ())
+    config = make(**{**BIG, "padding": padding})[0].config
+    assert PromptBudget(config, StepTime(padding), StepSize(4, 400), 0.08).fitting(0, 900) == length
 
 
 def test_the_size_of_a_step_counts_each_chunk_with_all_that_it_reads() -> None:

@@ -408,7 +408,8 @@ def test_a_node_that_has_loaded_last_stops_only_if_another_one_was_told_to(scene
     started = scene.meet(0, 2)
     scene.connect(rank=1, size=2, serves=SERVES)
     node, told = started.result(PATIENCE_S), list[bool]()
-    for message in ({"ready": True}, *[{"stopping": True}] * stops, {"wave": 0}):
+    said: list[dict[str, Any]] = [{"ready": True}, *[{"stopping": True}] * stops, {"wave": 0}]
+    for message in said:
         node._handle(1, {"rank": 1, **message})
     node.ready(lambda: told.append(True))
     node._handle(1, {"rank": 1, "wave": 1})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -137,12 +138,37 @@ def test_ranks_that_do_not_end_are_killed_and_those_that_failed_are_named() -> N
     forks.close()
 
 
+def test_ranks_have_their_time_to_end(live: Forks) -> None:
+    """Nobody takes their end for a loss then, unless it is no end in order."""
+    for rank in live.all:
+        rank.ready = True
+    live.forks.watch(lambda rank, reason: pytest.fail(reason.text))
+    live.forks.unwatch()
+    assert not live.forks._watcher.is_alive()
+    assert not live.all[0].has_ended_in_order, "it has not ended"
+    timers = [threading.Timer(0.05, os.kill, [rank.pid, signal.SIGTERM]) for rank in live.all]
+    for timer in timers:
+        timer.start()
+    ended = live.forks.end(PATIENCE_S)
+    assert ended == [LossReason(f"rank {rank.number} (process {rank.pid}) has ended") for rank in live.all]
+
+
+def test_ranks_that_end_are_watched_no_more(live: Forks) -> None:
+    lost: list[LossReason] = []
+    live.forks.watch(lambda rank, reason: lost.append(reason))
+    assert live.forks.end(0.0) == []
+    assert not live.forks._watcher.is_alive()
+    assert lost == []
+
+
 class Lost:
     """Waits for `on_lost`."""
 
     def __init__(self, forks: Forks, beating: tuple[int, ...]) -> None:
         self.said: list[tuple[int, str]] = []
         self._heard = threading.Event()
+        for index in range(len(forks.all)):
+            forks.counts[index] = 7  # each has lived
         forks.forks.watch(self)
         while not self._heard.wait(0.02):
             for index in beating:

@@ -16,7 +16,7 @@ import torch
 from baton.errors import TransferError
 from engine.model.other_ranks import Kind
 from node.ranks.pool_wire import PoolWire
-from node.ranks.rank_links import POOL_REQUEST, ForkedRankLink, RemoteRankLink, pack_request
+from node.ranks.rank_links import POOL_REQUEST, ForkedRankLink, RemoteRankLink, pack_request, unpack_request
 from node.ranks.ring import RingWriter, SharedRing
 from node.ranks.stream import RankStream
 
@@ -156,3 +156,33 @@ def test_a_request_to_a_rank_that_is_lost_fails_at_once() -> None:
     for do in ("first", "second"):
         with pytest.raises(TransferError, match="rank 3 is lost"):
             wire.request(10.0, do=do)
+
+
+def test_an_answer_that_is_late_or_comes_twice_changes_nothing() -> None:
+    """As when the rank answers in the moment in which it is given up."""
+
+    def answer_twice(message: dict[str, Any]) -> None:
+        for steps in (1, 2):
+            wire.handle({"answers": message["id"], "steps": steps})
+        wire.lost()
+
+    wire = PoolWire(3, answer_twice)
+    assert wire.request(10.0, do="count") == {"answers": 0, "steps": 1}
+    late = PoolWire(3, lambda message: None)
+    with pytest.raises(TransferError, match="rank 3 has not answered for 0 s"):
+        late.request(0.0, do="count")
+    late.handle({"answers": 0, "steps": 3})
+
+
+def test_what_is_sent_to_a_rank_that_has_ended_is_dropped() -> None:
+    """Its end is noticed elsewhere."""
+
+    def fail(message: dict[str, Any]) -> None:
+        raise BrokenPipeError
+
+    PoolWire(3, fail).send(do="relax")
+
+
+def test_requests_of_any_length_go_through_the_ring() -> None:
+    for length in range(5):
+        assert unpack_request(pack_request(2, {"do": "x" * length})) == (2, {"do": "x" * length})
