@@ -42,7 +42,7 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> None:
 class Scene:
     """A host without ranks that has joined. `first`: what rank 0 has of it."""
 
-    def __init__(self, limits: Limits = LIMITS) -> None:
+    def __init__(self, limits: Limits = replace(LIMITS, close=0.5)) -> None:
         self.first, self.link = hosts_of_two()
         self.host = headless._Host(SETTINGS, fork([], lambda *_: None, limits), limits)
         self.host._link = self.link
@@ -114,7 +114,7 @@ def test_a_signal_while_the_host_ends_with_its_node_does_not_kill_it_unless_it_i
     monkeypatch.setattr(headless, "join_rendezvous", lambda *_, **__: (scene.link, {}))
 
     def end_ranks(timeout_s: float) -> list[LossReason]:
-        assert timeout_s == LIMITS.close
+        assert timeout_s == 0.5
         os.kill(os.getpid(), signal.SIGTERM)
         return []
 
@@ -131,6 +131,30 @@ def test_a_signal_while_the_host_ends_with_its_node_does_not_kill_it_unless_it_i
         assert scene.of_first.receive_one(PATIENCE_S) == {"ended": True}
     scene.host._signals.close()
     assert sigterms == []
+
+
+def test_a_signal_while_the_node_serves_is_passed_on_once(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene.signal()
+    monkeypatch.setattr(scene.host, "_take_ready", lambda: scene.first.stop(""))
+    assert scene.follow() == 0
+    assert [scene.of_first.receive_one(PATIENCE_S) for _ in range(2)] == [{"stopping": True}, {"beat": True}]
+    scene.link.close()
+    with pytest.raises(OSError, match="closed"):
+        scene.of_first.receive()
+
+
+def test_a_host_whose_node_is_lost_kills_its_ranks_and_says_no_more(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What became of them matters to nobody now."""
+    forks = Forks(FAILS, LIVES, limits=replace(LIMITS, close=PATIENCE_S))
+    host = headless._Host(SETTINGS, forks.forks, forks.forks.limits)
+    host._link = scene.link
+    assert host.end(1) == 1
+    assert caplog.messages == []
+    with pytest.raises(OSError, match="closed"):
+        scene.of_first.receive()
+    forks.close()
 
 
 def test_a_signal_before_the_node_serves_ends_the_host(scene: Scene) -> None:
