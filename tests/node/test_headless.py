@@ -23,6 +23,7 @@ from tests.node.scenes import PATIENCE_S
 
 pytestmark = pytest.mark.timeout(20)
 
+PATIENT = replace(LIMITS, close=PATIENCE_S)
 SETTINGS = NodeSettings(model="none", tensor_parallel_size=4, nnodes=2, node_rank=1)
 
 
@@ -42,7 +43,7 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> None:
 class Scene:
     """A host without ranks that has joined. `first`: what rank 0 has of it."""
 
-    def __init__(self, limits: Limits = replace(LIMITS, close=0.5)) -> None:
+    def __init__(self, limits: Limits = PATIENT) -> None:
         self.first, self.link = hosts_of_two()
         self.host = headless._Host(SETTINGS, fork([], lambda *_: None, limits), limits)
         self.host._link = self.link
@@ -114,7 +115,7 @@ def test_a_signal_while_the_host_ends_with_its_node_does_not_kill_it_unless_it_i
     monkeypatch.setattr(headless, "join_rendezvous", lambda *_, **__: (scene.link, {}))
 
     def end_ranks(timeout_s: float) -> list[LossReason]:
-        assert timeout_s == 0.5
+        assert timeout_s == PATIENT.close
         os.kill(os.getpid(), signal.SIGTERM)
         return []
 
@@ -147,8 +148,8 @@ def test_a_host_whose_node_is_lost_kills_its_ranks_and_says_no_more(
     scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What became of them matters to nobody now."""
-    forks = Forks(FAILS, LIVES, limits=replace(LIMITS, close=PATIENCE_S))
-    host = headless._Host(SETTINGS, forks.forks, forks.forks.limits)
+    forks = Forks(FAILS, LIVES)
+    host = headless._Host(SETTINGS, forks.forks, PATIENT)
     host._link = scene.link
     assert host.end(1) == 1
     assert caplog.messages == []
@@ -157,23 +158,27 @@ def test_a_host_whose_node_is_lost_kills_its_ranks_and_says_no_more(
     forks.close()
 
 
-def test_a_signal_before_the_node_serves_ends_the_host(scene: Scene) -> None:
+def test_a_signal_before_the_node_serves_and_a_second_one_end_the_host(scene: Scene) -> None:
     with pytest.raises(Exit, match=str(128 + signal.SIGHUP)):
         scene.host._heed(signal.SIGHUP, None)
+    scene.host._handle({"serves": True})
+    scene.host._heed(signal.SIGTERM, None)
+    with pytest.raises(Exit, match=str(128 + signal.SIGINT)):
+        scene.host._heed(signal.SIGINT, None)
 
 
 def test_a_host_waits_for_its_node_longer_while_that_starts(caplog: pytest.LogCaptureFixture) -> None:
     """Rank 0 says nothing before all hosts have come."""
     limits = Limits(join=3 * BEAT_S, loading_silence=2 * BEAT_S, silence=BEAT_S)
     scene = Scene(limits)
-    messages: list[dict[str, Any]] = [{}, {"beat": True}, {"beat": True, "serves": True}]
+    messages: list[dict[str, Any]] = [{}, {"beat": True}, {"serves": True}, {"beat": True}]
     limits_s = []
     for message in messages:
         assert scene.host._handle(message) is None
         limits_s.append(scene.host._silence_s)
-    assert limits_s == [limits.join, limits.loading_silence, limits.silence]
-    scene.link.num_silent = 1
+    assert limits_s == [limits.join, limits.loading_silence, limits.silence, limits.silence]
     assert scene.follow() == 1
+    assert scene.link.num_silent == 2, "more than one slice"
     assert caplog.messages == [f"node rank 0 has been silent for {limits.silence:g} s: this part of the node ends"]
     assert scene.of_first.receive_one(PATIENCE_S) == {"beat": True}
     scene.close()
