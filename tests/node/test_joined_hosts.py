@@ -19,6 +19,7 @@ from baton.errors import TransferError
 from deploy.ports import HeldPort
 from engine.model.other_ranks import Kind
 from kv_transfer.transports.host import address_of
+from node.errors import StartupError
 from node.limits import Limits
 from node.peers.links import PeerLink
 from node.peers.rendezvous import join_rendezvous
@@ -111,8 +112,8 @@ def test_a_host_that_ends_is_lost(scene: Scene) -> None:
     assert scene.lost.get(timeout=PATIENCE_S) == "node rank 1 has ended"
 
 
-def test_a_host_whose_machine_dies_while_others_are_missing_is_waited_for() -> None:
-    """Its connections all end at once."""
+def test_a_host_whose_machine_dies_while_others_are_missing_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    """Its connections all end at once. It may have said why."""
     is_busy, are_gone = threading.Event(), threading.Event()
     with HeldPort(HostPort("127.0.0.1", 0)) as port, ThreadPoolExecutor(1) as pool:
         address = port.address.host, port.address.port
@@ -137,11 +138,14 @@ def test_a_host_whose_machine_dies_while_others_are_missing_is_waited_for() -> N
                 with socket.create_connection(address) as other:
                     PeerLink(other).send(what="keeps rank 0 from noticing one end before the other")
                     assert is_busy.wait(PATIENCE_S)
+                links[0].send(lost="rank 3: no room")
                 for link in links:
                     link.close()
                 are_gone.set()
         joined = waiting.result(PATIENCE_S)
         assert sorted(joined) == [("host", 1), ("rank", 2), ("rank", 3)]
+        for word in (": rank 3: no room", " has ended, and is waited for"):
+            assert f"node rank 1 of 2{word}" in caplog.messages
         for link in (*links, *joined.values()):
             link.close()
 
@@ -154,6 +158,19 @@ def test_a_host_that_ends_before_it_is_welcomed_is_no_error() -> None:
     assert joining._joined == {("host", 1): link}, "its end is noticed next"
     hosts.stop("")
     hosts.end(0)
+
+
+def test_those_that_came_are_let_go_if_others_did_not() -> None:
+    with HeldPort(HostPort("127.0.0.1", 0)) as port:
+        settings = NodeSettings(model="none", tensor_parallel_size=4, nnodes=2, master_port=port.address.port)
+        joining = JoiningHosts(settings, "weights", Limits(join=0.0))
+        hosts, host = hosts_of_two()
+        joining._joined["host", 1] = hosts._links.pop(1)
+        with pytest.raises(StartupError, match="--nnodes: rank 2 did not connect"):
+            joining.wait()
+    with pytest.raises(OSError, match="closed"):
+        host.receive_one(PATIENCE_S)
+    host.close()
 
 
 def test_a_name_of_this_host_that_others_can_reach_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,16 +7,26 @@ import queue
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
 from baton.errors import TransferError
 from engine.model.other_ranks import Kind
+from engine.model.parallel.group import RankGroup
 from node.ranks.pool_wire import PoolWire
-from node.ranks.rank_links import POOL_REQUEST, ForkedRankLink, RemoteRankLink, pack_request, unpack_request
+from node.ranks.rank_links import (
+    POOL_REQUEST,
+    ForkedRankLink,
+    RemoteRankLink,
+    join_group,
+    pack_request,
+    unpack_request,
+)
 from node.ranks.ring import RingWriter, SharedRing
 from node.ranks.stream import RankStream
 
@@ -186,3 +196,16 @@ def test_what_is_sent_to_a_rank_that_has_ended_is_dropped() -> None:
 def test_requests_of_any_length_go_through_the_ring() -> None:
     for length in range(5):
         assert unpack_request(pack_request(2, {"do": "x" * length})) == (2, {"do": "x" * length})
+
+
+def test_ranks_meet_at_the_addresses_of_their_hosts() -> None:
+    """Not at a loopback address, which no other host reaches."""
+    store, address = HashStore(), "127.0.0.2"
+
+    def join(rank: int) -> RankGroup:
+        return join_group(store, rank, 2, torch.device("cpu"), address)
+
+    with ThreadPoolExecutor(2) as pool:
+        groups = list(pool.map(join, range(2)))
+        assert list(pool.map(lambda group: group.minimum(group.rank), groups)) == [0, 0]
+    assert [group._host for group in groups] == [address] * 2  # type: ignore[attr-defined]
