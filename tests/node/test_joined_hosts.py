@@ -108,6 +108,7 @@ def test_each_pool_is_that_of_its_rank_until_the_rank_ends(scene: Scene) -> None
 
 def test_a_host_that_ends_is_lost(scene: Scene) -> None:
     scene.hosts.pools()
+    assert scene.host.receive_one(PATIENCE_S) == {"beat": True}
     scene.host.close()
     assert scene.lost.get(timeout=PATIENCE_S) == "node rank 1 has ended"
 
