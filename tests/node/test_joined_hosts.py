@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ from node.limits import Limits
 from node.peers.links import PeerLink
 from node.peers.rendezvous import join_rendezvous
 from node.ranks.forks import BEAT_S, LossReason
-from node.ranks.hosts import OtherHosts
+from node.ranks.hosts import OtherHosts, _HostRank
 from node.ranks.joining import JoiningHosts, rendezvous_of, shared_flags
 from node.ranks.stream import RankStream
 from node.settings import NodeSettings
@@ -222,3 +222,22 @@ def test_a_host_that_has_ended_keeps_no_other_from_being_told() -> None:
     hosts._lost(LossReason("node rank 1 has ended"))
     other.close()
     assert hosts.end(PATIENCE_S) == [], "the node has said why it ends"
+
+
+def test_why_a_rank_has_ended_is_for_its_host_to_say() -> None:
+    """And for nobody, once the node ends in order."""
+    met = LossReason("node rank 1: rank 3 has ended (a peer left)", is_secondary=True)
+    rank = _HostRank(3, cast("Any", None))
+    hosts, host = hosts_of_two()
+    hosts._lost(met)
+    hosts._on_lost = lambda reason, ready: pytest.fail(reason.text)
+    hosts._rank_lost(rank, ConnectionResetError())
+    assert hosts.loss_reason(0) == met
+    others, other = hosts_of_two()
+    others.stop("")
+    others._rank_lost(rank, ConnectionResetError())
+    assert others.loss_reason(0) is None
+    for end in (host, other):
+        end.close()
+    for ended in (hosts, others):
+        ended.end(0)
