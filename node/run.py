@@ -84,12 +84,13 @@ def _end_at_signals() -> None:
 def _run(settings: NodeSettings, side: RoleSide, make_role: MakeRole) -> int:
     if settings.node_rank:
         return run_headless(settings, run_rank)
-    ranks = fork_ranks(settings, run_rank)
+    ranks, code = fork_ranks(settings, run_rank), 1
     try:
-        return _run_ranks(settings, side, make_role, ranks)
+        code = _run_ranks(settings, side, make_role, ranks)
     finally:
         if ranks is not None:
-            ranks.close()
+            ranks.close(failed=code != 0)
+    return code
 
 
 def _run_ranks(settings: NodeSettings, side: RoleSide, make_role: MakeRole, ranks: Ranks | None) -> int:

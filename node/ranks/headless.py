@@ -3,7 +3,7 @@
     fork its ranks -> connect to rank 0's host -> watch its ranks, and send heartbeats -> end when the node ends
 
 exit code 0    the node has ended in order
-          1    it was refused, a rank of it is lost, or the host with rank 0 is
+          1    it was refused, a rank of it is lost, the host with rank 0 is, or the node exits with 1
 128 + signal   a signal before the node serves, or a second one, at once
 
 A first signal, when the node serves, is passed on: the node drains, and ends with all its hosts.
@@ -61,7 +61,7 @@ class _Host:
     def __init__(self, settings: NodeSettings, forks: RankForks, limits: Limits) -> None:
         self._settings, self._forks, self._limits = settings, forks, limits
         self._link: PeerLink | None = None
-        self._began = self._serves = self._signalled = False
+        self._began = self._serves = self._signalled = self._node_failed = False
         self._signals = contextlib.ExitStack()
         self._over = threading.Event()
 
@@ -90,6 +90,7 @@ class _Host:
             code = self._ends(reason.text)
         if code == 0:
             self._send(ended=True)
+            code = self._ends(f"{_RANK_0} has ended with exit code 1") if self._node_failed else 0
         if self._link is not None:
             self._link.close()
         self._signals.close()
@@ -126,6 +127,7 @@ class _Host:
     def _handle(self, message: dict[str, Any]) -> int | None:
         self._began |= "beat" in message
         if "stop" in message:
+            self._node_failed = bool(message.get("failed"))
             return 0
         if "lost" in message:
             return self._ends(f"{_RANK_0}: {message['lost']}")

@@ -146,14 +146,14 @@ class OtherHosts:
         if stop_requested:
             stop()
 
-    def stop(self, why: str) -> None:
-        """Tell all hosts that the node ends. why: the loss that ends it; empty: it ends in order. From now on no loss
-        is reported."""
+    def stop(self, why: str, failed: bool = False) -> None:
+        """Tell all hosts that the node ends. why: the loss that ends it; empty: all ranks end in order. failed: the
+        node has failed nevertheless, so hosts exit as it does. From now on no loss is reported."""
         self._over.set()
         self._in_order = not why
         for link in self._links.values():
             with contextlib.suppress(OSError):  # it has ended already
-                link.send(**({"lost": why} if why else {"stop": True}))
+                link.send(**({"lost": why} if why else {"stop": True, "failed": failed}))
 
     def end(self, timeout_s: float) -> list[LossReason]:
         self._over.set()

@@ -212,15 +212,16 @@ class Ranks:
         if self._hosts is not None:
             self._hosts.serves(stop)
 
-    def close(self) -> None:
-        """End all ranks, and kill those that do not end by themselves. Idempotent."""
+    def close(self, failed: bool = False) -> None:
+        """End all ranks, and kill those that do not end by themselves. failed: the node exits with 1, so other hosts do
+        that, too, and are started again with it. Idempotent."""
         if self._closing.is_set():
             return
         self._closing.set()
         self._forked.forks.unwatch()
         serve = all(ranks.ready for ranks in self._all)
         if self._hosts is not None:
-            self._hosts.stop("" if serve else self._why)
+            self._hosts.stop("" if serve else self._why, failed)
         if serve:
             for ranks in self._all:
                 ranks.limit_sends(self._limits.close)

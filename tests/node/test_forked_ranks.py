@@ -18,10 +18,11 @@ import pytest
 from baton.errors import TransferError
 from engine.model.other_ranks import Kind
 from node.ranks.forks import ENDED_LOADING, LossReason
+from node.ranks.hosts import OtherHosts
 from node.ranks.rank_links import POOL_REQUEST, unpack_request
 from node.ranks.ranks import ForkedRanks, Ranks
 from node.ranks.ring import NUM_SLOTS, RingReader, SharedRing
-from tests.node.rank_stand_ins import FAILS, LIMITS, LIVES, Forks
+from tests.node.rank_stand_ins import FAILS, LIMITS, LIVES, Forks, hosts_of_two
 from tests.node.scenes import PATIENCE_S
 
 pytestmark = pytest.mark.timeout(20)
@@ -172,6 +173,24 @@ def test_ranks_are_told_to_end_once(scene: Scene) -> None:
     assert select.select(scene.ring.eventfds, [], [], 0)[0] == []
     for timer in later:
         timer.join()
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_other_hosts_are_told_whether_the_node_has_failed(
+    scene: Scene, failed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OtherHosts, "ready", True)
+    hosts, host = hosts_of_two()
+    scene.load()
+    scene.forks.forks.unwatch()
+    ranks = Ranks(5, scene.forked, hosts, PATIENT)
+    ranks.pools()
+    for pipe in scene.forks.pipes:
+        pipe.of_pool.close()
+    closing = scene.pool.submit(ranks.close, failed)
+    assert host.receive_one(PATIENCE_S) == {"stop": True, "failed": failed}
+    host.close()
+    closing.result(PATIENCE_S)
 
 
 def test_ranks_that_load_are_ended_without_a_word(scene: Scene) -> None:

@@ -144,6 +144,16 @@ def test_a_signal_while_the_node_serves_is_passed_on_once(scene: Scene, monkeypa
         scene.of_first.receive()
 
 
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_host_exits_as_its_node_does(scene: Scene, failed: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """So that whatever starts the node again starts all of its hosts. All ranks end in order."""
+    scene.first.stop("", failed)
+    assert scene.follow() == 0
+    assert scene.host.end(0) == failed
+    assert scene.of_first.receive_one(PATIENCE_S) == {"ended": True}
+    assert caplog.messages == ["node rank 0 has ended with exit code 1: this part of the node ends"] * failed
+
+
 def test_a_host_whose_node_is_lost_kills_its_ranks_and_says_no_more(
     scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:

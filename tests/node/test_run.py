@@ -22,7 +22,9 @@ from baton.messages import AttemptId
 from baton.settings import LONGEST_S
 from engine.model.other_ranks import Kind
 from engine.model.parallel.group import ONE_RANK
+from node import run
 from node.base import Base
+from node.errors import StartupError
 from node.fences import Fences
 from node.garbage import collected_once
 from node.limits import Limits
@@ -154,6 +156,28 @@ def test_a_rank_that_serves_never_looks_at_what_it_loaded(monkeypatch: pytest.Mo
     link = Link()
     process.run_rank(link, NodeSettings(model="baton-tiny", **flags))
     assert link.frozen
+
+
+@pytest.mark.parametrize("code", [0, 1, None])
+def test_ranks_learn_whether_their_node_has_failed(code: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it could not start, though they could."""
+    closed: list[bool] = []
+
+    class Closing:
+        def close(self, failed: bool) -> None:
+            closed.append(failed)
+
+    def run_ranks(*arguments: object) -> int:
+        if code is None:
+            raise StartupError("--listen: the port is taken")
+        return code
+
+    monkeypatch.setattr(run, "fork_ranks", lambda *_: Closing())
+    monkeypatch.setattr(run, "_run_ranks", run_ranks)
+    unused: Any = None
+    with pytest.raises(StartupError) if code is None else contextlib.nullcontext():
+        assert run._run(SETTINGS, unused, unused) == code
+    assert closed == [code != 0]
 
 
 @pytest.mark.parametrize(
