@@ -4,6 +4,7 @@ none behind."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -105,8 +106,13 @@ def test_ranks_die_with_their_node(scene: Callable[[str], Scene], stopped: bool)
 
 
 def test_a_node_that_is_idle_ends_with_a_rank(scene: Callable[[str], Scene]) -> None:
+    """But not with a Ctrl-C, of which ranks are told, too: the node ends them when it has drained."""
     one = scene("waits")
     one.wait_said("waits")
+    for pid in one.ranks:
+        [ignored] = re.findall(r"(?m)^SigIgn:\s+(\w+)$", Path(f"/proc/{pid}/status").read_text())
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            assert int(ignored, 16) >> number - 1 & 1, f"{number!r} ends it"
     os.kill(one.ranks[0], signal.SIGKILL)
     assert one.wait() == 1
     assert "rank 1 (process" in one.err
