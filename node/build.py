@@ -151,7 +151,6 @@ def build(settings: NodeSettings, wake: Callable[[], None] | None = None, ranks:
 def _meet_peers(settings: NodeSettings, checkpoint: Checkpoint, wake: Callable[[], None] | None) -> PeerNodes:
     max_model_len, dtype = settings.max_model_len or checkpoint.max_model_len, dtype_of(settings)
     device = device_of(settings).type
-    is_dummy = settings.load_format == "dummy"
     serves = {
         "the command": settings.prog,
         "the version": baton.__version__,
@@ -162,7 +161,6 @@ def _meet_peers(settings: NodeSettings, checkpoint: Checkpoint, wake: Callable[[
         "--dtype": "float32" if dtype == "auto" and device == "cpu" else dtype,
         "--quantization": str(settings.quantization),
         "--eplb-config": str(settings.eplb),
-        "--seed": str(settings.seed if is_dummy else None),  # of weights
     }
     if device == "cuda":
         serves |= _same_graphs(settings)

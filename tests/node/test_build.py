@@ -372,10 +372,13 @@ def test_data_parallel_nodes_say_what_they_serve(checkpoint, monkeypatch):
         raise StartupError("alone")
 
     monkeypatch.setattr("node.build.join_nodes", join_nodes)
-    for fields in ({}, {"dtype": "float32", "max_model_len": 256}, {"dtype": "bfloat16"}, {"seed": 7}):
+    dummy = {"load_format": "dummy"}
+    stated = ({}, {"dtype": "float32", "max_model_len": 256}, {"seed": 7}, {"dtype": "bfloat16"})
+    for fields in (*stated, dummy, dummy | {"seed": 7}):
         with pytest.raises(StartupError, match="alone"):
             build(settings(checkpoint, **DATA_PARALLEL, **fields))
-    assert said[0] == said[1] == said[3] != said[2]
+    assert said[0] == said[1] == said[2] != said[3]
+    assert said[4] == said[5], "dummy weights are the same whatever the seed"
     assert said[0]["the command"] != DecodeSettings.prog
 
 
