@@ -15,8 +15,8 @@ from engine.step_size import StepSize
 from engine.step_time import StepTime
 
 LEAST_CHUNK = 32
-"""Tokens of the minimum chunk, if the device does not pad; else the chunk fills the smallest padded size, at the same
-cost."""
+"""Tokens of the minimum chunk, if the device does not pad; else the chunk fills the smallest padded size with room for
+as many, at the same cost."""
 
 
 class PromptBudget:
@@ -96,7 +96,8 @@ class PromptBudget:
         if num_fitting:
             return lengths[num_fitting - 1]
         is_first = self._size.num_seqs == self._num_decodes
-        return min(wanted, sizes[0] if sizes else LEAST_CHUNK) if is_first else 0
+        filling = (size - taken for size in sizes if size - taken >= LEAST_CHUNK)
+        return min(wanted, next(filling, LEAST_CHUNK)) if is_first else 0
 
     def _in_a_graph(self, start: int, wanted: int) -> int:
         """As many of the tokens as the largest graph has room for, unless there is no graph or a step launched op by op

@@ -169,12 +169,15 @@ def test_a_second_prompt_fills_the_graph_of_the_first(
     assert budget.fitting(0, 900) == length
 
 
-@pytest.mark.parametrize(("sizes", "length"), [((96, 160), 96), ((), LEAST_CHUNK)])
-def test_the_least_chunk_fills_the_smallest_graph(sizes: tuple[int, ...], length: int) -> None:
-    """If nothing is known yet, or no chunk keeps the limit."""
+@pytest.mark.parametrize(
+    ("sizes", "forced", "length"),
+    [((), 0, LEAST_CHUNK), ((96, 160), 0, 96), ((96, 160), 40, 56), ((96, 160), 80, 80), ((96,), 80, 16)],
+)
+def test_the_least_chunk_fills_the_smallest_graph(sizes: tuple[int, ...], forced: int, length: int) -> None:
+    """If nothing is known yet, or no chunk keeps the limit. Forced tokens of streams are in the graph, too."""
     padding = StepPadding(((32, sizes),) if sizes else ())
     config = make(**{**BIG, "padding": padding})[0].config
-    assert PromptBudget(config, StepTime(padding), StepSize(4, 400), 0.08).fitting(0, 900) == length
+    assert PromptBudget(config, StepTime(padding), StepSize(4, 400, forced), 0.08).fitting(0, 900) == length
 
 
 def test_the_size_of_a_step_counts_each_chunk_with_all_that_it_reads() -> None:
