@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from engine.model.load.checkpoint import Checkpoint
 from node.build import build
-from node.ranks.part import _limits
+from node.ranks.part import _limits, _require_fp8
 from node.settings import NodeSettings
 from tests.node.tiny_checkpoint import save_tiny
 
@@ -45,3 +46,13 @@ def test_torch_has_the_threads_that_are_set(checkpoint: Path) -> None:
         assert torch.get_num_threads() == before + 1
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("capability", "is_refused"), [((8, 6), True), ((8, 9), False), ((9, 0), False)])
+def test_kv_in_8_bits_needs_a_gpu_that_has_the_type(
+    capability: tuple[int, int], is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    with pytest.raises(ValueError, match="a GPU has less") if is_refused else contextlib.nullcontext():
+        _require_fp8(torch.device("cuda", 0), 16)
