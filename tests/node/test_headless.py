@@ -15,8 +15,10 @@ import pytest
 from node import preflight
 from node.limits import Limits
 from node.peers.links import PeerLink
+from node.peers.rendezvous import HELLO_TIMEOUT_S, RendezvousEndpoint
 from node.ranks import headless
 from node.ranks.forks import BEAT_S, HAS_ENDED, LossReason, fork
+from node.ranks.joining import rendezvous_of, shared_flags
 from node.settings import NodeSettings
 from tests.node.rank_stand_ins import FAILS, LIMITS, LIVES, Forks, hosts_of_two
 from tests.node.scenes import PATIENCE_S
@@ -97,6 +99,33 @@ def test_the_rank_that_failed_first_is_named() -> None:
     forks.close()
 
 
+def joins(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> list[NodeSettings]:
+    """When it runs. Returns the settings that it checks."""
+    checked: list[NodeSettings] = []
+
+    def join(endpoint: RendezvousEndpoint, hello: Any, timeout_s: float, *, answer_s: float) -> tuple[PeerLink, Any]:
+        assert endpoint == rendezvous_of(SETTINGS)
+        assert hello == {"node_rank": 1, "serves": shared_flags(SETTINGS)}
+        assert (timeout_s, answer_s) == (PATIENT.join, HELLO_TIMEOUT_S)
+        return scene.link, {}
+
+    monkeypatch.setattr(preflight, "check", checked.append)
+    monkeypatch.setattr(headless, "join_rendezvous", join)
+    return checked
+
+
+def test_a_host_ends_with_rank_0(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once it has found that its own machine has what it needs, and has come."""
+    checked = joins(scene, monkeypatch)
+    scene.of_first.close()
+    assert scene.host.run() == 1
+    assert scene.host.end(1) == 1
+    assert checked == [SETTINGS]
+    assert caplog.messages == ["node rank 0 has ended: this part of the node ends"]
+
+
 @pytest.fixture
 def sigterms() -> Iterator[list[int]]:
     """Those that would have killed the process."""
@@ -111,8 +140,7 @@ def test_a_signal_while_the_host_ends_with_its_node_does_not_kill_it_unless_it_i
     scene: Scene, is_second: bool, sigterms: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All hosts may be told to stop, one a moment after another."""
-    monkeypatch.setattr(preflight, "check", lambda settings: None)
-    monkeypatch.setattr(headless, "join_rendezvous", lambda *_, **__: (scene.link, {}))
+    joins(scene, monkeypatch)
 
     def end_ranks(timeout_s: float) -> list[LossReason]:
         assert timeout_s == PATIENT.close
