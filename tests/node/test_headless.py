@@ -205,7 +205,9 @@ def test_a_signal_before_the_node_serves_and_a_second_one_end_the_host(scene: Sc
         scene.host._heed(signal.SIGINT, None)
 
 
-def test_a_host_waits_for_its_node_longer_while_that_starts(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_host_waits_for_its_node_longer_while_that_starts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Rank 0 says nothing before all hosts have come."""
     limits = Limits(join=3 * BEAT_S, loading_silence=2 * BEAT_S, silence=BEAT_S)
     scene = Scene(limits)
@@ -215,8 +217,11 @@ def test_a_host_waits_for_its_node_longer_while_that_starts(caplog: pytest.LogCa
         assert scene.host._handle(message) is None
         limits_s.append(scene.host._silence_s)
     assert limits_s == [limits.join, limits.loading_silence, limits.silence, limits.silence]
+    turns: list[bool] = []
+    monkeypatch.setattr(scene.host, "_take_ready", lambda: turns.append(True))
     assert scene.follow() == 1
     assert scene.link.num_silent == 2, "more than one slice"
+    assert len(turns) < 10, "it computes all the time"
     assert caplog.messages == [f"node rank 0 has been silent for {limits.silence:g} s: this part of the node ends"]
     assert scene.of_first.receive_one(PATIENCE_S) == {"beat": True}
     scene.close()
