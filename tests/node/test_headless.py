@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -217,10 +218,11 @@ def test_a_host_waits_for_its_node_longer_while_that_starts(
         assert scene.host._handle(message) is None
         limits_s.append(scene.host._silence_s)
     assert limits_s == [limits.join, limits.loading_silence, limits.silence, limits.silence]
-    turns: list[bool] = []
+    turns, began = list[bool](), time.monotonic()
     monkeypatch.setattr(scene.host, "_take_ready", lambda: turns.append(True))
     assert scene.follow() == 1
     assert scene.link.num_silent == 2, "more than one slice"
+    assert time.monotonic() - began > 0.9 * BEAT_S
     assert len(turns) < 10, "it computes all the time"
     assert caplog.messages == [f"node rank 0 has been silent for {limits.silence:g} s: this part of the node ends"]
     assert scene.of_first.receive_one(PATIENCE_S) == {"beat": True}
