@@ -97,14 +97,15 @@ def main() -> None:
 def master(case: str, weights: str, settings: NodeSettings) -> int:
     ranks = fork_ranks(settings, lambda link, _: run_rank(case, weights, link), LIMITS)
     assert ranks is not None
+    code = 1
     try:
         serve(case, weights, ranks)
-    except StartupError as error:
+        code = 0
+    except (StartupError, RuntimeError) as error:  # RuntimeError: of a step that a lost rank has broken
         print(error, file=sys.stderr, flush=True)
-        return 1
     finally:
-        ranks.close()
-    return 0
+        ranks.close(failed=code != 0)
+    return code
 
 
 def headless(case: str, weights: str, settings: NodeSettings) -> int:
