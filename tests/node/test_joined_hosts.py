@@ -136,10 +136,10 @@ def test_a_host_whose_machine_dies_while_others_are_missing_is_waited_for(caplog
                 links.append(PeerLink(socket.create_connection(address)))
                 links[-1].send(rank=number, serves={"--model": "weights"})
             if is_first:
+                links[0].send(lost="rank 3: no room")  # rank 0 reads it before it reads what the next one says
                 with socket.create_connection(address) as other:
                     PeerLink(other).send(what="keeps rank 0 from noticing one end before the other")
                     assert is_busy.wait(PATIENCE_S)
-                links[0].send(lost="rank 3: no room")
                 for link in links:
                     link.close()
                 are_gone.set()
