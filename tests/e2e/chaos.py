@@ -31,7 +31,7 @@ DRAINED, UNFINISHED = 0, 1
 STOPPED = "the server was stopped before the request had finished"
 GIVEN_UP = "given up, since nodes were lost that ran it"
 AWAY, LEFT, IN_FULL = "the router was away", "the client left", "answered in full"
-ERRORS = {"node_unavailable", "overloaded", "deadline_exceeded", "cache_exhausted", "transfer_failed"}
+ERRORS = {"node_unavailable", "overloaded", "deadline_exceeded", "cache_exhausted", "transfer_failed", "peer_lost"}
 """Codes with which a request may end when what it needs is away for too long, or failed too often."""
 
 
