@@ -19,6 +19,8 @@ from router.http.server import HttpServer
 PATIENCE_S = 20.0
 LOOPBACK = "127.0.0.1"
 GET = b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n"
+HEADER = b"x-filler: " + b"a" * 1000 + b"\r\n"
+"""`echoing` takes three of them."""
 
 
 def on_uvloop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -66,6 +68,11 @@ async def serving(app: ASGIApp, tls: object = None, websockets: Any = None, **li
             connection.transport.abort()
         server.stop()
         await task
+
+
+def echoing() -> contextlib.AbstractAsyncContextManager[int]:
+    """`serving` with small limits."""
+    return serving(echo, max_header_bytes=4096, linger_s=0.3)
 
 
 class Peer:
